@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.preparation import Changes
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.speculative.block_policy import BlockPolicy
 
@@ -23,8 +24,8 @@ class Needs(NamedTuple):
 class Backend(Protocol):
     """Enqueues the work of launches on the compute stream.
 
-    `prefill` and `encode` stage their own inputs; the other methods read what the runner has
-    staged.
+    `prefill` and `encode` stage their own inputs, and `prefill` uploads all of the launch; the
+    other methods read what the runner has uploaded.
     """
 
     buckets: tuple[int, ...]  # tokens, ascending
@@ -39,8 +40,8 @@ class Backend(Protocol):
         """Enqueue a forward with adapters up to `rank` (0: none); `num_rows` affects speed only."""
         ...
 
-    def grow(self, slot: int) -> None:
-        """Add the staged pages to the page table, before the forward that writes to them."""
+    def prepare(self, slot: int, changes: Changes) -> None:
+        """Apply what a decode changes, before its forward."""
         ...
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
@@ -67,11 +68,9 @@ class Backend(Protocol):
         prompts: Many[ScheduledSequence],
         decodes: Many[ScheduledSequence],
         rank: int,
-        place: Work | None = None,
+        changes: Changes,
     ) -> None:
-        """Enqueue prompts, and decodes that share the launch.
-
-        `place` runs before the decodes' forward, once they are staged.
+        """Enqueue prompts, and decodes that share the launch, after its `changes`.
 
         The slot's first rows become the outputs of the decodes, then of each prompt's last
         position. `limits` bounds a launch of more than one prompt, or with any decode.

@@ -8,7 +8,7 @@ where that takes its rows, else captured steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -18,14 +18,7 @@ import torch
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
-from legato_engine.kernels.decode_loop import (
-    NOT_BEHIND,
-    AnyLoop,
-    DraftLoopTensors,
-    LoopTensors,
-    follow,
-    place_behind,
-)
+from legato_engine.kernels.decode_loop import AnyLoop, DraftLoopTensors, LoopTensors, follow
 from legato_engine.kernels.resident_builds import Kind
 from legato_engine.kernels.resident_launch import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
@@ -35,7 +28,6 @@ from legato_engine.runtime.loop_looks import Looks
 from legato_engine.runtime.path_table import ALL, Choice
 from legato_engine.runtime.resident_drafts import DraftLaunches
 from legato_engine.runtime.resources import Resources
-from legato_engine.runtime.staging import StagingBuffer
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.loops import MAX_STEPS
 from legato_engine.scheduler.runner import NoTokens, Pause
@@ -65,11 +57,6 @@ class DecodeLoops:
             TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
             for slot in resources.slots
         ]
-        max_rows = len(resources.slots[0].tokens_R)
-        self._behind = [
-            StagingBuffer(resources.device, {"index": ((max_rows,), torch.int64)})
-            for _ in resources.slots
-        ]
         drafts = resident is not None and any(kind.has_drafts for kind in resident.most_rows)
         self._drafting = DraftLaunches(resources, self._rings) if drafts else None
         self._in_kernel = [False for _ in resources.slots]  # the latest loop of each slot
@@ -92,18 +79,7 @@ class DecodeLoops:
                 for slot in slots if kind.has_drafts else (0,):
                     self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
-            self.place(slot, ())
             self.follow(slot)
-
-    def place(self, slot: int, behind: Sequence[int]) -> None:
-        """Enqueue the positions of a launch's first tokens, whose rows have these indices in the
-        loop before it, in the other slot.
-        """
-        staged = self._behind[slot]
-        staged.host["index"].fill(NOT_BEHIND)
-        staged.host["index"][: len(behind)] = behind
-        staged.upload(self._resources.compute)
-        self._resources.graphs.run(self._place_work, slot)
 
     def follow(self, slot: int) -> None:
         """Enqueue the constraints that follow the tokens of the other slot's launch."""
@@ -248,12 +224,6 @@ class DecodeLoops:
                 num_tokens=num_tokens,
             )
         )
-
-    def _place_work(self, slot: int) -> Work:
-        slots, scratch_row = self._resources.slots, self._resources.state.scratch_row
-        staged, loop = slots[slot].staged.device, slots[1 - slot].staged.device
-        index_B = self._behind[slot].device["index"]
-        return lambda: place_behind(staged, loop["position"], index_B, scratch_row)
 
     def _follow_work(self, slot: int) -> Work:
         slots, successor_C2 = self._resources.slots, self._resources.successor_C2

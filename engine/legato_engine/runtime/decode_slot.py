@@ -12,7 +12,7 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.runtime.request_descriptors import WORDS
-from legato_engine.runtime.staging import Fields, StagingBuffer
+from legato_engine.runtime.staging import Fields, StagingBuffer, StagingRoom, size_of
 
 MAX_PASSES = 14
 """Host sides of the staged steps.
@@ -56,7 +56,11 @@ class DecodeSlot:
     Prompts have up to `max_prompt` tokens together. All but the first of `max_images` computed
     images are additional prompts.
 
+    Beside each other, so that neighbours are uploaded at once, are `prompt`, `grown`, `behind` and
+    `staged`.
+
     - `staged`: `STEP_FIELDS` of each token.
+    - `behind`: the index of each token's row in the loop before, or `NOT_BEHIND`.
     - `grown`: entries of the page table (row * pages of a row + index) and their new pages; with
       speculation, of a loop.
     - `constraint`: of each row and, for a loop, `Plan.after`.
@@ -94,14 +98,18 @@ class DecodeSlot:
         rows = ((max_rows,), torch.int64)
         self.speculates = speculates = max_drafting > 0
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.staged = StagingBuffer(device, _step_fields(max_rows, max_drafting), copies=MAX_PASSES)
-        begun = ((max_grown or max_rows,), torch.int64)
-        self.grown = StagingBuffer(device, {"entry": begun, "page": begun})
         self.constraint = StagingBuffer(device, {"constraint": rows, "after": rows})
         num_prompts = max_prompts + max_images - 1
-        self.prompt = StagingBuffer(
-            device, _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)
-        )
+        begun = ((max_grown or max_rows,), torch.int64)
+        prompt = _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)
+        grown: Fields = {"entry": begun, "page": begun}
+        behind: Fields = {"index": rows}
+        staged = _step_fields(max_rows, max_drafting)
+        room = StagingRoom(device, sum(map(size_of, (prompt, grown, behind, staged))))
+        self.prompt = StagingBuffer(device, prompt, room=room)
+        self.grown = StagingBuffer(device, grown, room=room)
+        self.behind = StagingBuffer(device, behind, room=room)
+        self.staged = StagingBuffer(device, staged, room=room, copies=MAX_PASSES)
         self.outputs = StagingBuffer(device, _output_fields(max_rows, max_drafting))
         places = (max_rows, min(MAX_ALTERNATIVES, vocab_size))
         self.alternatives = StagingBuffer(

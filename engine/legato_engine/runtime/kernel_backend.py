@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.long_prompts import CHUNK, LongPrompts
@@ -35,6 +36,7 @@ from legato_engine.runtime.prefill_step import (
     stage_prompts,
     stage_samples,
 )
+from legato_engine.runtime.preparation import Changes
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.step_works import FEW_GROUPS, StepWorks, laid_out_groups
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
@@ -79,26 +81,28 @@ class KernelBackend:
         self._works = StepWorks(kernels, resources)
 
     def warm_up(self) -> None:
-        adapters = (False,) if self._resources.bank is None else (False, True)
         for slot in range(len(self._slots)):
-            self._graphs.run(self._works.admit, slot)
-            self.grow(slot)
-            for bucket in self.buckets:
-                for adapted, groups in product(adapters, (*FEW_GROUPS, bucket)):
-                    self._forward(slot, bucket, groups, adapted=adapted, sampled=False)
-                    self._forward(slot, bucket, groups, adapted=adapted)
-                for payload in (False, True):
-                    self.sample(slot, bucket, sampled=False, payload=payload)
-            if self._state.drafts is not None:
-                for adapted in adapters:
-                    self._graphs.run(self._works.drafting, slot, adapted)
+            for grows, places, admits in product((False, True), repeat=3):
+                self._prepare(slot, Changes(grows, places), admits=admits)
+            self._warm_up_steps(slot)
             for payload, alternatives in product((False, True), repeat=2):
-                widest = self.buckets[-1]
-                self.logprobs(slot, widest, payload=payload, alternatives=alternatives)
+                self.logprobs(slot, self.buckets[-1], payload=payload, alternatives=alternatives)
         if self._long is not None:
             self._long.warm_up()
         if self._encoder_runner is not None:
             self._encoder_runner.warm_up()
+
+    def _warm_up_steps(self, slot: int) -> None:
+        adapters = (False,) if self._resources.bank is None else (False, True)
+        for bucket in self.buckets:
+            for adapted, groups in product(adapters, (*FEW_GROUPS, bucket)):
+                self._forward(slot, bucket, groups, adapted=adapted, sampled=False)
+                self._forward(slot, bucket, groups, adapted=adapted)
+            for payload in (False, True):
+                self.sample(slot, bucket, sampled=False, payload=payload)
+        if self._state.drafts is not None:
+            for adapted in adapters:
+                self._graphs.run(self._works.drafting, slot, adapted)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         if self._state.drafts is not None:
@@ -126,8 +130,12 @@ class KernelBackend:
     def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
         return self._kernels.resident(max_rows, policy)
 
-    def grow(self, slot: int) -> None:
-        self._graphs.run(self._works.grow, slot)
+    def prepare(self, slot: int, changes: Changes) -> None:
+        self._prepare(slot, changes, admits=False)
+
+    def _prepare(self, slot: int, changes: Changes, *, admits: bool) -> None:
+        if any(changes) or admits:
+            self._graphs.run(self._works.prepare, slot, *changes, admits)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """The kernel reads from the row's state whether it is greedy."""
@@ -143,98 +151,89 @@ class KernelBackend:
         prompts: Sequence[ScheduledSequence],
         decodes: Sequence[ScheduledSequence],
         rank: int,
-        place: Work | None = None,
+        changes: Changes,
     ) -> None:
         buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
         if self._encoder_runner is not None:  # first: the host prepares the rest meanwhile
             self._encoder_runner.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
-        buffers.prompt.upload(compute)
-        for row in prompts:
-            if row.work.write_adapter:
-                compute.submit(PrefillStep(self._resources, buffers, row).write_adapter)
-        if self._encoder_runner is not None:
-            self._encoder_runner.cache(slot, encoded)
-        scheduled = [self._after_prefix(buffers, *each) for each in enumerate(prompts)]
-        self._graphs.run(self._works.admit, slot)
+        scheduled = [self._scheduled(row) for row in prompts]
+        long: ScheduledPrompt | None = None
         if self.limits.is_long(prompts[0].sequence):
             assert len(prompts) + len(decodes) == 1, "a long prompt shares a launch"
-            answer = self._run_long(slot, prompts[0], scheduled[0])
-            if answer is None:
-                return
-            scheduled = [answer]
-        passes = cut_passes(decodes, scheduled, self.limits.sampled)
-        self._run_passes(slot, passes, (*decodes, *prompts), place)
+            long, scheduled = _without_answer(prompts[0], scheduled[0])
+        passes = _Passes(
+            cut_passes(decodes, scheduled, self.limits.sampled) if scheduled else [],
+            (*decodes, *prompts),
+        )
+        self._stage(slot, passes, 0)
+        buffers.staged.upload_from(buffers.prompt, compute)
+        for index, row in enumerate(prompts):
+            self._run_prefix(slot, index, row)
+        if self._encoder_runner is not None:
+            self._encoder_runner.cache(slot, encoded)
+        places = changes.places and passes.is_last(0)
+        self._prepare(slot, changes._replace(places=places), admits=True)
+        if long is not None:
+            self._run_long(slot, prompts[0], long)
+        self._run_passes(slot, passes, changes)
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         assert self._encoder_runner is not None, "an encode without an image encoder"
         self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
-    def _after_prefix(
-        self, buffers: DecodeSlot, index: int, row: ScheduledSequence
-    ) -> ScheduledPrompt:
-        """Return what a prompt's steps compute, after a missing prefix that no encoder fills.
-
-        BOS alone is computed by the steps too.
-        """
+    def _scheduled(self, row: ScheduledSequence) -> ScheduledPrompt:
+        """What a prompt's steps compute: BOS too, where it alone is missing of the prefix."""
         tokens, start = scheduled_tokens(row), row.position
         if row.work.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._resources.model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.work.compute_pages and not row.encodes:
-            step = PrefillStep(self._resources, buffers, row, index=index)
-            self._resources.compute.submit(step.run_prefix)
         return ScheduledPrompt(row.sequence.row, start, tokens)
 
-    def _run_long(
-        self, slot: int, row: ScheduledSequence, scheduled: ScheduledPrompt
-    ) -> ScheduledPrompt | None:
-        """Run a long prompt by the matrix library; return the tokens that steps compute after it.
+    def _run_prefix(self, slot: int, index: int, row: ScheduledSequence) -> None:
+        """Write an adapter, and a missing prefix that neither steps nor an encoder compute."""
+        compute, buffers = self._resources.compute, self._slots[slot]
+        if row.work.write_adapter:
+            compute.submit(PrefillStep(self._resources, buffers, row).write_adapter)
+        if row.work.compute_pages and row.sequence.inputs.image is not None and not row.encodes:
+            step = PrefillStep(self._resources, buffers, row, index=index)
+            compute.submit(step.run_prefix)
 
-        After a preemption those of the answer are computed by steps however many there are, which
-        gives them the bits that they had when they were decoded.
-        """
-        buffers, compute = self._slots[slot], self._resources.compute
-        num_answer = max(0, row.position + row.num_tokens - row.sequence.prompt_length)
-        num_prompt = len(scheduled.tokens) - num_answer
-        if not num_answer:
-            stage_samples(buffers, (row,), self._state.scratch_row)
-            buffers.staged.upload(compute)
+    def _run_long(self, slot: int, row: ScheduledSequence, prompt: ScheduledPrompt) -> None:
+        """Run a long prompt by the matrix library."""
         if self._long is not None:
-            given = scheduled.part(0, num_prompt)
-            self._long.run(slot, given, adapted=bool(row.sequence.adapter.key))
-        else:
-            alone = row._replace(num_tokens=row.num_tokens - num_answer)
-            compute.submit(PrefillStep(self._resources, buffers, alone).run_long_prompt)
-        if not num_answer:
-            return None
-        return scheduled.part(num_prompt, len(scheduled.tokens))
+            self._long.run(slot, prompt, adapted=bool(row.sequence.adapter.key))
+            return
+        alone = row._replace(num_tokens=row.num_tokens - _num_answer(row))
+        step = PrefillStep(self._resources, self._slots[slot], alone)
+        self._resources.compute.submit(step.run_long_prompt)
 
-    def _run_passes(
-        self,
-        slot: int,
-        passes: Sequence[Pass],
-        sampled: Sequence[ScheduledSequence],
-        place: Work | None,
-    ) -> None:
-        buffers, scratch = self._slots[slot], self._state.scratch_row
-        compute = self._resources.compute
-        adapted = any(row.sequence.adapter.key for row in sampled)
+    def _stage(self, slot: int, passes: _Passes, index: int) -> None:
+        """Stage a pass, and with the last one what is sampled."""
+        buffers, scratch, copy = self._slots[slot], self._state.scratch_row, index % MAX_PASSES
+        if passes.is_last(index):
+            stage_samples(buffers, passes.sampled, scratch, copy=copy)
+        if index < len(passes.each):
+            given = passes.each[index]
+            stage_pass(buffers, copy, given, bucket_for(self.buckets, given.num_tokens), scratch)
+
+    def _run_passes(self, slot: int, passes: _Passes, changes: Changes) -> None:
+        """Those after the first one are not staged yet."""
+        buffers, compute = self._slots[slot], self._resources.compute
+        adapted = any(row.sequence.adapter.key for row in passes.sampled)
         uploads: list[Event] = []
-        for index, each in enumerate(passes):
-            bucket, is_last = bucket_for(self.buckets, each.num_tokens), index == len(passes) - 1
-            copy = index % MAX_PASSES
+        for index, given in enumerate(passes.each):
+            is_last = passes.is_last(index)
             if index >= MAX_PASSES:  # only a long answer after a preemption has so many
                 uploads[index - MAX_PASSES].wait()
-            if is_last:
-                stage_samples(buffers, sampled, scratch, copy=copy)
-            stage_pass(buffers, copy, each, bucket, scratch)
-            buffers.staged.upload(compute, copy)
-            if is_last and place is not None:
-                place()
-            if len(passes) > MAX_PASSES:
+            if index:
+                self._stage(slot, passes, index)
+                buffers.staged.upload(compute, index % MAX_PASSES)
+                if is_last:
+                    self.prepare(slot, Changes(places=changes.places))
+            if len(passes.each) > MAX_PASSES:
                 uploads.append(compute.record())
-            groups = each.num_groups(GROUP)
+            bucket, groups = bucket_for(self.buckets, given.num_tokens), given.num_groups(GROUP)
             self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 
     def _forward(
@@ -242,6 +241,34 @@ class KernelBackend:
     ) -> None:
         shape = (slot, bucket, laid_out_groups(bucket, num_groups), adapted)
         self._graphs.run(self._works.forward, *shape, *(() if sampled else (False,)))
+
+
+class _Passes(NamedTuple):
+    """All of a launch; none, if the matrix library runs it whole."""
+
+    each: Sequence[Pass]
+    sampled: Sequence[ScheduledSequence]
+
+    def is_last(self, index: int) -> bool:
+        """Whether the launch is sampled after it."""
+        return index >= len(self.each) - 1
+
+
+def _num_answer(row: ScheduledSequence) -> int:
+    """Tokens of its answer before a preemption."""
+    return max(0, row.position + row.num_tokens - row.sequence.prompt_length)
+
+
+def _without_answer(
+    row: ScheduledSequence, scheduled: ScheduledPrompt
+) -> tuple[ScheduledPrompt, list[ScheduledPrompt]]:
+    """A prompt, and its answer before a preemption, which is computed by steps however long it is:
+    that gives it the bits that it had when it was decoded.
+    """
+    end = len(scheduled.tokens)
+    num_prompt = end - _num_answer(row)
+    answer = [scheduled.part(num_prompt, end)] if num_prompt < end else []
+    return scheduled.part(0, num_prompt), answer
 
 
 def _encoder_runner(resources: Resources) -> EncoderRunner | None:

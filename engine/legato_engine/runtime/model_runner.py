@@ -6,7 +6,6 @@ The decode path allocates no memory, and only `collect` waits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +24,7 @@ from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.loop_times import LoopTimes
+from legato_engine.runtime.preparation import upload_step
 from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.slot_outputs import (
@@ -142,9 +142,7 @@ class ModelRunner:
         compute = self._device.compute
         for slot in self._slots:
             self._staging.padding(slot)
-            slot.grown.upload(compute)
-            slot.staged.upload(compute)
-            slot.prompt.upload(compute)
+            slot.staged.upload_from(slot.prompt, compute)
         self._backend.warm_up()
         if self._loops is not None:
             self._loops.warm_up()
@@ -181,10 +179,9 @@ class ModelRunner:
         if launch.plan.kind is LaunchKind.DECODE:
             bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
-            slot.staged.upload(compute)
-            self._place(launch)
-            if self._drafts is None or launch.plan.loops:
-                self._grow(launch.slot, rows, launch.plan.num_steps)
+            changes = self._staging.changes(slot, launch.plan)
+            upload_step(slot, changes, compute)
+            self._backend.prepare(launch.slot, changes)
             if not launch.plan.loops:  # else its steps begin when the constraints are there
                 self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
@@ -196,10 +193,8 @@ class ModelRunner:
                 self._backend.encode(launch.slot, rows[0])
             else:
                 prompts, decodes = launch.plan.prefills, launch.plan.decodes
-                self._grow(launch.slot, decodes)
-                rank, behind = self._rank(decodes), bool(launch.plan.behind)
-                place = functools.partial(self._place, launch) if behind else None
-                self._backend.prefill(launch.slot, prompts, decodes, rank, place)
+                changes = self._staging.changes(slot, launch.plan)
+                self._backend.prefill(launch.slot, prompts, decodes, self._rank(decodes), changes)
         events.forward_end = compute.record(events.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -302,19 +297,8 @@ class ModelRunner:
             copy_end=events.copy_end.time_ns(),
         )
 
-    def _place(self, launch: Launch) -> None:
-        if launch.plan.behind:
-            assert self._loops is not None, "behind a loop on a runner without loops"
-            self._loops.place(launch.slot, launch.plan.behind)
-
     def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
         return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
-
-    def _grow(self, index: int, decodes: Sequence[ScheduledSequence], num_steps: int = 1) -> None:
-        slot = self._slots[index]
-        if self._staging.grown(slot, decodes, num_steps):
-            slot.grown.upload(self._device.compute)
-            self._backend.grow(index)
 
 
 def _corrupt(slot: DecodeSlot) -> None:

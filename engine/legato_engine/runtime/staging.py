@@ -15,11 +15,20 @@ Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and types by name."""
 
 
+class StagingRoom:
+    """Memory of host and device for buffers beside each other."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.host = device.pinned((size,), torch.uint8)
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        self.used = 0
+
+
 class StagingBuffer:
     """Fields packed into one pinned buffer and one device buffer.
 
     `hosts` are `copies` host sides, to fill one while another uploads; `host` is the first.
-    `device_bytes` has all fields.
+    `device_bytes` has all fields. In a `room` it comes after the buffers that are there.
     """
 
     def __init__(
@@ -28,15 +37,22 @@ class StagingBuffer:
         fields: Fields,
         *,
         copies: int = 1,
+        room: StagingRoom | None = None,
     ) -> None:
         self._fields = fields
-        self._starts: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         size = 0
         for name, (shape, dtype) in fields.items():
-            self._starts[name] = size
-            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._hosts = [device.pinned((size,), torch.uint8) for _ in range(copies)]
-        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+            self._offsets[name] = size
+            size += _padded(shape, dtype)
+        self._room = room or StagingRoom(device, size)
+        self._start, self._stop = self._room.used, self._room.used + size
+        assert self._stop <= len(self._room.host), "more than the room"
+        self._room.used = self._stop
+        self._from: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.device_bytes, host_bytes = self._both_from(self._start)
+        more = [device.pinned((size,), torch.uint8) for _ in range(copies - 1)]
+        self._hosts = [host_bytes, *more]
         self.device = self._split(self.device_bytes)
         self.hosts = [self.views(host) for host in self._hosts]
         self.host = self.hosts[0]
@@ -48,7 +64,7 @@ class StagingBuffer:
     def _split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = {}
         for name, (shape, dtype) in self._fields.items():
-            start = self._starts[name]
+            start = self._offsets[name]
             stop = start + math.prod(shape) * dtype.itemsize
             parts[name] = whole[start:stop].view(dtype).view(shape)
         return parts
@@ -57,5 +73,25 @@ class StagingBuffer:
         """The host side must not change until the copy is done."""
         stream.copy(self.device_bytes, self._hosts[copy])
 
+    def upload_from(self, first: StagingBuffer, stream: Stream) -> None:
+        """As one copy, what is in the room from `first` up to this buffer's first host side."""
+        assert first._room is self._room, "a buffer of another room"
+        stream.copy(*self._both_from(first._start))
+
     def download(self, stream: Stream) -> None:
         stream.copy(self._hosts[0], self.device_bytes)
+
+    def _both_from(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if start not in self._from:
+            part = slice(start, self._stop)
+            self._from[start] = self._room.device[part], self._room.host[part]
+        return self._from[start]
+
+
+def size_of(fields: Fields) -> int:
+    """Bytes of a buffer of these fields."""
+    return sum(_padded(*each) for each in fields.values())
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

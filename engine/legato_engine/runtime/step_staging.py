@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from legato_engine.kernels.decode_loop import NOT_BEHIND
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import bucket_for, stage_step
+from legato_engine.runtime.preparation import Changes
 from legato_engine.runtime.request_descriptors import NO_DRAFTS, UNDER_PRESSURE
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import Plan, ScheduledSequence
+from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.sequence import Sequence as EngineSequence
 
 
@@ -33,6 +35,7 @@ class StepStaging:
         for field in (*rows, "scheduled_row") if slot.speculates else rows:
             slot.staged.host[field].fill(self._scratch_row)
         slot.prompt.host["row"].fill(self._scratch_row)
+        slot.behind.host["index"].fill(NOT_BEHIND)
         for staged in (
             (slot.grown.host, slot.staged.host) if slot.speculates else (slot.grown.host,)
         ):
@@ -53,16 +56,22 @@ class StepStaging:
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
-    def grown(
-        self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], num_steps: int = 1
-    ) -> bool:
-        """Stage the pages that begin in a launch without speculation, or in a loop; whether there
-        are any.
+    def changes(self, slot: DecodeSlot, plan: Plan) -> Changes:
+        """Stage what a launch changes besides: pages that begin, but for single steps with
+        speculation, and where decodes are in the loop before it.
         """
-        grown = self._begun(rows, num_steps) if self._drafts is None else self._unstaged(rows)
+        drafts, decodes = self._drafts is not None, plan.decodes
+        grown: Sequence[tuple[EngineSequence, int]] = ()
+        if not drafts:
+            grown = self._begun(decodes, plan.num_steps)
+        elif plan.loops or plan.kind is not LaunchKind.DECODE:
+            grown = self._unstaged(decodes)
         if grown:
             self._stage_grown(slot.grown.host, grown)
-        return bool(grown)
+        if plan.behind:
+            slot.behind.host["index"].fill(NOT_BEHIND)
+            slot.behind.host["index"][: len(plan.behind)] = plan.behind
+        return Changes(bool(grown), bool(plan.behind))
 
     def _begun(
         self, rows: Sequence[ScheduledSequence], num_steps: int

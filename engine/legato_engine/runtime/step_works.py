@@ -12,6 +12,7 @@ from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
+from legato_engine.runtime.preparation import Changes, preparation
 from legato_engine.runtime.resources import Resources
 
 FEW_GROUPS = (1, 2)
@@ -35,17 +36,15 @@ class StepWorks:
         if self._state.drafts is not None:
             self._drafting = DraftingDecode(resources, _layouts(resources.buckets))
 
-    def admit(self, slot: int) -> Work:
+    def prepare(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
         buffers, kv = self._slots[slot], self._resources.kv
 
-        def work() -> None:
+        def admit() -> None:
             self._state.admit(buffers)
             ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
 
-        return work
-
-    def grow(self, slot: int) -> Work:
-        return lambda: self._state.grow(self._slots[slot])
+        changes = Changes(grows, places)
+        return preparation(self._resources, slot, changes, admit if admits else None)
 
     def drafting(self, slot: int, adapted: bool) -> Work:
         assert self._drafting is not None, "only draft tokens are placed by the device"

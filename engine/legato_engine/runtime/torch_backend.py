@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import product, starmap
 
 from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.runtime.backend import Needs
@@ -14,6 +14,7 @@ from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
+from legato_engine.runtime.preparation import Changes, preparation
 from legato_engine.runtime.resources import Resources
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.speculative.block_policy import BlockPolicy
@@ -43,7 +44,8 @@ class TorchBackend:
         on_cpu = self._resources.device.torch_device.type == "cpu"
         buckets = self.buckets[:1] if on_cpu else self.buckets
         for slot in range(len(self._slots)):
-            self.grow(slot)
+            for changes in starmap(Changes, product((False, True), repeat=2)):
+                self.prepare(slot, changes)
             for bucket in buckets:
                 for rank in self._resources.ranks:
                     self.decode(slot, bucket, rank, bucket)
@@ -62,8 +64,9 @@ class TorchBackend:
         del max_rows, policy
         return "needs kernels for the model"
 
-    def grow(self, slot: int) -> None:
-        self._graphs.run(self._grow_work, slot)
+    def prepare(self, slot: int, changes: Changes) -> None:
+        if any(changes):
+            self._graphs.run(self._prepare_work, slot, *changes)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
@@ -93,7 +96,7 @@ class TorchBackend:
         prompts: Sequence[ScheduledSequence],
         decodes: Sequence[ScheduledSequence],
         rank: int,
-        place: Work | None = None,
+        changes: Changes,
     ) -> None:
         buffers, compute, state = self._slots[slot], self._resources.compute, self._resources.state
         stage_prompts(buffers, prompts, state.scratch_row)
@@ -101,11 +104,9 @@ class TorchBackend:
         bucket = bucket_for(self.buckets, len(decodes))
         if decodes:
             stage_step(buffers, decodes, bucket, state.scratch_row)
-        buffers.prompt.upload(compute)
-        buffers.staged.upload(compute)
+        buffers.staged.upload_from(buffers.prompt, compute)
         compute.submit(lambda: state.admit(buffers))
-        if place is not None:
-            place()
+        self.prepare(slot, changes)
         if decodes:
             self.decode(slot, bucket, rank, bucket)
         first = 0
@@ -129,8 +130,8 @@ class TorchBackend:
     def _forward_work(self, slot: int, bucket: int, num_groups: int, rank: int) -> Work:
         return DecodeStep(self._resources, self._slots[slot], bucket, rank).forward
 
-    def _grow_work(self, slot: int) -> Work:
-        return lambda: self._resources.state.grow(self._slots[slot])
+    def _prepare_work(self, slot: int, grows: bool, places: bool) -> Work:
+        return preparation(self._resources, slot, Changes(grows, places))
 
     def _sample_work(
         self, slot: int, bucket: int, sampled: bool, payload: bool, settles: bool = True

@@ -213,8 +213,9 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder
 
 
 def answers(assembly):
-    """Run requests with and without adapters together."""
+    """Run requests with and without adapters together; kernels' warm-up has made all works."""
     world = World(assembly)
+    made = captured(assembly.runner)
     tasks = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what?" * 12))
     names = []
     for number, adapter in enumerate(NAMES * 2):
@@ -223,6 +224,8 @@ def answers(assembly):
         world.submit(names[-1], tasks[number % 3], image, adapter=adapter)
     results = [done.result for done in world.run(*names)]
     world.close()
+    if isinstance(assembly.runner._backend, kernel_backend.KernelBackend):
+        assert captured(assembly.runner) == made
     return results
 
 
@@ -256,11 +259,25 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
 
 
-def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
+def captured(runner):
+    """The shapes of all work so far: a GPU must meet none after its warm-up."""
+    return set(runner._resources.graphs._captured)
+
+
+def whole(runner, monkeypatch):
+    """Let prompts be one launch, of several passes too."""
+    limits = dataclasses.replace(runner.limits, pass_tokens=0, long_tokens=0)
+    monkeypatch.setattr(runner._backend, "limits", limits)
+
+
+@pytest.mark.parametrize("second", ["two, too", "two " * 10])
+def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch, second):
     """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
     monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     alone, _ = with_kernels(assembly, buckets=(8, 16))
     looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
+    whole(looping.runner, monkeypatch)
+    made = captured(looping.runner)
     assert not alone.runner.decodes_by_loops
     assert looping.runner.decodes_by_loops
     given = []
@@ -269,12 +286,49 @@ def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
         run.submit("first", QueryTask(question="one"))
         while run.sequences["first"].num_committed < 12:
             run.scheduler.step()
-        run.submit("second", QueryTask(question="two, too"))
+        run.submit("second", QueryTask(question=second))
         run.finish()
         given.append(run.answers)
     assert given[0] == given[1]
     plans = [record.launch.plan for record in run.records]
     assert any(plan.behind and plan.prefills for plan in plans)
+    assert captured(looping.runner) == made
+
+
+@pytest.mark.parametrize(("second", "num_passes"), [("two, too", 1), ("two " * 10, 3)])
+def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_passes):
+    """A copy and a forward for each pass, and one work for all that changes before."""
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
+    whole(looping.runner, monkeypatch)
+    compute, forward, calls = looping.device.compute, looping.runner.forward, []
+
+    def counting(name):
+        call = getattr(compute, name)
+
+        def counted_call(*given):
+            calls.append(name)
+            call(*given)
+
+        return counted_call
+
+    def counted(launch):
+        with monkeypatch.context() as patch:
+            if launch.plan.behind and launch.plan.prefills:
+                for name in ("copy", "submit"):
+                    patch.setattr(compute, name, counting(name))
+            forward(launch)
+
+    monkeypatch.setattr(looping.runner, "forward", counted)
+    run = Run(looping, max_tokens=60)
+    run.submit("first", QueryTask(question="one"))
+    while run.sequences["first"].num_committed < 12:
+        run.scheduler.step()
+    run.submit("second", QueryTask(question=second))
+    run.finish()
+    places_apart = num_passes > 1
+    assert calls.count("copy") == num_passes
+    assert calls.count("submit") == num_passes + 1 + places_apart
 
 
 @pytest.mark.parametrize("depth", [1, 2])

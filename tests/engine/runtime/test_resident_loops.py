@@ -20,13 +20,16 @@ from legato_engine.kernels.resident import values_obstacle
 from legato_engine.kernels.resident_builds import Kind
 from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for
 from legato_engine.runtime.path_table import ALL
+from legato_engine.runtime.preparation import Changes
 from legato_engine.runtime.resident_drafts import DraftSnapshot
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.token_ring import TokenRing
+from legato_engine.scheduler.launch import Plan
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.speculative.lookup import LookupProposer
@@ -166,15 +169,15 @@ class Behind:
 
     def __init__(self, assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        loops = assembly.runner._loops
-        assert loops is not None
-        place = loops.place
+        staging = assembly.runner._staging
+        changes_of = staging.changes
 
-        def counted(slot: int, behind: Sequence[int]) -> None:
-            self.count += 1
-            place(slot, behind)
+        def counted(slot: DecodeSlot, plan: Plan) -> Changes:
+            changes = changes_of(slot, plan)
+            self.count += changes.places
+            return changes
 
-        monkeypatch.setattr(loops, "place", counted)
+        monkeypatch.setattr(staging, "changes", counted)
 
 
 def answers(assembly: Assembly, lengths: list[int]) -> list[list[int]]:
