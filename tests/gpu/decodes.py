@@ -30,13 +30,13 @@ def close(assembly: Assembly) -> None:
 
 
 class Decodes(SilentSink):
-    """Counts committed launches by kind, draft tokens, prompts with a loop's rows, and parts of
-    prompts.
+    """Counts committed launches by kind, draft tokens, prompts with a loop's rows, parts of
+    prompts, and loops whose constraints follow tokens in flight.
     """
 
     def __init__(self) -> None:
         self.kinds: list[LaunchKind] = []
-        self.drafted = self.behind = self.parts = 0
+        self.drafted = self.behind = self.parts = self.following = 0
 
     def committed(self, record: StepRecord) -> None:
         """Count it."""
@@ -45,6 +45,7 @@ class Decodes(SilentSink):
         plan = record.launch.plan
         self.behind += bool(plan.behind and plan.prefills)
         self.parts += plan.has_part
+        self.following += bool(plan.after)
 
 
 def decoding(

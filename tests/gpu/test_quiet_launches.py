@@ -22,11 +22,12 @@ from legato_engine.scheduler.launch import LaunchKind, Refinement
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 
-from benchmarks.loops import recorded, values_of
+from benchmarks.loops import picture, recorded, skilled, values_of
+from benchmarks.loops.requests import NUM_SKILLS
 from benchmarks.parts import prompts
 from tests.engine.models.moondream.outlines import scripted
 from tests.gpu.decodes import ROWS, Decodes, close, decoding
-from tests.gpu.guard import guarded
+from tests.gpu.guard import GRAPHS, KERNELS, guarded
 
 LONG = "Tell me, in as many words as you like, what stands beside the red cup. "
 
@@ -112,6 +113,20 @@ def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path
             scheduler.step()
     assert seen.behind == (repeats == 1)
     scheduler.drain()
+
+
+@pytest.mark.parametrize("path", ["loop", "resident"])
+def test_the_loop_of_a_list_begins_quietly(large: Assembly, path: str) -> None:
+    """Its first constraints follow the token of its prompt. The image is cached by then."""
+    seen = Decodes()
+    scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
+    image = picture(large)
+    answered(scheduler, skilled(large, image, 0, 24))
+    assert seen.following == 1
+    scheduler.submit(skilled(large, image, NUM_SKILLS, 24))
+    with guarded(GRAPHS, KERNELS):
+        scheduler.drain()
+    assert seen.following == 2
 
 
 @pytest.mark.parametrize("path", ["graph", "resident"])
