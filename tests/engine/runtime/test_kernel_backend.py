@@ -23,6 +23,7 @@ from legato_engine.runtime.sampler import greedy
 from legato_engine.scheduler.pipeline import NUM_SLOTS
 from PIL import Image
 
+from benchmarks.loops import randomly
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png
 from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
@@ -329,6 +330,22 @@ def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_
     places_apart = num_passes > 1
     assert calls.count("copy") == num_passes
     assert calls.count("submit") == num_passes + 1 + places_apart
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_requests_that_come_and_go_change_no_answer(assembly, monkeypatch, steps):
+    """Every skill beside loops, arrivals and aborts at any step; the warm-up has made all works."""
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    encoder = TorchEncoder(assembly, 2)
+    looping, _ = with_kernels(
+        assembly, buckets=(8, 16, 32), max_prompts=3, loops=None, encoder=encoder
+    )
+    made = captured(looping.runner)
+    totals = randomly(looping, steps, seed=12)
+    assert totals["different"] == 0
+    assert min(totals["answers"], totals["aborted"]) >= steps / 100
+    assert totals["launches"] < totals["steps"]
+    assert captured(looping.runner) == made
 
 
 @pytest.mark.parametrize("depth", [1, 2])
