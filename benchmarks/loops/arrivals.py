@@ -4,7 +4,6 @@ answer, and answers that are aborted at random.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import time
@@ -112,7 +111,7 @@ class Answer(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of a run of so many seconds."""
+    """What a run returned in so many seconds."""
 
     ended: list[Answer]
     seconds: float
@@ -129,8 +128,7 @@ def ask_again(
     one; `make` gets the number of requests before. As in a server, prompts share launches with
     decodes.
     """
-    gc.collect()  # the run before: its scheduler and its observer have each other
-    run = Decodes(assembly, at_once=1, shares=True)
+    run = Decodes.timed(assembly, at_once=1, shares=True)
     live: list[Answer] = []
     ended: list[Answer] = []
     count = committed = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -66,8 +65,7 @@ def timed_steps(assembly: Assembly, sequences: list[EngineSequence], depth: int)
     """Milliseconds of a step of all sequences, and what the host had to do."""
     streams = len(sequences)
     tasks = recorded(sequences)
-    gc.collect()  # the run before: its scheduler and its observer have each other
-    run = Decodes(assembly, at_once=streams, depth=depth)
+    run = Decodes.timed(assembly, at_once=streams, depth=depth)
     for sequence in sequences:
         run.scheduler.submit(sequence)
     while any(len(task.tokens) < 2 for task in tasks):

@@ -93,26 +93,14 @@ def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[Schedu
 
 
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
-    staged, padding = slot.staged.host, bucket - len(rows)
-    row_B = [row.sequence.row for row in rows]
-    position_B = [row.position + row.slack for row in rows]
-    if padding:
-        row_B += [pad] * padding
-        position_B += [0] * padding
-    staged["row"][:bucket] = row_B
-    staged["source"][:bucket] = staged["row"][:bucket]
-    staged["position"][:bucket] = position_B
-    staged["fresh"][:bucket] = staged["position"][:bucket]
-    staged["fresh"][len(rows) : bucket] = 1  # above their position: padding
+    """Stage a decode, padded with row `pad`."""
+    _pad(slot.staged.host, _stage_decodes(slot.staged.host, rows), bucket, pad)
 
 
 def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) -> None:
     """Stage a pass in host side `copy`, padded with row `pad`."""
-    staged, at = slot.staged.hosts[copy], len(given.decodes)
-    staged["row"][:at] = [row.sequence.row for row in given.decodes]
-    staged["source"][:at] = staged["row"][:at]
-    staged["position"][:at] = [row.position + row.slack for row in given.decodes]
-    staged["fresh"][:at] = staged["position"][:at]
+    staged = slot.staged.hosts[copy]
+    at = _stage_decodes(staged, given.decodes)
     first: dict[int, int] = {}
     for row, start, _ in given.prompts:
         first[row] = min(start, first.get(row, start))
@@ -123,10 +111,25 @@ def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) 
         staged["fresh"][at:end] = first[row]
         at = end
     staged["source"][len(given.decodes) : at] = PROMPT
-    staged["row"][at:bucket] = pad
-    staged["source"][at:bucket] = pad
-    staged["position"][at:bucket] = 0
-    staged["fresh"][at:bucket] = 1  # above their position: padding
+    _pad(staged, at, bucket, pad)
+
+
+def _stage_decodes(staged: Mapping[str, np.ndarray], rows: Many[ScheduledSequence]) -> int:
+    """Stage their newest tokens first; return the index after them."""
+    end = len(rows)
+    staged["row"][:end] = [row.sequence.row for row in rows]
+    staged["source"][:end] = staged["row"][:end]
+    staged["position"][:end] = [row.position + row.slack for row in rows]
+    staged["fresh"][:end] = staged["position"][:end]
+    return end
+
+
+def _pad(staged: Mapping[str, np.ndarray], first: int, bucket: int, pad: int) -> None:
+    if first < bucket:
+        staged["row"][first:bucket] = pad
+        staged["source"][first:bucket] = pad
+        staged["position"][first:bucket] = 0
+        staged["fresh"][first:bucket] = 1  # above their position: padding
 
 
 def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[TokenKey]) -> int:

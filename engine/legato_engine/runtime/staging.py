@@ -40,11 +40,7 @@ class StagingBuffer:
         room: StagingRoom | None = None,
     ) -> None:
         self._fields = fields
-        self._offsets: dict[str, int] = {}
-        size = 0
-        for name, (shape, dtype) in fields.items():
-            self._offsets[name] = size
-            size += _padded(shape, dtype)
+        size = size_of(fields)
         self._room = room or StagingRoom(device, size)
         self._start, self._stop = self._room.used, self._room.used + size
         assert self._stop <= len(self._room.host), "more than the room"
@@ -62,11 +58,11 @@ class StagingBuffer:
         return {name: field.numpy() for name, field in self._split(host_bytes).items()}
 
     def _split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = {}
+        parts, start = {}, 0
         for name, (shape, dtype) in self._fields.items():
-            start = self._offsets[name]
             stop = start + math.prod(shape) * dtype.itemsize
             parts[name] = whole[start:stop].view(dtype).view(shape)
+            start += _padded(shape, dtype)
         return parts
 
     def upload(self, stream: Stream, copy: int = 0) -> None:

@@ -124,7 +124,7 @@ class PrefillPlanner:
 
     @property
     def expects_plan(self) -> bool:
-        """Whether `plan` probably returns one, by less than it takes to plan."""
+        """Whether `plan` will probably return a plan; costs far less than planning."""
         may_admit = bool(self._queue) and self._manager.rows_free > 0 and not self._found_none
         return self._begun is not None or may_admit
 

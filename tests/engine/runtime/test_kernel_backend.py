@@ -271,6 +271,17 @@ def whole(runner, monkeypatch):
     monkeypatch.setattr(runner._backend, "limits", limits)
 
 
+def joined(assembly, second):
+    """A finished run of two questions, the second of which comes while the first is answered."""
+    run = Run(assembly, max_tokens=60)
+    run.submit("first", QueryTask(question="one"))
+    while run.sequences["first"].num_committed < 12:
+        run.scheduler.step()
+    run.submit("second", QueryTask(question=second))
+    run.finish()
+    return run
+
+
 @pytest.mark.parametrize("second", ["two, too", "two " * 10])
 def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch, second):
     """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
@@ -281,17 +292,9 @@ def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch, second):
     made = captured(looping.runner)
     assert not alone.runner.decodes_by_loops
     assert looping.runner.decodes_by_loops
-    given = []
-    for each in (alone, looping):
-        run = Run(each, max_tokens=60)
-        run.submit("first", QueryTask(question="one"))
-        while run.sequences["first"].num_committed < 12:
-            run.scheduler.step()
-        run.submit("second", QueryTask(question=second))
-        run.finish()
-        given.append(run.answers)
-    assert given[0] == given[1]
-    plans = [record.launch.plan for record in run.records]
+    runs = [joined(each, second) for each in (alone, looping)]
+    assert runs[0].answers == runs[1].answers
+    plans = [record.launch.plan for record in runs[1].records]
     assert any(plan.behind and plan.prefills for plan in plans)
     assert captured(looping.runner) == made
 
@@ -321,12 +324,7 @@ def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_
             forward(launch)
 
     monkeypatch.setattr(looping.runner, "forward", counted)
-    run = Run(looping, max_tokens=60)
-    run.submit("first", QueryTask(question="one"))
-    while run.sequences["first"].num_committed < 12:
-        run.scheduler.step()
-    run.submit("second", QueryTask(question=second))
-    run.finish()
+    joined(looping, second)
     places_apart = num_passes > 1
     assert calls.count("copy") == num_passes
     assert calls.count("submit") == num_passes + 1 + places_apart
