@@ -111,8 +111,9 @@ def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
 
 
 def test_a_request_joins(looping: Assembly) -> None:
-    """The loop of 200 steps that it meets ends for it."""
-    first, late = sequences = [question(looping, 0, 200), question(looping, 1, 5)]
+    """The loop that would have the first answer to its end ends for it."""
+    length = 250
+    first, late = sequences = [question(looping, 0, length), question(looping, 1, 5)]
     task, late_task = recorded(sequences)
     run = Decodes(looping, at_once=1)
     run.scheduler.submit(first)
@@ -121,6 +122,6 @@ def test_a_request_joins(looping: Assembly) -> None:
     run.scheduler.submit(late)
     while not late_task.tokens:
         run.scheduler.step()
-    assert len(task.tokens) < 60
+    assert len(task.tokens) < length
     run.scheduler.drain()
-    assert len(task.tokens) == 200
+    assert len(task.tokens) == length
