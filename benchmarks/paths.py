@@ -114,7 +114,7 @@ def _measure(
 ) -> Row:
     """The turns of every path; odd ones in the other order."""
     turns: dict[str, list[dict[str, Any]]] = {path: [] for path in contenders}
-    calls = round(arguments.calls_scale * default_calls(WORKLOAD, callers))
+    calls = round(arguments.calls_scale * default_calls(kind.workload, callers))
     for index in range(arguments.turns):
         order = list(contenders) if index % 2 == 0 else list(contenders)[::-1]
         ask = Ask(callers=callers, calls=max(2, calls), tokens=kind.tokens, first=next(numbers))
