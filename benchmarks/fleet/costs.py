@@ -24,8 +24,7 @@ IMAGE_GIB = 46 * 3 / 1024  # 730 positions: 46 pages of 3 MiB
 KV_FRACTION = 0.6  # the default of `--kv-memory-fraction`
 FIXED_GIB = 3.6 + 2.7 + 0.8 + 0.2 + 0.4  # docs/architecture.md#memory
 GPU_GIB = 139  # an H200
-KERNELS = "h200/kernels_2026-11-22"
-"""Of the commit of the whole requests: what these take beyond it is the time on the way."""
+KERNELS = "h200/kernels"
 
 FITTED = (("cached", 1), ("cached", 64))  # workload and callers in the record `h200/e2e`
 _MS = 1e-3
