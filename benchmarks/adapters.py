@@ -51,7 +51,7 @@ def by_torch(bench: Bench, inputs: StepInputs, bank: AdapterBank, slot_R: torch.
 
 def measure(
     bench: Bench, device: CudaDevice, rank: int, streams: Sequence[int], torch_too: bool
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Return milliseconds of steps at one rank; rank 0 is without adapters."""
     bank = bank_of(bench, rank) if rank else None
     network = bench.network

@@ -6,7 +6,8 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks import record
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _steps(rows: Sequence[dict]) -> str:
+def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = ("forward ms", "sampling ms", "period ms", "device idle ms", "CPU tick ms")
     keys = ("forward", "sampling", "period", "idle", "tick")
     return record.table(
@@ -42,7 +43,7 @@ def _steps(rows: Sequence[dict]) -> str:
     )
 
 
-def _gains(figures: dict) -> str:
+def _gains(figures: Mapping[str, Any]) -> str:
     heads = ("blocking ms", "pipelined ms", "L", "predicted", "observed", "tokens/s")
     return record.table(
         ("task", "streams", *heads),
@@ -61,7 +62,7 @@ def _gains(figures: dict) -> str:
     )
 
 
-def _constrained(rows: Sequence[dict]) -> str:
+def _constrained(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the steps of constrained tasks beside those of free text."""
     keys = ("streams", "context", "query_ms", "detect_ms", "detect_over_text")
     heads = ("streams", "context", "query ms", "detect ms", "detect over text")
@@ -71,5 +72,5 @@ def _constrained(rows: Sequence[dict]) -> str:
     )
 
 
-def _head(row: dict) -> tuple[str, int]:
+def _head(row: Mapping[str, Any]) -> tuple[str, int]:
     return row["task"], row["streams"]

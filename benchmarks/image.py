@@ -24,6 +24,7 @@ from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.models import registry
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
+from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from PIL import Image
 
@@ -161,22 +162,23 @@ def main(argv: Sequence[str]) -> int:
     """Measure every size and record; without `--device-stages` only the host stages."""
     arguments = _parse(argv)
     bundle = registry.resolve(arguments.model, random_weights=True)
-    vision = bundle.config.vision
+    assert isinstance(bundle, MoondreamBundle), "no other family has random weights"
+    config = bundle.config
     assembly = assemble(model_config(arguments)) if arguments.device_stages else None
     photographer = Photographer(0, max(max(size) for size in arguments.sizes))
     rows = []
     failures = []
     for index, size in enumerate(arguments.sizes):
         jpeg = photographer.jpeg(index, size)
-        stages = host_stages(jpeg, vision, arguments.repeats)
+        stages = host_stages(jpeg, config.vision, arguments.repeats)
         pixels_HWC = decode_encoded(jpeg, max_pixels=MAX_PIXELS)
         if assembly is not None:
             try:
-                stages |= device_stages(assembly, pixels_HWC, vision, arguments.repeats)
+                stages |= device_stages(assembly, pixels_HWC, config.vision, arguments.repeats)
             except Exception as error:  # noqa: BLE001 - the host's figures are worth keeping
                 failures.append(f"{size[0]}x{size[1]}: {type(error).__name__}: {error}")
                 print(f"failed: {failures[-1]}")
-        tiling = select_tiling(size[1], size[0], vision)
+        tiling = select_tiling(size[1], size[0], config.vision)
         rows.append({"size": size, "jpeg_bytes": len(jpeg), "tiling": tiling, "stages_ms": stages})
     if assembly is not None:
         assembly.device.close()
@@ -191,8 +193,8 @@ def main(argv: Sequence[str]) -> int:
         for row in rows
     ]
     heads = ("image", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
-    title = f"Stages of an image: {bundle.config.name} on {arguments.device}, one host thread"
-    figures = {"model": bundle.config.name, "rows": rows, "failures": failures}
+    title = f"Stages of an image: {config.name} on {arguments.device}, one host thread"
+    figures = {"model": config.name, "rows": rows, "failures": failures}
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 1 if failures else 0
 

@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 import uvloop
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
+from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
 from legato_engine.core.images import WITH_BLOB
+from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
@@ -44,14 +46,14 @@ class InsideEngine:
     step_totals, image_totals = StepTotals(), ImageTotals()
     pid = restarts = resumptions = num_poisoned = number = num_elsewhere = 0
     device = "none"
-    siblings = None
+    siblings: Siblings | None = None
     last_heartbeat = 0.0
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())
         self.model = null_model.info(CONFIG)
         self.timeline = TimelineWatch(lambda _: None)
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[RequestKey, RequestStream] = {}
         self._engine = NullEngine(
             CONFIG, blobs=BlobReader(self.blobs.namespace), send=self._on_report
         )
@@ -89,6 +91,9 @@ class InsideEngine:
 
     def offer_waiting(self) -> None:
         """None waits."""
+
+    def set_pipeline_depth(self, depth: int) -> None:
+        """It has no pipeline."""
 
     def drain(self) -> None:
         """It only ever ends with its process."""

@@ -107,7 +107,7 @@ class Asker:
 def kinds(width: int, height: int) -> list[Kind]:
     """Return noise as RGB and as NV12, and a photograph as JPEG."""
 
-    def layout(form: media_pb2.PixelFormat) -> media_pb2.PixelLayout:
+    def layout(form: media_pb2.PixelFormat.ValueType) -> media_pb2.PixelLayout:
         return media_pb2.PixelLayout(width=width, height=height, format=form)
 
     noise = np.random.default_rng(0).integers(0, 256, width * height * 3, dtype=np.uint8).tobytes()

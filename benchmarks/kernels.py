@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -25,6 +26,7 @@ from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
 
 from benchmarks import record
+from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.step_bench import DEVICE, Bench
 from benchmarks.step_checks import bad, check
 from benchmarks.step_floor import context_bytes, experts_touched, floor_ms
@@ -44,9 +46,13 @@ DEPTHS = {
 
 def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) -> float:
     """Return median milliseconds of a replay of `work`, back to back."""
-    replay = device.capture(work)
+
+    def once() -> None:
+        work()
+
+    replay = device.capture(once)
     stream = device.compute.stream
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks = [timing_event() for _ in range(repeats + 1)]
     with torch.cuda.stream(stream):
         for _ in range(5):
             replay()
@@ -54,7 +60,7 @@ def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) ->
             mark.record(stream)
             replay()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    return statistics.median(itertools.starmap(elapsed_ms, itertools.pairwise(marks)))
 
 
 def steps(
@@ -72,7 +78,7 @@ def steps(
         "coord_bins": lambda: kernels.bins(coord_B, hidden_BD),
     }
     for part in kernels.parts:
-        works[part.name.lower()] = lambda part=part: kernels.layers(inputs, hidden_BD, (part,))
+        works[part.name.lower()] = functools.partial(kernels.layers, inputs, hidden_BD, (part,))
     kernels.forward(inputs, hidden_BD, logits_BV)
     expert_LBK = kernels.expert_LBK
     touched = experts_touched(bench.config, None if expert_LBK is None else expert_LBK[:, :batch])
@@ -102,14 +108,16 @@ def tune(bench: Bench, device: CudaDevice) -> None:
             print("tune", batch, (first, last, attend), _rounded(times))
 
 
-def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dict[str, dict]:
+def measure(
+    name: str, arguments: argparse.Namespace, device: CudaDevice
+) -> dict[str, dict[str, float]]:
     """Return one model's checks and times, by name."""
     bench = Bench.make(name)
     checks = _numbers(arguments.checks)
     exact = None
     if checks:
         exact = MoondreamModel(bench.config, copy.deepcopy(bench.network).float())
-    figures: dict[str, dict] = {}
+    figures: dict[str, dict[str, float]] = {}
     for batch in checks:
         assert exact is not None
         figures[f"{name} check {batch}"] = errors = check(bench, exact, batch)
@@ -184,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tune", action="store_true", help="try other depths of the rings")
     arguments = parser.parse_args(argv)
     device = CudaDevice(0)
-    figures: dict[str, dict] = {}
+    figures: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         for name in arguments.models.split(","):
             figures |= measure(name, arguments, device)

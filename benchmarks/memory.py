@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Sequence
+from unittest import mock
 
 import msgspec
 import torch
@@ -65,13 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
-    before, usual = _free(), allocation.NUM_SLOTS
-    allocation.NUM_SLOTS = slots
-    try:
-        change = with_decode_path if setting in DECODE_PATHS else speculating
+    before = _free()
+    change = with_decode_path if setting in DECODE_PATHS else speculating
+    with mock.patch.object(allocation, "NUM_SLOTS", slots):
         alive.append(change(assembly, setting))
-    finally:
-        allocation.NUM_SLOTS = usual
     return before - _free()
 
 

@@ -34,6 +34,7 @@ from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy, FixedBlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 
+from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.resident_kernel import ResidentKernel, Rules, lasting
 from benchmarks.resident_model import DEVICE, Cache, Model
 
@@ -279,15 +280,12 @@ def time_drafts(tiles: list[int]) -> None:
             took, num_tokens = [], 0
             for _ in range(30):
                 rows.begin(first[:count], answers[:count], limit, room, POSITIONS)
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                    for _ in range(2)
-                )
+                begin, end = (timing_event() for _ in range(2))
                 begin.record()
                 rows.launch(kernel.weights, steps)
                 end.record()
                 told = rows.steps()
-                took.append(begin.elapsed_time(end) / len(told))
+                took.append(elapsed_ms(begin, end) / len(told))
                 num_tokens = sum(len(tokens) for each in told for tokens in each.tokens)
             assert rows.build is not None
             print(

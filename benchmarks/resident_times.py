@@ -10,6 +10,7 @@ from legato_engine.resident.instructions import Op
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import MOONDREAM2, PAGE
 
+from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model
 from benchmarks.resident_values import PAIR, SCALAR, RandomValues
@@ -138,12 +139,12 @@ def copy_rate() -> float:
     y = torch.empty_like(x)
     times = []
     for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (timing_event() for _ in range(2))
         begin.record()
         y.copy_(x)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(elapsed_ms(begin, end))
     return float(2 * x.nbytes / statistics.median(times) / 1e9)
 
 
@@ -167,12 +168,12 @@ def _time(
 ) -> float:
     times = []
     for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (timing_event() for _ in range(2))
         begin.record()
         kernel.run(cache, tokens, positions, steps)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / steps)
+        times.append(elapsed_ms(begin, end) / steps)
     if not kernel.ended("timing"):
         return float("nan")
     return statistics.median(times[2:])

@@ -120,4 +120,5 @@ def _numbers_of(kv: KVCache, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((ours.double() - truth.double()).norm() / truth.double().norm()).item()
+    error: float = ((ours.double() - truth.double()).norm() / truth.double().norm()).item()
+    return error

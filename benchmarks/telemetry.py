@@ -91,7 +91,9 @@ def _caller(options: Sequence[str]) -> Iterator[_Caller]:
 def _collector() -> Iterator[str]:
     """An OpenTelemetry collector that drops everything; its CPU time is not counted."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    handler = grpc.unary_unary_rpc_method_handler(lambda received, context: b"")
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
+        lambda received, context: b""
+    )
     service = "opentelemetry.proto.collector.trace.v1.TraceService"
     generic = grpc.method_handlers_generic_handler(service, {"Export": handler})
     server.add_generic_rpc_handlers((generic,))

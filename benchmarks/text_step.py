@@ -24,6 +24,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 
 from benchmarks import record
+from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.step_floor import BANDWIDTH
 
 _BASE = DecoderConfig(
@@ -142,20 +143,17 @@ def transformers_step(config: DecoderConfig, streams: int, position: int) -> Ste
 def times(steps: Mapping[str, Step], stream: torch.cuda.Stream, rounds: int) -> dict[str, float]:
     """Return median milliseconds of each contender's steps, 50 back to back in a turn."""
     count, found = 50, {name: list[float]() for name in steps}
-    marks: list[torch.cuda.Event] = [
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        for _ in range(2)
-    ]
+    begin, end = (timing_event() for _ in range(2))
     for _ in range(rounds):
         for name, step in steps.items():
             with torch.cuda.stream(stream):
                 step()
-                marks[0].record()
+                begin.record()
                 for _ in range(count):
                     step()
-                marks[1].record()
+                end.record()
             torch.cuda.synchronize()
-            found[name].append(marks[0].elapsed_time(marks[1]) / count)
+            found[name].append(elapsed_ms(begin, end) / count)
     return {name: statistics.median(values) for name, values in found.items()}
 
 

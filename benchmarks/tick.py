@@ -14,15 +14,17 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason, QueryResult
 from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
+from legato_engine.core.tokens import Certainty, PromptToken
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.codec import encode
 from legato_engine.ipc.messages import EngineMessage
 from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.models.moondream.tasks.object_list import Listing
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 from legato_engine.runtime.request_descriptors import Descriptor
 from legato_engine.scheduler.clock import SystemClock
@@ -42,15 +44,17 @@ DRAFTING = ("seed", "budget")
 WARM_UP = 200  # ticks before the first that counts
 PAGE_SIZE = 64
 PROMPT = (PromptToken(1), PromptToken(2))
+CERTAINTY: Certainty = (0.9, 0.8)
 
 
 class NullRunner:
-    """A device that is done at once; every row has `num_tokens` prepared tokens, and has drafted
-    four if it drafts.
+    """A device that is done at once; every row has `num_tokens` prepared tokens, with certainties
+    if they are `values`, and has drafted four if it drafts.
     """
 
-    def __init__(self, max_rows: int, num_tokens: int, *, drafts: bool) -> None:
-        token, learnt = SampledToken(7, (0.5, 0.25)), Descriptor(8.0, 10.0, 0.8, 4, 0, 0)
+    def __init__(self, max_rows: int, num_tokens: int, *, values: bool, drafts: bool) -> None:
+        token = SampledToken(7, (0.5, 0.25), certainty=CERTAINTY if values else None)
+        learnt = Descriptor(8.0, 10.0, 0.8, 4, 0, 0)
         output = RowTokens((token,) * num_tokens, *((4, learnt) if drafts else ()))
         tokens = [output] * max_rows
         self._first = [[RowTokens((token,))] * count for count in range(max_rows + 1)]
@@ -87,11 +91,12 @@ class LastRecords:
 class BareTask:
     """The smallest task; `spoken` says whether every token emits an event."""
 
+    follows_table = False
     has_payload = False
     reasoning_tokens = 0
 
     def __init__(self, max_tokens: int, *, constrained: bool, spoken: bool) -> None:
-        self.prompt = PROMPT
+        self.prompt: tuple[PromptToken, ...] = PROMPT
         self.sampling = SamplingParams(temperature=0.0, seed=0)
         self.max_tokens = max_tokens
         self.constrained = constrained
@@ -117,8 +122,16 @@ def detect(max_tokens: int) -> Task:
         bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
     )
     sampling = SamplingParams(temperature=0.0, seed=0)
-    setup = TaskSetup(PROMPT, sampling, max_tokens, tokens, values_in_text=False, log=None)
-    return DetectSkill(setup, "thing", max_tokens)
+    setup = TaskSetup(
+        PROMPT,
+        sampling,
+        max_tokens,
+        tokens,
+        values_in_text=False,
+        log=None,
+        calibration=Calibration(),
+    )
+    return DetectSkill(setup, Listing("thing", max_objects=max_tokens))
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -146,7 +159,9 @@ def ticks(
     length = (WARM_UP + count + 2 * streams + 16) * num_tokens + 16
     requests = RequestTable(wake=lambda: None)
     sink = OutputSink("tick", requests, send=_encoded, finish=lambda request, done: _encoded(done))
-    runner = NullRunner(streams, num_tokens, drafts=speculation != SPECULATION_OFF)
+    tasks = [make_task(length) for _ in range(streams)]
+    values, drafts = tasks[0].has_payload, speculation != SPECULATION_OFF
+    runner = NullRunner(streams, num_tokens, values=values, drafts=drafts)
     pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
     scheduler = Scheduler(
         runner,
@@ -157,8 +172,7 @@ def ticks(
         block_sizes=block_sizes(speculation),
         observer=observer or LastRecords(256),
     )
-    for index in range(streams):
-        task = make_task(length)
+    for index, task in enumerate(tasks):
         request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))
         requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import llama_cpp  # type: ignore[import-not-found]  # of another Python
+import llama_cpp
 import numpy as np
 import turn  # type: ignore[import-not-found]  # beside this file
 
