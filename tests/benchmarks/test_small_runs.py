@@ -31,6 +31,7 @@ def _usual_collections():
     threshold = gc.get_threshold()
     yield
     gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_usual_collections")
