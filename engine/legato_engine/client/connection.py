@@ -7,33 +7,28 @@ import itertools
 import msgspec
 
 from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
+from legato_engine.client.open_requests import OpenRequests
 from legato_engine.client.pending_commands import PendingCommands
-from legato_engine.client.recovery import SUSPECT, Recovery, can_resume
+from legato_engine.client.recovery import Recovery
 from legato_engine.client.refused_requests import RefusedRequests
-from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.request_stream import RequestStream, Restage
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.core.images import WITH_BLOB, CachedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.errors import (
     Draining,
     EngineLost,
-    ImageNotFound,
     InvalidField,
     LegatoError,
 )
-from legato_engine.ipc.busy_poll import EXPECTED_REQUEST, SHORT_REQUEST, BusyPoll
 from legato_engine.ipc.commands import (
-    Abort,
     Command,
     DropImage,
     Expect,
     HoldImage,
     SetPipelineDepth,
-    Stop,
     StopElsewhere,
-    Submit,
     WatchTimeline,
 )
 from legato_engine.ipc.figures import Load
@@ -57,7 +52,7 @@ from legato_engine.ipc.messages import (
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore
 
-_STREAM_OUTPUTS = (Done, Delta, Failed, Started, Queued)
+_OUTPUTS = (Done, Delta, Failed, Started, Queued)
 _READY = EngineState.READY  # looking up a member of an enum is slow
 
 
@@ -82,18 +77,14 @@ class EngineConnection(EngineMonitor):
         """`worker` is the number of this service process; `refused` is shared by its engines."""
         super().__init__(hang_limits, number, device)
         self._worker = worker
-        self._streams: dict[RequestKey, RequestStream] = {}
         self._commands = PendingCommands(self._send)
         self._command_numbers = itertools.count()
         self._endpoint = ""
         self._transport: EngineTransport | None = None
-        self._policy = policy
-        self._busy_poll = BusyPoll()
         self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
-        self.num_answered = 0  # requests that engines ended
         self.blobs = BlobStore(namespace)
         self.recovery = Recovery(self.blobs, refused)
-        self.siblings: Siblings | None = None  # None: this is the only engine
+        self._requests = OpenRequests(number, policy, self.blobs, self.recovery, self._send)
         self.restarts = 0
 
     # ------------------------------------------------------------ lifecycle
@@ -140,13 +131,26 @@ class EngineConnection(EngineMonitor):
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that engines ended."""
+        return self._requests.num_answered
+
+    @property
+    def siblings(self) -> Siblings | None:
+        """None: this is the only engine."""
+        return self._requests.siblings
+
+    @siblings.setter
+    def siblings(self, siblings: Siblings | None) -> None:
+        self._requests.siblings = siblings
 
     def expect(self) -> None:
         """Announce a request, so that both processes poll for it instead of sleeping."""
-        if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
+        if self.state is _READY and self._requests.poll_ahead():
             self._send(Expect())
-            self._busy_poll.extend(EXPECTED_REQUEST)
 
     def submit(
         self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
@@ -171,23 +175,23 @@ class EngineConnection(EngineMonitor):
             if self.recovery.refused:
                 self.recovery.refused.check(request, self.blobs)
         except LegatoError:
-            self._discard_blob(request)
+            self._requests.discard_blob(request)
             raise
-        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
-        self._streams[request.request_id] = stream
-        if self.state is not _READY:
-            return stream
-        stream.is_sent = True
-        # A lone request is sent a turn earlier, and so may be one without progress, because its
-        # call has no other.
-        lone = len(self._streams) == 1
-        quick = self._policy.send_at_once and not request.progress
-        self._send(Submit(request=request), at_once=lone or quick)
-        if not lone:
-            self._busy_poll.end()
-        elif self._policy.busy_poll:
-            self._busy_poll.extend(SHORT_REQUEST)
+        stream = self._requests.add(request, restage)
+        if self.state is _READY:
+            self._requests.send(stream)
         return stream
+
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
+        """Run the request of another engine, from here on with this one's blobs.
+
+        Without `renew` it is sent as it is.
+        """
+        self._requests.adopt(stream, renew=renew)
+
+    def offer_waiting(self) -> None:
+        """Give the requests that wait for this engine to its siblings."""
+        self._requests.offer_waiting()
 
     async def hold(self, command: HoldImage) -> ImageHeld:
         """Have the engine hold an image; its blob is always discarded.
@@ -242,53 +246,29 @@ class EngineConnection(EngineMonitor):
         return msgspec.structs.replace(key, worker=self._worker)
 
     def _check_open(self, request_id: RequestKey, *, may_wait: bool = False) -> None:
-        if self.state is _READY and request_id not in self._streams:
+        if self.state is _READY and request_id not in self._requests:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
             raise Draining("the server is shutting down")
         if not may_wait:
             self._check_alive()
-        if request_id in self._streams:
+        if request_id in self._requests:
             raise InvalidField("a request with this id is running", field="options.request_id")
-
-    def _on_abort(self, stream: RequestStream) -> None:
-        self._forget(stream)
-        self._send(Abort(request_id=stream.request_id))
-
-    def _on_stop(self, stream: RequestStream) -> None:
-        if stream.is_sent:  # else with its request
-            self._send(Stop(request_id=stream.request_id))
 
     def _send(self, command: Command, *, at_once: bool = False) -> None:
         if self._transport is not None:
             self._transport.send(command, at_once=at_once)
 
-    def _forget(self, stream: RequestStream) -> None:
-        request = stream.request
-        self._streams.pop(request.request_id, None)
-        if self._policy.busy_poll and not self._streams:
-            self._busy_poll.extend(EXPECTED_REQUEST)
-        if request.image is not None:
-            self._discard_blob(request)
-
-    def _discard_blob(self, request: Request) -> None:
-        if isinstance(request.image, WITH_BLOB):
-            self.blobs.discard(request.image.blob)
-
-    def _fail(self, stream: RequestStream, error: LegatoError) -> None:
-        self._forget(stream)
-        stream.fail(error)
-
     def _fail_open(self, error: LegatoError) -> None:
-        for stream in list(self._streams.values()):
-            self._fail(stream, error)
+        self._requests.fail(error)
         self._commands.fail(error)
 
     # ------------------------------------------------------------ messages
 
     def _on_message(self, message: EngineMessage) -> None:
-        if isinstance(message, _STREAM_OUTPUTS):  # nearly all
-            self._on_output(message)
+        if isinstance(message, _OUTPUTS):  # nearly all
+            if not self._requests.feed(message) and isinstance(message, Failed):
+                self._commands.resolve(message)
             return
         match message:
             case Heartbeat():
@@ -305,84 +285,8 @@ class EngineConnection(EngineMonitor):
             case ImageHeld() | ImageDropped() | Stopped():
                 self._commands.resolve(message)
 
-    def _on_output(self, output: StreamOutput | Failed) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:  # a command's, or just aborted
-            if isinstance(output, Failed):
-                self._commands.resolve(output)
-        elif isinstance(output, Failed) and self._names_lost_image(stream, output):
-            self._find_image(stream, output)
-        else:
-            if self.siblings is not None and isinstance(output, (Started, Done)):
-                self.siblings.saw(stream, output, self.number)
-            stream.feed(output)
-            if stream.ended:
-                self.num_answered += 1
-                self._forget(stream)
-
-    @staticmethod
-    def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
-        named = isinstance(stream.request.image, CachedImage)
-        return named and failed.error.kind == ImageNotFound.__name__
-
-    def _on_ready(self, ready: Ready) -> None:
-        super()._on_ready(ready)
-        if self.state is _READY:
-            self._send_waiting()
-
-    # ------------------------------------------------------------ requests that change engines
-
     def _send_waiting(self) -> None:
-        for stream in [each for each in self._streams.values() if not each.is_sent]:
-            self._send_again(stream)
-
-    def _find_image(self, stream: RequestStream, failed: Failed) -> None:
-        """Another engine may have the image, or the caller its bytes."""
-        stream.searched += (self.number,)
-        if self.siblings is not None and self.siblings.find_image(stream):
-            del self._streams[stream.request_id]
-        elif stream.restage is not None:
-            self._send_again(stream)
-        else:
-            stream.feed(failed)
-            self.num_answered += 1
-            self._forget(stream)
-
-    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
-        """Run the request of another engine, from here on with this one's blobs.
-
-        Without `renew` it is sent as it is.
-        """
-        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
-        self._streams[stream.request_id] = stream
-        self._send_again(stream, renew=renew)
-
-    def offer_waiting(self) -> None:
-        """Give the requests that wait for this engine to its siblings.
-
-        Those that may have ended it stay, so that they end no other.
-        """
-        for stream in [each for each in self._streams.values() if not each.is_sent]:
-            if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
-                continue
-            self._discard_blob(stream.request)
-            if not self.siblings.take_over(stream):
-                return
-            del self._streams[stream.request_id]
-
-    def _send_again(self, stream: RequestStream, *, renew: bool = True) -> None:
-        try:
-            if renew:
-                if stream.restage is not None:
-                    self._discard_blob(stream.request)
-                stream.request = self.recovery.renew(stream)
-        except LegatoError as error:
-            self._fail(stream, error)
-            return
-        stream.is_sent = True
-        self._send(Submit(request=stream.request))
-        if stream.is_stopped:
-            self._send(Stop(request_id=stream.request_id))
+        self._requests.send_waiting()
 
     # ------------------------------------------------------------ loss
 
@@ -397,8 +301,7 @@ class EngineConnection(EngineMonitor):
         if was_ready or self.state is EngineState.STARTING:
             self._set_state(EngineState.LOST)
         if was_ready:
-            for stream, failure in list(self.recovery.lost(self._streams.values(), error)):
-                self._fail(stream, failure)
+            self._requests.lost(error)
             self._commands.fail(error)
         elif self.state is not EngineState.LOST:
             self._fail_open(error)

@@ -178,6 +178,8 @@ class EngineMonitor:
         self._log.info("engine_ready", pid=ready.pid, model=ready.model.name)
         if self.state in (EngineState.STARTING, EngineState.LOST):
             self._set_state(EngineState.READY)
+        if self.state is EngineState.READY:
+            self._send_waiting()
 
     def _set_state(self, state: EngineState) -> None:
         if state is not self.state:

@@ -48,7 +48,7 @@ class Poller:
 def polls_for_long(monkeypatch):
     """Busy polling ends by events, however slow the machine is."""
     for name in ("EXPECTED_REQUEST", "SHORT_REQUEST"):
-        monkeypatch.setattr(f"legato_engine.client.connection.{name}", 3600.0)
+        monkeypatch.setattr(f"legato_engine.client.open_requests.{name}", 3600.0)
 
 
 def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
@@ -413,7 +413,7 @@ async def test_a_loop_polls_until_a_lone_request_ends():
 
         async def polls() -> bool:
             await asyncio.sleep(0)
-            return connection._busy_poll.active
+            return connection._requests._busy_poll.active
 
         connection.expect()
         assert await polls()
@@ -432,17 +432,17 @@ async def test_a_loop_polls_after_the_end_of_a_request(policy):
     with both_ends() as ends:
         connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
-        connection._busy_poll.end()
+        connection._requests._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._busy_poll.active
+        assert not connection._requests._busy_poll.active
         await ends.received()
         ends.engine.send(done("a"))
         await stream.done()
         await asyncio.sleep(0)
-        assert connection._busy_poll.active == policy.busy_poll
-        connection._busy_poll.end()
+        assert connection._requests._busy_poll.active == policy.busy_poll
+        connection._requests._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._busy_poll.active
+        assert not connection._requests._busy_poll.active
         await connection.close()
 
 
@@ -455,7 +455,7 @@ async def test_a_loop_sleeps_while_other_requests_are_open():
         await asyncio.sleep(0)
         ended.abort()
         await asyncio.sleep(0)
-        assert not connection._busy_poll.active
+        assert not connection._requests._busy_poll.active
         other.abort()
         await connection.close()
 
