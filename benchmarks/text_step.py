@@ -167,7 +167,7 @@ def floor_ms(config: DecoderConfig, streams: int, position: int) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks text_step", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", type=_names, default=list(MODELS))
     parser.add_argument("--streams", default="1,4,8,32")
     parser.add_argument("--position", type=int, default=850)
     parser.add_argument("--rounds", type=int, default=7)
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="text_step")
     options = parser.parse_args(arguments)
     device, rows, figures = CudaDevice(0), [], []
-    for name in options.models.split(","):
+    for name in options.models:
         for streams in map(int, options.streams.split(",")):
             place = MODELS[name], streams, options.position
             steps: dict[str, Step] = {}
@@ -200,3 +200,10 @@ def main(arguments: Sequence[str]) -> int:
     title = f"A text decoder's step, {options.position} positions, bfloat16, random weights"
     record.write(options.name, title, {"steps": figures}, [table])
     return 0
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= MODELS.keys():
+        raise argparse.ArgumentTypeError(f"there are {', '.join(MODELS)}")
+    return names
