@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
@@ -31,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+DATED_WITHIN = 200_000  # nanoseconds: what clocks drift in a second, and the host's waking up
 TASKS: tuple[TaskSpec, ...] = (
     DetectTask(object="red circle"),
     DetectTask(object="blue square"),
@@ -193,6 +195,22 @@ def test_logprobs_are_those_of_the_cpu(dtype: str, tolerance: float) -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=tolerance)
             num_compared += 1
     assert num_compared >= 10
+
+
+def test_events_are_dated_between_their_record_and_their_sight() -> None:
+    """For some seconds, in which the clocks of device and host drift apart."""
+    device = open_device("cuda")
+    begun, ended = device.compute.record(), device.compute.record()
+    stop = time.monotonic() + 4
+    while time.monotonic() < stop:
+        before = time.perf_counter_ns()
+        begun = device.compute.record(begun)
+        device.compute.submit(lambda: torch.cuda._sleep(1_000_000))
+        ended = device.compute.record(ended)
+        ended.wait()
+        after = time.perf_counter_ns()
+        assert before <= begun.time_ns() < ended.time_ns() < after + DATED_WITHIN
+    device.close()
 
 
 def test_a_warm_engine_takes_no_more_memory(cuda: Assembly) -> None:

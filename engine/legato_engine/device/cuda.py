@@ -12,14 +12,14 @@ from cuda.bindings import runtime
 
 from legato_engine.device.base import Event
 from legato_engine.device.captured import CapturedGraph
+from legato_engine.device.event_clock import EventClock
 from legato_engine.errors import InternalError
 
-_ANCHOR_NS = 1_000_000_000
 _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class CudaClock:
-    """Maps event times to the host clock, from an anchor event with a known host time.
+    """Dates events by their distance from an anchor, an event as well.
 
     Elapsed times are float32 milliseconds; moving the anchor keeps them below about a second and
     exact to some 60 ns.
@@ -29,47 +29,60 @@ class CudaClock:
         self._anchor = _timing_event()
         self._anchor.record(stream)
         self._anchor.synchronize()
-        self._anchor_ns = time.perf_counter_ns()
+        self._times = EventClock(time.perf_counter_ns())
 
-    def to_host_ns(self, event: torch.cuda.Event) -> int:
+    def date(self, event: torch.cuda.Event, recorded_ns: int) -> int:
         elapsed_ms: float = self._anchor.elapsed_time(event)
-        return self._anchor_ns + round(elapsed_ms * 1e6)
+        return self._times.date(elapsed_ms, recorded_ns)
 
-    def wants(self, host_ns: int) -> bool:
-        return host_ns - self._anchor_ns > _ANCHOR_NS
-
-    def re_anchor(self, event: torch.cuda.Event, host_ns: int) -> None:
-        """The clock owns the passed event from now on."""
-        self._anchor, self._anchor_ns = event, host_ns
+    def takes(self, event: torch.cuda.Event, host_ns: int, seen_ns: int) -> bool:
+        """Note when the host saw an event of this time; True: the clock owns it from now on."""
+        self._times.saw(host_ns, seen_ns)
+        if not self._times.wants(host_ns):
+            return False
+        self._times.move(host_ns)
+        self._anchor = event
+        return True
 
 
 class CudaEvent:
     """A timing event."""
 
-    __slots__ = ("_clock", "_host_ns", "event")
+    __slots__ = ("_clock", "_host_ns", "_recorded_ns", "_seen_ns", "event")
 
     def __init__(self, clock: CudaClock) -> None:
         self._clock = clock
         self._host_ns: int | None = None
+        self._recorded_ns = self._seen_ns = 0  # by the host; 0: not yet
         self.event = _timing_event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        self._host_ns = None
+        self._host_ns, self._seen_ns = None, 0
+        self._recorded_ns = time.perf_counter_ns()
         self.event.record(stream)
 
     def wait(self) -> None:
         """Block until the stream passed; CUDA raises device faults here."""
         self.event.synchronize()
+        self._seen()
 
     def query(self) -> bool:
         passed: bool = self.event.query()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        if passed:
+            self._seen()
         return passed
 
+    def _seen(self) -> None:
+        if not self._seen_ns:
+            self._seen_ns = time.perf_counter_ns()
+
     def time_ns(self) -> int:
+        """Of a launch's events the last is the one that the host waits for: only that one becomes
+        the anchor, so that all of them have the same.
+        """
         if self._host_ns is None:
-            self._host_ns = self._clock.to_host_ns(self.event)
-            if self._clock.wants(self._host_ns):
-                self._clock.re_anchor(self.event, self._host_ns)
+            self._host_ns = self._clock.date(self.event, self._recorded_ns)
+            if self._seen_ns and self._clock.takes(self.event, self._host_ns, self._seen_ns):
                 self.event = _timing_event()
         return self._host_ns
 
