@@ -29,6 +29,7 @@ DETERMINISTIC = (
     "tests/engine/speculative/",
     "tests/service/convert/",
     "tests/simulation/",
+    "training/tests/",
 )
 """Folders of tests that wait for no clock and no other process: none runs twice if it fails."""
 

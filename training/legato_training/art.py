@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -57,15 +58,15 @@ def fit(image: Image.Image) -> Image.Image | None:
     image = image.crop((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
     room = SIDE - 2 * MARGIN
     scale = room / max(image.size)
-    size = tuple(max(1, round(side * scale)) for side in image.size)
+    width, height = (max(1, round(side * scale)) for side in image.size)
     # PIL resizes RGBA premultiplied, so transparent black does not bleed into edges.
-    image = image.resize(size, Image.Resampling.LANCZOS)
+    image = image.resize((width, height), Image.Resampling.LANCZOS)
     canvas = Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0))
-    canvas.paste(image, ((SIDE - size[0]) // 2, (SIDE - size[1]) // 2))
+    canvas.paste(image, ((SIDE - width) // 2, (SIDE - height) // 2))
     return canvas
 
 
-def draw(job: tuple[str, str, int, str]) -> dict | None:
+def draw(job: tuple[str, str, int, str]) -> dict[str, Any] | None:
     """One job (set, source, noun, label) -> sprite record; source is SVG text or a file path."""
     set_name, source, noun, label = job
     try:
@@ -96,7 +97,7 @@ def draw(job: tuple[str, str, int, str]) -> dict | None:
     }
 
 
-def svg_of(icons: dict, name: str) -> str:
+def svg_of(icons: dict[str, Any], name: str) -> str:
     """Iconify JSON entry -> a standalone SVG."""
     icon = icons["icons"].get(name) or icons["icons"][icons["aliases"][name]["parent"]]
     width = icon.get("width", icons.get("width", 16))
@@ -129,7 +130,7 @@ def jobs_of(art_set: ArtSet, modules: Path) -> list[tuple[str, str, int, str]]:
     return [(art_set.name, svg_of(icons, icon), n, label) for n, label, icon in found_icons if icon]
 
 
-def pack(records: list[dict], photos: np.ndarray, path: Path) -> None:
+def pack(records: list[dict[str, Any]], photos: np.ndarray, path: Path) -> None:
     """Write the pack: concatenated WebP bytes, offsets and per-sprite arrays."""
     blobs = [record["webp"] for record in records]
     sets = [a.name for a in ART_SETS]

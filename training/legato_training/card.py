@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import torch
 
@@ -39,12 +40,12 @@ class Row:
         """The aim of a column."""
         return self.trained_aim if group == TRAINED else self.unseen_aim
 
-    def gap(self, metrics: dict, group: str) -> float:
+    def gap(self, metrics: dict[str, Any], group: str) -> float:
         """By how much the aim is missed, 0 when it is met."""
         aim = self.aim(group)
         if aim is None:
             return 0.0
-        over = metrics[group][self.key] - aim
+        over: float = metrics[group][self.key] - aim
         return max(0.0, over if self.at_most else -over)
 
 
@@ -72,7 +73,7 @@ def aim_text(row: Row) -> str:
     return f"{row.trained_aim:.2f} / {row.unseen_aim:.2f}"
 
 
-def table(metrics: dict) -> str:
+def table(metrics: dict[str, Any]) -> str:
     """Every metric beside its aim; a missed one is bold."""
     lines = [
         "| | aim | " + " | ".join(TITLES.values()) + " |",
@@ -87,7 +88,7 @@ def table(metrics: dict) -> str:
     return "\n".join(lines)
 
 
-def missed(metrics: dict) -> str:
+def missed(metrics: dict[str, Any]) -> str:
     """The missed aims of each column, with what lacks."""
     lines = []
     for group, title in TITLES.items():
@@ -105,7 +106,7 @@ def parameter_count() -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M"
 
 
-def known(metrics: dict) -> dict[str, float]:
+def known(metrics: dict[str, Any]) -> dict[str, float]:
     """F1 of each noun asked often enough, worst first."""
     scores = metrics[UNSEEN]["per_noun"].items()
     asked = {name: f1 for name, (f1, truth) in scores if truth >= FEWEST and name in drawn_nouns()}
@@ -118,7 +119,7 @@ def drawn_nouns() -> set[str]:
     return {kind.names[0] for kind in book.kinds[: book.num_nouns]}
 
 
-def drawings_alone(metrics: dict, group: str) -> tuple[float, float]:
+def drawings_alone(metrics: dict[str, Any], group: str) -> tuple[float, float]:
     """Mean F1 over drawn nouns by objects asked about, and the share of shapes among these."""
     nouns, scores = drawn_nouns(), metrics[group]["per_noun"]
     drawn = [(f1, truth) for name, (f1, truth) in scores.items() if name in nouns]
@@ -134,7 +135,9 @@ def listing(scores: dict[str, float], names: list[str]) -> str:
 
 def run_fields(log: str) -> dict[str, str]:
     """Steps, images and speed of the run."""
-    steps = int(re.search(r"trained (\d+) steps", log).group(1))
+    ended = re.search(r"trained (\d+) steps", log)
+    assert ended is not None, "the log is of a run that has not ended"
+    steps = int(ended.group(1))
     rates = sorted(int(rate) for rate in re.findall(r"images/s (\d+)", log))
     return {
         "STEPS": f"{steps:,}",
@@ -143,7 +146,7 @@ def run_fields(log: str) -> dict[str, str]:
     }
 
 
-def confidence_fields(measured: dict) -> dict[str, str]:
+def confidence_fields(measured: dict[str, Any]) -> dict[str, str]:
     """What the confidences are worth on held-out scenes."""
     lines = [
         "| | objects found | right | ranks right above wrong | ECE before | ECE after | ships |",
@@ -169,7 +172,7 @@ def confidence_fields(measured: dict) -> dict[str, str]:
     }
 
 
-def fields(metrics: dict, log: str) -> dict[str, str]:
+def fields(metrics: dict[str, Any], log: str) -> dict[str, str]:
     """What stands in the place of each @NAME@."""
     scores = known(metrics)
     names = list(scores)

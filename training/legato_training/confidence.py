@@ -10,8 +10,10 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from legato_client import Box, Point
 from legato_client.calibration import objects
 from legato_client.calibration.fit import Fit, Pairs, calibration_error, fit, reliability
 from legato_client.calibration.judge import judge
@@ -21,7 +23,9 @@ from legato_client.calibration.scored import SKILLS, Scored
 WIDTH, HEIGHT, MARGIN = 300, 300, 44
 
 
-def average_precision(labels: LabelledFolder, found: list[Scored], annotations: Path) -> dict:
+def average_precision(
+    labels: LabelledFolder, found: list[Scored], annotations: Path
+) -> dict[str, float]:
     """COCO's AP of the boxes of detect by score, and their F1 at IoU 0.5."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -50,7 +54,8 @@ def average_precision(labels: LabelledFolder, found: list[Scored], annotations: 
     }
 
 
-def _bbox(box, image: dict) -> list[float]:
+def _bbox(box: Box | Point, image: dict[str, Any]) -> list[float]:
+    assert isinstance(box, Box)  # of detect
     left, top = box.x_min * image["width"], box.y_min * image["height"]
     return [left, top, box.x_max * image["width"] - left, box.y_max * image["height"] - top]
 
@@ -65,7 +70,7 @@ def ranking(pairs: list[tuple[float, bool]]) -> float:
     return round(float(above), 4)
 
 
-def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder) -> dict:
+def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder) -> dict[str, Any]:
     """Calibration and ranking of a skill; `shown_*` is of names that their pictures show."""
     fitted = fit(pairs_of(fitting))
     judged, pairs = judge(fitted, testing), pairs_of(testing)
@@ -111,7 +116,7 @@ def bins_of(fitted: Fit, pairs: Pairs) -> list[list[float]]:
     return [[b.count, b.confidence, b.right] for b in reliability(fitted, pairs)]
 
 
-def diagram(measured: dict) -> str:
+def diagram(measured: dict[str, Any]) -> str:
     """An SVG with a square for each skill: share right over confidence, before and after."""
     squares = []
     for place, (skill, each) in enumerate(measured.items()):
@@ -159,7 +164,7 @@ def main() -> None:
         for folder in (args.fit, args.test)
     )
     fitting, testing = (objects.read(args.objects, name) for name in ("fit", "test"))
-    document = {
+    document: dict[str, Any] = {
         "fit_pictures": len(fit_labels.pictures),
         "pictures": len(labels.pictures),
         "boxes": average_precision(
@@ -169,7 +174,8 @@ def main() -> None:
         ),
         "skills": {
             skill: measure(
-                *([each for each in some if each.skill == skill] for some in (fitting, testing)),
+                [each for each in fitting if each.skill == skill],
+                [each for each in testing if each.skill == skill],
                 labels,
             )
             for skill in SKILLS

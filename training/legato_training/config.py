@@ -1,6 +1,7 @@
 """Sizes of legato-tiny and settings of one training run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -58,7 +59,7 @@ class ModelConfig:
         return 1 + self.num_image_tokens
 
 
-def engine_config(model: ModelConfig, templates: dict) -> dict:
+def engine_config(model: ModelConfig, templates: dict[str, dict[str, list[int]]]) -> dict[str, Any]:
     """The config.json the engine reads; its keys are a contract, do not vary them."""
     return {
         "architecture": "moondream2",

@@ -3,7 +3,9 @@
 The images are drawn on the GPU.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -31,7 +33,7 @@ def scene_arrays(builder: SlotBuilder) -> Arrays:
     }
 
 
-class SceneStream(IterableDataset):
+class SceneStream(IterableDataset[Arrays]):
     """Yields whole batches; each worker of each rank has its own seed."""
 
     def __init__(
@@ -50,7 +52,7 @@ class SceneStream(IterableDataset):
             tokenizer,
         )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Arrays]:
         info = get_worker_info()
         seed = self.seed * 1009 + (info.id if info else 0)
         sampler = SceneSampler(self.book, self.sets, seed)
@@ -69,8 +71,16 @@ def unchanged(batch: Arrays) -> Arrays:
 
 def scene_loader(
     book: SpriteBook, sets: tuple[int, ...], batch: int, seed: int, workers: int
-) -> DataLoader:
+) -> DataLoader[Arrays]:
     """A loader of ready batches; workers are forked, so build it before CUDA is touched."""
     stream = SceneStream(book, sets, batch, seed)
-    extra = {"prefetch_factor": 3, "multiprocessing_context": "fork"} if workers else {}
-    return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=unchanged, **extra)
+    extra: dict[str, Any] = {}
+    if workers:
+        extra = {"prefetch_factor": 3, "multiprocessing_context": "fork"}
+    return DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=unchanged,  # type: ignore[arg-type]  # torch's type is of lists of items
+        **extra,
+    )

@@ -5,13 +5,14 @@ B batch, P prefix, T suffix length, H heads, C head size.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from legato_training.config import ANSWER, COORD, EOS, SIZE
-from legato_training.model import LegatoTiny, rotate
+from legato_training.model import LegatoTiny, TextBlock, rotate
 
 # Tokens allowed at each step of an answer, repeating; None allows everything.
 GRAMMARS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
@@ -20,6 +21,8 @@ GRAMMARS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
     "segment": (None,),
     "text": (None,),
 }
+
+Cache = list[tuple[Tensor, Tensor]]  # rotated keys and values of the prefix, one pair a layer
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Decoder:
         self.model = model
 
     @torch.no_grad()
-    def read(self, pixels_B3YX: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def read(self, pixels_B3YX: Tensor) -> Cache:
         """Rotated keys and values of BOS and the image, one pair a layer, [B, H, P, C]."""
         model = self.model
         image = model.vision(pixels_B3YX)
@@ -59,7 +62,8 @@ class Decoder:
         x = torch.cat([bos, image], dim=1)
         cos, sin = model.rope_tables(torch.arange(x.shape[1], device=x.device))
         cache = []
-        for block in model.text.blocks:
+        for layer in model.text.blocks:
+            block = cast(TextBlock, layer)
             h = block.ln(x)
             q, k, v = block.attn.split(h)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -67,16 +71,15 @@ class Decoder:
             x = x + block.attn.join(F.scaled_dot_product_attention(q, k, v)) + block.mlp(h)
         return cache
 
-    def suffix(
-        self, cache: list[tuple[Tensor, Tensor]], tokens_BT: Tensor, values_BT2: Tensor
-    ) -> Tensor:
+    def suffix(self, cache: Cache, tokens_BT: Tensor, values_BT2: Tensor) -> Tensor:
         """Residual stream [B, T, D] of suffix tokens after the cached prefix."""
         model, prefix, length = self.model, cache[0][0].shape[2], tokens_BT.shape[1]
         x = model.embed(tokens_BT, values_BT2)
         cos, sin = model.rope_tables(prefix + torch.arange(length, device=x.device))
         ones = torch.ones(length, prefix + length, dtype=torch.bool, device=x.device)
         mask = ones.tril(prefix)
-        for block, (past_k, past_v) in zip(model.text.blocks, cache, strict=True):
+        for layer, (past_k, past_v) in zip(model.text.blocks, cache, strict=True):
+            block = cast(TextBlock, layer)
             h = block.ln(x)
             q, k, v = block.attn.split(h)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -97,7 +100,7 @@ class Decoder:
 
     @torch.no_grad()
     def answer(
-        self, cache: list[tuple[Tensor, Tensor]], prompts: list[list[int]], skill: str, limit: int
+        self, cache: Cache, prompts: list[list[int]], skill: str, limit: int
     ) -> list[Answer]:
         """Greedy answers of at most ``limit`` tokens, one prompt an image."""
         device = cache[0][0].device
@@ -136,4 +139,4 @@ class Decoder:
 def collect(tokens: list[int], values: list[list[float]]) -> Answer:
     """Cut at EOS."""
     end = tokens.index(EOS) if EOS in tokens else len(tokens)
-    return Answer(tokens[:end], [tuple(v) for v in values[:end]])
+    return Answer(tokens[:end], [(first, second) for first, second in values[:end]])

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from legato_training.art_sets import ART_SETS
 from legato_training.config import ModelConfig
 from legato_training.data import scene_loader
 from legato_training.export import load_exported
-from legato_training.model import LegatoTiny, gelu, rotate, slot_mask
+from legato_training.model import LegatoTiny, TextBlock, gelu, rotate, slot_mask
 from legato_training.render import Renderer
 from legato_training.slots import CAPTION, LENGTH, SLOTS, STARTS
 from legato_training.sprites import load_sprites
@@ -53,7 +54,11 @@ class Draft(nn.Module):
             nn.init.zeros_(last.bias)
 
     def forward(
-        self, state: Tensor, word: Tensor, seen: tuple[Tensor, Tensor, Tensor], rope: tuple
+        self,
+        state: Tensor,
+        word: Tensor,
+        seen: tuple[Tensor, Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
     ) -> Tensor:
         """State [B, G, D] and the word behind it -> the next state; ``seen``: k, v, what of it."""
         joined = self.ln(self.join(torch.cat([self.ln_state(state), self.ln_token(word)], -1)))
@@ -62,11 +67,12 @@ class Draft(nn.Module):
         looked = F.scaled_dot_product_attention(
             rotate(query, *rope).to(k.dtype), k, v, attn_mask=bias
         )
-        return (
+        next_state: Tensor = (
             state
             + self.proj(looked.transpose(1, 2).flatten(2).to(joined.dtype))
             + self.fc2(gelu(self.fc1(joined)))
         )
+        return next_state
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Teacher:
 
     def __init__(self, model: LegatoTiny, layer: int, device: torch.device) -> None:
         self.model, self.device = model, device
-        self.block = model.text.blocks[layer]
+        self.block = cast(TextBlock, model.text.blocks[layer])
         mask = slot_mask(SLOTS, ModelConfig().prefix)
         self.positions_S, self.bias_SL = (each.to(device) for each in mask)
 
@@ -148,7 +154,9 @@ def ahead(said_BG: Tensor, step: int) -> Tensor:
 def loss_of(rolled: Iterator[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """How far the draft's distributions are from the teacher's, later tokens counting less."""
     parts = [F.cross_entropy(logits, wanted.softmax(-1)) for logits, wanted, _ in rolled]
-    return sum(part * LATER**step for step, part in enumerate(parts))
+    total = sum(part * LATER**step for step, part in enumerate(parts))
+    assert isinstance(total, Tensor)  # a draft has at least one token
+    return total
 
 
 @torch.no_grad()
@@ -191,7 +199,7 @@ def train(draft: Draft, teacher: Teacher, lesson: Lesson, options: argparse.Name
         which = options.batch + torch.randint(taught, (options.batch,), device=teacher.device)
         with torch.autocast(teacher.device.type, torch.bfloat16):
             loss = loss_of(roll(draft, teacher, lesson[which], options.depth))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)

@@ -9,12 +9,13 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from legato_training.art_sets import ART_SETS
-from legato_training.decode import Decoder
+from legato_training.decode import Answer, Cache, Decoder
 from legato_training.export import load_exported
 from legato_training.language import Narrator
 from legato_training.lexicon import Phrase
@@ -59,7 +60,7 @@ class Examiner:
 
     def examine(self, count: int) -> None:
         """One batch: every question once for every scene."""
-        scenes = []
+        scenes: list[Scene] = []
         while len(scenes) < count:
             scene = self.sampler.sample()
             if scene.kinds:
@@ -84,14 +85,16 @@ class Examiner:
         kinds = list(narrator.members)
         return narrator.lexicon.phrases_of[kinds[self.builder.rng.integers(len(kinds))]][0]
 
-    def ask(self, cache, skill: str, texts: list[str], limit: int):
+    def ask(self, cache: Cache, skill: str, texts: list[str], limit: int) -> list[Answer]:
         """Answers to one prompt a scene."""
         prompts = [
             self.builder.prompt("query" if skill == "text" else skill, text) for text in texts
         ]
         return self.decoder.answer(cache, prompts, skill, limit)
 
-    def detect(self, cache, scenes: list[Scene], asked: list[Phrase], absent: list[Phrase]) -> None:
+    def detect(
+        self, cache: Cache, scenes: list[Scene], asked: list[Phrase], absent: list[Phrase]
+    ) -> None:
         """Boxes of something present, boxes of something absent."""
         answers = self.ask(cache, "detect", [" " + p.singular for p in asked], 3 * MAX_ANSWERED + 1)
         for scene, phrase, answer in zip(scenes, asked, answers, strict=True):
@@ -99,13 +102,13 @@ class Examiner:
         for answer in self.ask(cache, "detect", [" " + p.singular for p in absent], 4):
             self.tally.invented(bool(answer.tokens))
 
-    def point(self, cache, scenes: list[Scene], asked: list[Phrase]) -> None:
+    def point(self, cache: Cache, scenes: list[Scene], asked: list[Phrase]) -> None:
         """Points of something present."""
         answers = self.ask(cache, "point", [" " + p.singular for p in asked], 2 * MAX_ANSWERED + 1)
         for scene, phrase, answer in zip(scenes, asked, answers, strict=True):
             self.tally.point(scene, phrase, answer.points())
 
-    def segment(self, cache, scenes: list[Scene], asked: list[Phrase]) -> None:
+    def segment(self, cache: Cache, scenes: list[Scene], asked: list[Phrase]) -> None:
         """Outline of something there once and uncovered."""
         answers = self.ask(cache, "segment", [p.singular for p in asked], 54)
         back = {identity: number for number, identity in self.words.number.items()}
@@ -113,13 +116,13 @@ class Examiner:
             numbers = [back[t] for t in answer.tokens[3:] if t in back]
             self.tally.segment(scene, phrase, answer.boxes()[:1], numbers)
 
-    def count(self, cache, scenes: list[Scene], asked: list[Phrase]) -> None:
+    def count(self, cache: Cache, scenes: list[Scene], asked: list[Phrase]) -> None:
         """How many, in words."""
         answers = self.ask(cache, "text", [f"How many {p.plural} are there?" for p in asked], 8)
         for scene, phrase, answer in zip(scenes, asked, answers, strict=True):
             self.tally.count(scene, phrase, self.words.decode(answer.tokens))
 
-    def caption(self, cache, scenes: list[Scene]) -> None:
+    def caption(self, cache: Cache, scenes: list[Scene]) -> None:
         """Nouns of the short caption."""
         prompt = self.words.templates()["caption"]["short"]
         for scene, answer in zip(
@@ -146,7 +149,7 @@ def evaluate(
     scenes: int,
     batch: int,
     device: torch.device,
-) -> dict:
+) -> dict[str, Any]:
     """Metrics of each named group."""
     book = load_sprites(pack)
     renderer = Renderer(book, device)
@@ -171,7 +174,7 @@ def evaluate(
     return metrics
 
 
-def table(metrics: dict) -> str:
+def table(metrics: dict[str, Any]) -> str:
     """A short markdown table."""
     rows = (
         "detect_f1",

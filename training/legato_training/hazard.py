@@ -114,7 +114,7 @@ def train(model: LegatoTiny, options: argparse.Namespace) -> None:
     losses: list[float] = []
     for step, (image, batch) in enumerate(islice(batches(model, options), options.steps)):
         loss = loss_of(model, image, batch, mask)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
         nn.utils.clip_grad_norm_(trained, 1.0)
         for group in optimiser.param_groups:
             group["lr"] = options.rate * min(1.0, (step + 1) / 20) * (1 - step / options.steps)

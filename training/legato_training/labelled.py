@@ -10,6 +10,7 @@ import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,8 +31,8 @@ class Labels:
     """Images, annotations and categories of COCO's form."""
 
     def __init__(self, names: list[str]) -> None:
-        self.images: list[dict] = []
-        self.annotations: list[dict] = []
+        self.images: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
         self.categories = [{"id": kind + 1, "name": name} for kind, name in enumerate(names)]
 
     def add(self, name: str, scene: Scene) -> None:
@@ -51,7 +52,7 @@ class Labels:
                 }
             )
 
-    def document(self) -> dict:
+    def document(self) -> dict[str, Any]:
         """Categories that no scene has are left out."""
         seen = {each["category_id"] for each in self.annotations}
         return {
@@ -61,7 +62,7 @@ class Labels:
         }
 
 
-def write(folder: Path, pack: Path | None, count: int, seed: int, device: str) -> dict:
+def write(folder: Path, pack: Path | None, count: int, seed: int, device: str) -> dict[str, Any]:
     """Write `count` scenes, less those without an object, and return their labels.
 
     Without a pack they are of coloured shapes.
@@ -75,7 +76,7 @@ def write(folder: Path, pack: Path | None, count: int, seed: int, device: str) -
 
 def _write(
     folder: Path, pack: Path | None, count: int, seed: int, device: str, pool: ThreadPoolExecutor
-) -> dict:
+) -> dict[str, Any]:
     book = shape_sprites() if pack is None else load_sprites(pack)
     renderer = Renderer(book, torch.device(device))
     words = lexicon()

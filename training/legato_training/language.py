@@ -215,7 +215,8 @@ class Narrator:
             phrase = self.lexicon.groups_of[kind][0]
             if len(self.matching(phrase)) != 1:
                 return None
-            name, colour = phrase.singular, COLOUR_NAMES[entry.colour]
+            name = phrase.singular
+            colour: str | None = COLOUR_NAMES[entry.colour]
         else:
             colour = self.colour(kind)
             phrase = self.name(kind)
@@ -248,7 +249,7 @@ class Narrator:
         """Is there one, yes or no."""
         kind = self.random_kind()
         yes = kind is not None and self.rng.random() < 0.5
-        phrase = self.name(kind if yes else absent)
+        phrase = self.name(kind if kind is not None and yes else absent)
         if self.rng.random() < 0.25:
             question = self.pick(
                 "Are there any {}?", "Are there {} in the picture?", "Do you see any {}?"

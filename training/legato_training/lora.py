@@ -5,12 +5,13 @@ R rank, I and O a layer's inputs and outputs.
 
 import math
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from legato_training.model import LegatoTiny
+from legato_training.model import LegatoTiny, TextBlock
 
 
 class LoraLinear(nn.Module):
@@ -24,15 +25,17 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., O] of [..., I]."""
-        return self.frozen(x) + (x @ self.a_RI.t()) @ self.b_OR.t()
+        out: Tensor = self.frozen(x) + (x @ self.a_RI.t()) @ self.b_OR.t()
+        return out
 
 
 def add_adapter(model: LegatoTiny, rank: int) -> list[nn.Parameter]:
     """Freeze the model, give every text MLP an adapter, and return what is to be trained."""
     model.requires_grad_(False)
     for block in model.text.blocks:
-        block.mlp.fc1 = LoraLinear(block.mlp.fc1, rank)
-        block.mlp.fc2 = LoraLinear(block.mlp.fc2, rank)
+        mlp = cast(TextBlock, block).mlp
+        for name, layer in (("fc1", mlp.fc1), ("fc2", mlp.fc2)):
+            mlp.add_module(name, LoraLinear(layer, rank))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -40,7 +43,9 @@ def save_adapter(model: LegatoTiny, path: Path) -> None:
     """Write the file as the engine's `models/moondream/adapters.py` describes it, in bf16."""
     tensors = {}
     for index, block in enumerate(model.text.blocks):
-        for name, layer in (("fc1", block.mlp.fc1), ("fc2", block.mlp.fc2)):
+        for name in ("fc1", "fc2"):
+            layer = cast(TextBlock, block).mlp.get_submodule(name)
+            assert isinstance(layer, LoraLinear)  # of `add_adapter`
             prefix = f"text.blocks.{index}.mlp.{name}"
             tensors[f"{prefix}.lora_a"] = layer.a_RI.detach().bfloat16().contiguous()
             tensors[f"{prefix}.lora_b"] = layer.b_OR.detach().bfloat16().contiguous()

@@ -73,6 +73,9 @@ class DenseNouns(nn.Module):
     Only training uses it: it ties names to places long before the answers could.
     """
 
+    ids_CAW: Tensor
+    aliases_C: Tensor
+
     def __init__(self, words: Words, dim: int) -> None:
         super().__init__()
         ids, counts = name_pieces(words)

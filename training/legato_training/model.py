@@ -36,7 +36,8 @@ class Attention(nn.Module):
 
     def join(self, heads_BHTC: Tensor) -> Tensor:
         """Heads back to width, then the output projection."""
-        return self.proj(heads_BHTC.transpose(1, 2).flatten(2))
+        out: Tensor = self.proj(heads_BHTC.transpose(1, 2).flatten(2))
+        return out
 
 
 class MLP(nn.Module):
@@ -49,7 +50,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., out]."""
-        return self.fc2(gelu(self.fc1(x)))
+        out: Tensor = self.fc2(gelu(self.fc1(x)))
+        return out
 
 
 class VisionBlock(nn.Module):
@@ -67,7 +69,8 @@ class VisionBlock(nn.Module):
         x_BTD = x_BTD + self.attn.join(
             F.scaled_dot_product_attention(*self.attn.split(self.ln1(x_BTD)))
         )
-        return x_BTD + self.mlp(self.ln2(x_BTD))
+        out: Tensor = x_BTD + self.mlp(self.ln2(x_BTD))
+        return out
 
 
 class Vision(nn.Module):
@@ -95,13 +98,15 @@ class Vision(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.post_ln(x)
-        return self.proj_mlp(torch.cat([x, x], dim=-1))
+        projected: Tensor = self.proj_mlp(torch.cat([x, x], dim=-1))
+        return projected
 
 
 def rotate(x_BHTC: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
     """Partial rotary embedding, split-half pairs in the first dims; tables [T, rotary/2] in f32."""
     half = cos_T.shape[-1]
-    first, second, rest = x_BHTC.split([half, half, x_BHTC.shape[-1] - 2 * half], dim=-1)
+    sizes = [half, half, x_BHTC.shape[-1] - 2 * half]
+    first, second, rest = x_BHTC.split(sizes, dim=-1)  # type: ignore[no-untyped-call]  # torch leaves it bare
     turned = torch.cat([first * cos_T - second * sin_T, first * sin_T + second * cos_T], dim=-1)
     return torch.cat([turned.to(x_BHTC.dtype), rest], dim=-1)
 
@@ -125,7 +130,8 @@ class TextBlock(nn.Module):
         head = F.scaled_dot_product_attention(q[:, :, :prefix], k[:, :, :prefix], v[:, :, :prefix])
         mask = bias_SL.to(q.dtype).expand(q.shape[0], q.shape[1], -1, -1)
         tail = F.scaled_dot_product_attention(q[:, :, prefix:], k, v, attn_mask=mask)
-        return x_BTD + self.attn.join(torch.cat([head, tail], dim=2)) + self.mlp(h)
+        out: Tensor = x_BTD + self.attn.join(torch.cat([head, tail], dim=2)) + self.mlp(h)
+        return out
 
 
 class Text(nn.Module):
@@ -141,6 +147,9 @@ class Text(nn.Module):
 
 class Region(nn.Module):
     """Fourier encoders of coordinates and sizes, heads that read bins from the residual stream."""
+
+    coord_features: Tensor
+    size_features: Tensor
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -161,11 +170,13 @@ class Region(nn.Module):
 
     def encode_coord(self, x: Tensor) -> Tensor:
         """[..., 1] in 0..1 -> embedding [..., D]."""
-        return self.coord_encoder(self.fourier(x, self.coord_features))
+        encoded: Tensor = self.coord_encoder(self.fourier(x, self.coord_features))
+        return encoded
 
     def encode_size(self, wh: Tensor) -> Tensor:
         """[..., 2] in 0..1 -> embedding [..., D]."""
-        return self.size_encoder(self.fourier(wh, self.size_features))
+        encoded: Tensor = self.size_encoder(self.fourier(wh, self.size_features))
+        return encoded
 
 
 class LegatoTiny(nn.Module):
@@ -226,7 +237,8 @@ class LegatoTiny(nn.Module):
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocab]."""
-        return self.text.lm_head(self.text.post_ln(hidden))
+        logits: Tensor = self.text.lm_head(self.text.post_ln(hidden))
+        return logits
 
     def forward(
         self,

@@ -46,6 +46,7 @@ def load_panoramas(package: Path) -> list[np.ndarray]:
     cuts: list[np.ndarray] = []
     for module in sorted((package / "hdri").glob("*.exr.js")):
         encoded = re.search(r"base64,([A-Za-z0-9+/=]+)", module.read_text())
+        assert encoded is not None, module
         scratch = package / f"{module.stem}.tmp.exr"
         scratch.write_bytes(base64.b64decode(encoded.group(1)))
         with OpenEXR.File(str(scratch)) as exr:
@@ -58,7 +59,10 @@ def load_panoramas(package: Path) -> list[np.ndarray]:
 
 def installed_images(package: str, folder: str, names: tuple[str, ...]) -> list[np.ndarray]:
     """Images bundled inside an installed Python package."""
-    root = Path(util.find_spec(package).origin).parent / folder
+    spec = util.find_spec(package)
+    assert spec is not None, f"{package} is not installed"
+    assert spec.origin is not None  # it is no namespace package
+    root = Path(spec.origin).parent / folder
     return [np.asarray(Image.open(root / name).convert("RGB")) for name in names]
 
 

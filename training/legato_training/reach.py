@@ -11,7 +11,9 @@ import dataclasses
 import gzip
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +44,9 @@ class SureDecoder(Decoder):
 
     def begin(self, skill: str) -> None:
         """Forget the steps before."""
-        self.tokens_per_object, self.exists, self.near = TOKENS[skill], [], []
+        self.tokens_per_object = TOKENS[skill]
+        self.exists: list[Tensor] = []
+        self.near: list[Tensor] = []
 
     def next_values(self, hidden_BD: Tensor, chosen_B: Tensor) -> Tensor:
         """As for every decoder."""
@@ -88,11 +92,14 @@ class Question:
         product = self.exists.reshape(count, -1).prod(-1) * near[:, :2, place].prod(-1)
         if near.shape[1] > 2:
             product = product * near[:, 2, octave]
-        return product.tolist()
+        scores: list[float] = product.tolist()
+        return scores
 
 
 @torch.no_grad()
-def ask(decoder: SureDecoder, pictures: tuple[LabelledPicture, ...], skill: str, device: str):
+def ask(
+    decoder: SureDecoder, pictures: tuple[LabelledPicture, ...], skill: str, device: str
+) -> Iterator[Question]:
     """Every picture about all of its names."""
     words = Words()
     before, after = words.templates()[skill]["prefix"], words.templates()[skill]["suffix"]
@@ -146,7 +153,9 @@ def average_precision(pairs: list[tuple[float, bool]], wanted: int) -> float:
     return float((best * right).sum() / wanted)
 
 
-def figures(questions: list[Question], fitting: list[Question], reach: tuple[int, int]) -> dict:
+def figures(
+    questions: list[Question], fitting: list[Question], reach: tuple[int, int]
+) -> dict[str, float]:
     """Of one reach: AP, and the errors after the fit on `fitting`."""
     fitted = fit([pair for some in pairs_of(fitting, *reach) for pair in some])
     pairs = [pair for some in pairs_of(questions, *reach) for pair in some]
@@ -158,7 +167,9 @@ def figures(questions: list[Question], fitting: list[Question], reach: tuple[int
     }
 
 
-def gain(questions: list[Question], fitting: list[Question], reach: tuple[int, int]) -> dict:
+def gain(
+    questions: list[Question], fitting: list[Question], reach: tuple[int, int]
+) -> dict[str, dict[str, float]]:
     """Of one reach against the present one: differences and their errors, over pictures."""
     rng = np.random.default_rng(0)
     both = [pairs_of(questions, *each) for each in (PRESENT, reach)]
@@ -187,7 +198,7 @@ def gain(questions: list[Question], fitting: list[Question], reach: tuple[int, i
     }
 
 
-def study(fitting: list[Question], testing: list[Question], skill: str) -> dict:
+def study(fitting: list[Question], testing: list[Question], skill: str) -> dict[str, Any]:
     """All reaches on the fit's folder; the best one and the present one on the other."""
     octaves = range(len(OCTAVES)) if TOKENS[skill] == 3 else (PRESENT[1],)
     reaches = list(itertools.product(range(len(PLACES)), octaves))

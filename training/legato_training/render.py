@@ -171,7 +171,9 @@ def paint(
     straight = [channel / opacity.clamp(min=1e-3) for channel in premultiplied]
     alpha = torch.where((sprite >= 0)[:, None, None], opacity, 0.0)
     styled = restyle(straight, opacity, tint, style)
-    return tuple(mix(old, new, alpha) for old, new in zip((red, green, blue), styled, strict=True))
+    rgb = zip((red, green, blue), styled, strict=True)
+    red, green, blue = [mix(old, new, alpha) for old, new in rgb]
+    return red, green, blue
 
 
 def photo_crop(photos: Tensor, x: Tensor, y: Tensor, rolls: Tensor) -> Tensor:
@@ -214,6 +216,7 @@ def backdrop(
     fields = [F.interpolate(n, size=x.shape, mode="bilinear") for n in noise]
     weights = (0.4 + r[:, 6:7], 0.7 * r[:, 7:8], 0.4 * r[:, 8:9])
     cloud = sum(f * w for f, w in zip(fields, weights, strict=True)) / sum(weights)
+    assert isinstance(cloud, Tensor)  # there are three fields
     grain = 1 + 0.25 * (along * (20 + 60 * r[:, 9]) + 4 * fields[1][:, 0]).sin()[:, None]
     textured = mix(
         mix(first, second, cloud[:, :1]) * grain.clamp(max=1.1),

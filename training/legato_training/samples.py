@@ -9,6 +9,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter
@@ -133,10 +134,12 @@ def ground(picture: Picture) -> Image.Image:
     return Image.composite(ramp(picture.size, *picture.hill), sky, edge)
 
 
-def layer(picture: Picture, item: Item, icons: dict) -> Image.Image:
+def layer(picture: Picture, item: Item, icons: dict[str, Any]) -> Image.Image:
     """A drawing alone, RGBA of the image's size."""
     names = set(icons["icons"]) | set(icons.get("aliases", {}))
-    drawn = rasterise(svg_of(icons, find_icon(ART, item.label, names)), SHARPNESS)
+    icon = find_icon(ART, item.label, names)
+    assert icon is not None, item.label
+    drawn = rasterise(svg_of(icons, icon), SHARPNESS)
     drawn = drawn.rotate(item.turn, Image.Resampling.BICUBIC, expand=True)
     drawn = drawn.crop(drawn.getchannel("A").getbbox())
     scale = item.side / max(drawn.size)
@@ -160,12 +163,16 @@ def shadow(drawing: Image.Image) -> Image.Image:
 def box_of(drawing: Image.Image) -> list[float]:
     """Left, top, right, bottom of what is more than half opaque, 0..1."""
     solid = drawing.getchannel("A").point(lambda a: 255 * (a > 127))
+    bounds = solid.getbbox()
+    assert bounds is not None  # a drawing is never empty
     width, height = drawing.size
     sides = (width, height, width, height)
-    return [round(edge / side, 4) for edge, side in zip(solid.getbbox(), sides, strict=True)]
+    return [round(edge / side, 4) for edge, side in zip(bounds, sides, strict=True)]
 
 
-def draw(picture: Picture, icons: dict) -> tuple[Image.Image, dict[str, list[list[float]]]]:
+def draw(
+    picture: Picture, icons: dict[str, Any]
+) -> tuple[Image.Image, dict[str, list[list[float]]]]:
     """The image, and its boxes by noun from left to right."""
     noun_of = {label: noun.names[0] for noun in all_nouns() for label in noun.labels}
     canvas = ground(picture).convert("RGBA")

@@ -19,6 +19,9 @@ BACKGROUNDS = ("plain", "gradient", "striped", "checkered", "textured", "photo")
 PHOTO = BACKGROUNDS.index("photo")
 BACKGROUND_ODDS = (0.16, 0.18, 0.07, 0.06, 0.23, 0.30)
 
+Place = tuple[np.ndarray, np.ndarray, float]  # centre, full box, share inside the image
+Placed = tuple[int, int, np.ndarray, *Place]  # kind, sprite, matrix
+
 
 @dataclass
 class Scene:
@@ -116,7 +119,7 @@ class SceneSampler:
         top = min(0.6, 1.05 / np.sqrt(max(len(kinds), 1)))
         common = rng.uniform(np.log(0.07), np.log(top)) if rng.random() < 0.4 else None
         shared: dict[int, int] = {}
-        placed: list[tuple] = []
+        placed: list[Placed] = []
         for kind in kinds:
             sprite = shared.get(kind, -1)
             if sprite < 0 or rng.random() < 0.3:
@@ -139,7 +142,7 @@ class SceneSampler:
 
     def try_place(
         self, sprite: int, matrix: np.ndarray, taken: list[np.ndarray], allowed: float
-    ) -> tuple | None:
+    ) -> Place | None:
         """(centre, full box, inside share) at a random place, or None on too much overlap."""
         centre = self.rng.uniform(0.02, 0.98, 2)
         points = self.book.hull[sprite] @ matrix.T + centre
@@ -158,7 +161,7 @@ class SceneSampler:
                     return None
         return centre, full, inside
 
-    def finish(self, placed: list[tuple]) -> Scene:
+    def finish(self, placed: list[Placed]) -> Scene:
         """Order, clip and colour the placed objects; choose the background."""
         count = len(placed)
         full = np.array([p[4] for p in placed]).reshape(count, 4)
@@ -199,7 +202,8 @@ class SceneSampler:
         """Kind of background, two colours, and their names where they are named ones."""
         kind = int(self.rng.choice(len(BACKGROUNDS), p=BACKGROUND_ODDS))
         if self.rng.random() < 0.4:
-            names = tuple(int(i) for i in self.rng.choice(len(COLOUR_NAMES), 2, replace=False))
+            drawn = self.rng.choice(len(COLOUR_NAMES), 2, replace=False)
+            names = (int(drawn[0]), int(drawn[1]))
             return kind, np.stack([jitter_colour(self.rng, n) for n in names]), names
         pastel = self.rng.random() < 0.5
         shades = self.rng.uniform(0.6 if pastel else 0.0, 1.0, (2, 3)).astype(np.float32)
@@ -278,6 +282,6 @@ def render_arrays(scene: Scene) -> dict[str, np.ndarray]:
         "level": level,
         "inverse": inverse,
         "tint": tint,
-        "background": np.int32(scene.background),
+        "background": np.array(scene.background, np.int32),
         "background_colours": scene.background_colours,
     }

@@ -1,6 +1,8 @@
 """Counts of right and wrong answers, and the metrics made of them."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -14,17 +16,20 @@ from legato_training.vocabulary import PATH_BOX
 SIZES = (("small", 0.0, 0.08), ("middle", 0.08, 0.16), ("large", 0.16, 9.0))
 CANVAS = 192
 
+Box = Sequence[float] | np.ndarray  # x0, y0, x1, y1
 
-def overlap(a, b) -> float:
+
+def overlap(a: Box, b: Box) -> float:
     """Intersection over union of two boxes."""
     wide, high = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if wide <= 0 or high <= 0:
         return 0.0
     union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - wide * high
-    return wide * high / union
+    share: float = wide * high / union
+    return share
 
 
-def match(found: list, truth: list, threshold: float) -> list[tuple[int, int]]:
+def match(found: Sequence[Box], truth: Sequence[Box], threshold: float) -> list[tuple[int, int]]:
     """Greedy one-to-one matching by overlap, best first: (found, truth) pairs."""
     scored = sorted(
         ((overlap(f, t), i, j) for i, f in enumerate(found) for j, t in enumerate(truth)),
@@ -63,7 +68,7 @@ class Tally:
         """Objects a phrase covers."""
         return [i for i, kind in enumerate(scene.kinds) if kind in phrase.kinds]
 
-    def detect(self, scene: Scene, phrase: Phrase, boxes: list) -> None:
+    def detect(self, scene: Scene, phrase: Phrase, boxes: Sequence[Box]) -> None:
         """Boxes at IoU 0.5; recall by size of the true box, precision by size of the found one."""
         truth = [scene.boxes[i] for i in self.truth(scene, phrase)]
         pairs = match(boxes, truth, 0.5)
@@ -74,8 +79,9 @@ class Tally:
             self.sums[name] += amount
         for label, low, high in SIZES:
 
-            def inside(box) -> bool:
-                return low <= max(box[2] - box[0], box[3] - box[1]) < high  # noqa: B023 - used at once
+            def inside(box: Box) -> bool:
+                side: float = max(box[2] - box[0], box[3] - box[1])
+                return low <= side < high  # noqa: B023 - used at once
 
             self.sums[f"hits_{label}"] += sum(inside(truth[j]) for _, j in pairs)
             self.sums[f"truth_{label}"] += sum(map(inside, truth))
@@ -90,7 +96,7 @@ class Tally:
         self.sums["absent"] += 1
         self.sums["invented"] += any_box
 
-    def point(self, scene: Scene, phrase: Phrase, points: list) -> None:
+    def point(self, scene: Scene, phrase: Phrase, points: Sequence[tuple[float, float]]) -> None:
         """A point hits when it lies in a true box no other point has taken."""
         free = self.truth(scene, phrase)
         self.sums["point_truth"] += len(free)
@@ -109,7 +115,9 @@ class Tally:
                 free.remove(hit)
                 self.sums["point_hits"] += 1
 
-    def segment(self, scene: Scene, phrase: Phrase, boxes: list, numbers: list[int]) -> None:
+    def segment(
+        self, scene: Scene, phrase: Phrase, boxes: Sequence[Box], numbers: list[int]
+    ) -> None:
         """IoU of the answered polygon with the object's alpha, for single and uncovered objects."""
         wanted = self.truth(scene, phrase)
         if len(wanted) != 1 or scene.covered[wanted[0]] > 0.01 or scene.inside[wanted[0]] < 0.97:
@@ -136,7 +144,10 @@ class Tally:
         row = np.floor((inverse[1, 0] * x + inverse[1, 1] * y + 0.5) * SIDE).astype(int)
         inside = (column >= 0) & (column < SIDE) & (row >= 0) & (row < SIDE)
         alpha = self.book.rgba[scene.sprites[i], ..., 3]
-        return inside & (alpha[row.clip(0, SIDE - 1), column.clip(0, SIDE - 1)] > 127)
+        covered: np.ndarray = inside & (
+            alpha[row.clip(0, SIDE - 1), column.clip(0, SIDE - 1)] > 127
+        )
+        return covered
 
     def count(self, scene: Scene, phrase: Phrase, answer: str) -> None:
         """Counting right, up to five and in all."""
@@ -167,7 +178,7 @@ class Tally:
                 text = text.replace(padded, " . ")
         return found
 
-    def metrics(self) -> dict:
+    def metrics(self) -> dict[str, Any]:
         """All metrics, each 0..1."""
         s = self.sums
         sized = {

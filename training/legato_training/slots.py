@@ -206,7 +206,8 @@ class SlotBuilder:
             for j in range(len(scene.kinds))
             if scene.kinds[j] == scene.kinds[i]
         ]
-        return abs(np.linalg.det(scene.matrices[i])) >= max(sizes)
+        largest: bool = abs(np.linalg.det(scene.matrices[i])) >= max(sizes)
+        return largest
 
     def path(self, scene: Scene, i: int) -> list[int]:
         """``M x y L x y ... z`` in a 960 box, clockwise from the topmost point."""

@@ -215,7 +215,9 @@ def load_sprites(path: Path) -> SpriteBook:
 def thumbnails(rgba: np.ndarray) -> np.ndarray:
     """Which of THUMB x THUMB blocks of each sprite are covered, bool."""
     block = SIDE // THUMB
-    return rgba[..., 3].reshape(-1, THUMB, block, THUMB, block).mean((2, 4)) > 127
+    blocks = rgba[..., 3].reshape(-1, THUMB, block, THUMB, block)
+    covered: np.ndarray = blocks.mean((2, 4)) > 127
+    return covered
 
 
 def pyramid(rgba: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +225,7 @@ def pyramid(rgba: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Sprite n of level l, pixel (y, x) sits at start[l] + (n * side + y) * side + x.
     """
-    levels = [[] for _ in range(LEVELS)]
+    levels: list[list[np.ndarray]] = [[] for _ in range(LEVELS)]
     for part in np.array_split(rgba, max(1, len(rgba) // 128)):
         pixels = part.astype(np.float32)
         pixels[..., :3] *= pixels[..., 3:] / 255

@@ -7,8 +7,10 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from legato_training.art_sets import ART_SETS
 from legato_training.config import ModelConfig
-from legato_training.data import scene_loader
+from legato_training.data import Arrays, scene_loader
 from legato_training.export import load_exported
 from legato_training.losses import DenseNouns, region_losses, token_loss
 from legato_training.model import LegatoTiny, slot_mask
@@ -74,11 +76,15 @@ class Ranks:
         """One flat all-reduce over every gradient."""
         if self.world == 1:
             return
-        gradients = [p.grad for p in parameters]
+        gradients: list[Tensor] = []
+        for parameter in parameters:
+            assert parameter.grad is not None  # the losses read every parameter
+            gradients.append(parameter.grad)
         flat = torch.cat([g.reshape(-1) for g in gradients])
         dist.all_reduce(flat)
         flat /= self.world
-        pieces = flat.split([g.numel() for g in gradients])
+        sizes = [g.numel() for g in gradients]
+        pieces = flat.split(sizes)  # type: ignore[no-untyped-call]  # torch leaves it bare
         torch._foreach_copy_(
             gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)]
         )
@@ -109,7 +115,7 @@ class Trainer:
             self.token_loss = torch.compile(token_loss, dynamic=False)
             self.dense.compile(dynamic=False)
 
-    def groups(self) -> list[dict]:
+    def groups(self) -> list[dict[str, Any]]:
         """Weight decay on matrices, not on vectors or embeddings."""
         named = [*self.model.named_parameters(), *self.dense.named_parameters()]
         matrix = [p for n, p in named if p.ndim == 2 and "wte" not in n]
@@ -154,7 +160,7 @@ class Trainer:
             + c.size_weight * parts["size"]
             + dense * parts["dense"]
         )
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
         ranks.average_gradients(self.parameters)
         parts["norm"] = nn.utils.clip_grad_norm_(self.parameters, c.clip)
         for group in self.optimiser.param_groups:
@@ -228,7 +234,12 @@ def report(
 
 
 def train(
-    trainer: Trainer, batches, renderer: Renderer, ranks: Ranks, elapsed: float, out: Path
+    trainer: Trainer,
+    batches: Iterator[Arrays],
+    renderer: Renderer,
+    ranks: Ranks,
+    elapsed: float,
+    out: Path,
 ) -> None:
     """Steps until the minutes (or max_steps) are over, compilation not counted."""
     c, begin, saved, marked, mark_step = (

@@ -71,11 +71,17 @@ class Words:
 
     def __init__(self, path: Path = TOKENIZER) -> None:
         self.tokenizer = Tokenizer.from_file(str(path))
-        identity = self.tokenizer.token_to_id
+        identity = self.identity
         self.number = {0: identity("0")} | {int(text): identity(text) for text in PATH_NUMBERS}
         self.move, self.line, self.close = identity("M"), identity("L"), identity("z")
         self.word = {word: identity(f"<{word}>") for word in TEMPLATE_WORDS}
         self.cached = lru_cache(maxsize=200_000)(self.encode)
+
+    def identity(self, text: str) -> int:
+        """Id of a token that every tokenizer of the model has."""
+        found = self.tokenizer.token_to_id(text)
+        assert found is not None, text
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special ids never come out of it."""
@@ -85,7 +91,7 @@ class Words:
         """Text of ids."""
         return self.tokenizer.decode(ids)
 
-    def templates(self) -> dict:
+    def templates(self) -> dict[str, dict[str, list[int]]]:
         """The templates of config.json."""
         word = self.word
         caption = {
