@@ -19,14 +19,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from legato_engine.device.cuda import CudaDevice
+from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.skinny_gemm import tiles_for
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
 
 from benchmarks import record
-from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.step_bench import DEVICE, Bench
 from benchmarks.step_checks import bad, check
 from benchmarks.step_floor import context_bytes, experts_touched, floor_ms

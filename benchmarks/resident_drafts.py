@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from legato_engine.device.base import Device
-from legato_engine.device.cuda import CudaDevice
+from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
 from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
@@ -34,7 +34,6 @@ from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy, FixedBlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 
-from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.resident_kernel import ResidentKernel, Rules, lasting
 from benchmarks.resident_model import DEVICE, Cache, Model
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 
 import torch
+from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
 from legato_engine.kernels.cuda.resident import RING_STAGES
 from legato_engine.resident.instructions import Op
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import MOONDREAM2, PAGE
 
-from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model
 from benchmarks.resident_values import PAIR, SCALAR, RandomValues
@@ -151,8 +151,6 @@ def copy_rate() -> float:
 def time_graph(tiles: list[int]) -> None:
     """Milliseconds of a step of today's graph path, without sampling."""
     del tiles
-    from legato_engine.device.cuda import CudaDevice
-
     from benchmarks.kernels import steps
     from benchmarks.step_bench import Bench
 

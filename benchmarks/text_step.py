@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from legato_engine.device.cuda import CudaDevice
+from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
 from legato_engine.layers.grouped_attention import HeadPlan
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.model import DecoderModel
@@ -24,7 +24,6 @@ from legato_engine.models.decoder.network import DecoderNetwork
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 
 from benchmarks import record
-from benchmarks.cuda_events import elapsed_ms, timing_event
 from benchmarks.step_floor import BANDWIDTH
 
 _BASE = DecoderConfig(

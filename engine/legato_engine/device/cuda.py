@@ -26,23 +26,20 @@ class CudaClock:
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._anchor = _timing_event()
+        self._anchor = timing_event()
         self._anchor.record(stream)
         self._anchor.synchronize()
         self._times = EventClock(time.perf_counter_ns())
 
     def date(self, event: torch.cuda.Event, recorded_ns: int) -> int:
-        elapsed_ms: float = self._anchor.elapsed_time(event)
-        return self._times.date(elapsed_ms, recorded_ns)
+        return self._times.date(elapsed_ms(self._anchor, event), recorded_ns)
 
     def takes(self, event: torch.cuda.Event, host_ns: int, seen_ns: int) -> bool:
         """Note when the host saw an event of this time; True: the clock owns it from now on."""
-        self._times.saw(host_ns, seen_ns)
-        if not self._times.wants(host_ns):
-            return False
-        self._times.move(host_ns)
-        self._anchor = event
-        return True
+        is_anchor = self._times.saw(host_ns, seen_ns)
+        if is_anchor:
+            self._anchor = event
+        return is_anchor
 
 
 class CudaEvent:
@@ -54,7 +51,7 @@ class CudaEvent:
         self._clock = clock
         self._host_ns: int | None = None
         self._recorded_ns = self._seen_ns = 0  # by the host; 0: not yet
-        self.event = _timing_event()
+        self.event = timing_event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
         self._host_ns, self._seen_ns = None, 0
@@ -83,7 +80,7 @@ class CudaEvent:
         if self._host_ns is None:
             self._host_ns = self._clock.date(self.event, self._recorded_ns)
             if self._seen_ns and self._clock.takes(self.event, self._host_ns, self._seen_ns):
-                self.event = _timing_event()
+                self.event = timing_event()
         return self._host_ns
 
 
@@ -183,8 +180,14 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def elapsed_ms(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Milliseconds of a device between two events that its streams have passed."""
+    elapsed: float = begin.elapsed_time(end)
+    return elapsed
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

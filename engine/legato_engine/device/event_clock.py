@@ -29,20 +29,16 @@ class EventClock:
             return recorded_ns
         return host_ns
 
-    def saw(self, host_ns: int, seen_ns: int) -> None:
-        """Note when the host saw an event of this time."""
-        self._soonest = min(self._soonest, seen_ns - host_ns)
-
-    def wants(self, host_ns: int) -> bool:
-        """Whether an event of this time is to be the next anchor."""
-        return host_ns - self._anchor_ns > _PERIOD_NS
-
-    def move(self, host_ns: int) -> None:
-        """Take an event of this time as the anchor.
+    def saw(self, host_ns: int, seen_ns: int) -> bool:
+        """Note when the host saw an event of this time; True: the event is the anchor from now on.
 
         The host saw no event earlier than `_soonest` after its time. More than the clocks can have
         drifted means that it was always late, which says nothing.
         """
+        self._soonest = min(self._soonest, seen_ns - host_ns)
+        if host_ns - self._anchor_ns <= _PERIOD_NS:
+            return False
         if self._soonest <= _MOST_DRIFT * (host_ns - self._anchor_ns):
             host_ns += int(self._soonest)
         self._anchor_ns, self._soonest = host_ns, math.inf
+        return True

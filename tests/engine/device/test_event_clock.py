@@ -23,9 +23,7 @@ class Device:
     def launch(self, *, recorded: int, begun: int, ended: int, seen: int) -> tuple[int, int]:
         """Errors of the times of a launch's begin and end, in nanoseconds."""
         begin, end = (self._date(at, recorded) for at in (begun, ended))
-        self._clock.saw(end, seen)
-        if self._clock.wants(end):
-            self._clock.move(end)
+        if self._clock.saw(end, seen):
             self._anchor = ended
         self.now = seen
         return begin - begun, end - ended
