@@ -163,10 +163,9 @@ class KernelBackend:
         if self.limits.is_long(prompts[0].sequence):
             assert len(prompts) + len(decodes) == 1, "a long prompt shares a launch"
             long, scheduled = _without_answer(prompts[0], scheduled[0])
-        passes = _Passes(
-            cut_passes(decodes, scheduled, self.limits.sampled) if scheduled else [],
-            (*decodes, *prompts),
-        )
+        each = cut_passes(decodes, scheduled, self.limits.sampled) if scheduled else []
+        buckets = [bucket_for(self.buckets, given.num_tokens) for given in each]
+        passes = _Passes(each, buckets, (*decodes, *prompts))
         self._stage(slot, passes, 0)
         buffers.staged.upload_from(buffers.prompt, compute)
         for index, row in enumerate(prompts):
@@ -214,15 +213,14 @@ class KernelBackend:
         if passes.is_last(index):
             stage_samples(buffers, passes.sampled, scratch, copy=copy)
         if index < len(passes.each):
-            given = passes.each[index]
-            stage_pass(buffers, copy, given, bucket_for(self.buckets, given.num_tokens), scratch)
+            stage_pass(buffers, copy, passes.each[index], passes.buckets[index], scratch)
 
     def _run_passes(self, slot: int, passes: _Passes, changes: Changes) -> None:
         """Those after the first one are not staged yet."""
         buffers, compute = self._slots[slot], self._resources.compute
         adapted = any(row.sequence.adapter.key for row in passes.sampled)
         uploads: list[Event] = []
-        for index, given in enumerate(passes.each):
+        for index, (given, bucket) in enumerate(zip(passes.each, passes.buckets, strict=True)):
             is_last = passes.is_last(index)
             if index >= MAX_PASSES:  # only a long answer after a preemption has so many
                 uploads[index - MAX_PASSES].wait()
@@ -233,7 +231,7 @@ class KernelBackend:
                     self.prepare(slot, Changes(places=changes.places))
             if len(passes.each) > MAX_PASSES:
                 uploads.append(compute.record())
-            bucket, groups = bucket_for(self.buckets, given.num_tokens), given.num_groups(GROUP)
+            groups = given.num_groups(GROUP)
             self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 
     def _forward(
@@ -247,6 +245,7 @@ class _Passes(NamedTuple):
     """All of a launch; none, if the matrix library runs it whole."""
 
     each: Sequence[Pass]
+    buckets: Sequence[int]
     sampled: Sequence[ScheduledSequence]
 
     def is_last(self, index: int) -> bool:
