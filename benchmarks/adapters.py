@@ -22,7 +22,7 @@ from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.models.step_kernels import StepInputs
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.kernels import timed
 from benchmarks.step_bench import DEVICE, ROWS, Bench
 from benchmarks.step_floor import BANDWIDTH, context_bytes, experts_touched, floor_ms
@@ -107,8 +107,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks adapters", description=__doc__)
     parser.add_argument("--name", default="adapters", help="of the record")
     parser.add_argument("--models", default="moondream2,moondream3", help="by commas")
-    parser.add_argument("--ranks", type=_numbers, default=[0, 8, 64, 512])
-    parser.add_argument("--streams", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--ranks", type=lists.numbers, default=[0, 8, 64, 512])
+    parser.add_argument("--streams", type=lists.numbers, default=[1, 8, 32])
     parser.add_argument("--torch", action="store_true", help="torch's operations, too")
     arguments = parser.parse_args(argv)
     device = CudaDevice(0)
@@ -141,7 +141,3 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     heads = ("rank", "streams", "adapters", "floor ms", "step ms", "more ms", "by torch ms")
     return record.table(heads, cells)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from legato_client.cli.local_server import LocalServer
 
-from benchmarks import image_files, record
+from benchmarks import image_files, lists, record
 from benchmarks.load import Cell, LoadProcesses
 from benchmarks.workloads import WORKLOADS, Ask
 
@@ -141,7 +141,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--width", type=int, default=850)
     parser.add_argument("--height", type=int, default=600)
     parser.add_argument("--callers", type=int, default=128)
-    parser.add_argument("--workloads", type=_names, default=["new", "mix"], help="e.g. new,mix")
+    parser.add_argument(
+        "--workloads", type=lists.names_of(WORKLOADS), default=["new", "mix"], help="e.g. new,mix"
+    )
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--calls", type=int, default=1024, help="timed calls a turn")
     parser.add_argument("--lone-calls", type=int, default=64)
@@ -154,10 +156,3 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--load-processes", type=int, default=default)
     arguments, serve = parser.parse_known_args(argv)
     return arguments, [option for option in serve if option != "--"]
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(WORKLOADS):
-        raise argparse.ArgumentTypeError(f"there are {', '.join(WORKLOADS)}")
-    return names

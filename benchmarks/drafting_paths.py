@@ -32,7 +32,7 @@ from legato_engine.engine.loading import assemble
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.proposer import Proposer
 
-from benchmarks import equal_answers, record
+from benchmarks import equal_answers, lists, record
 from benchmarks.speculation.decode_paths import PATHS, Paths, answer, both_paths, oracle, teach
 from benchmarks.speculation.workloads import read_texts, text_requests
 
@@ -194,17 +194,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="drafting_paths", help="of the record")
-    parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8")
-    parser.add_argument("--settings", default=("seed", "budget"), type=_names)
+    parser.add_argument("--streams", default=[1, 8], type=lists.numbers, help="e.g. 1,8")
+    parser.add_argument("--settings", default=("seed", "budget"), type=lists.names)
     equal_answers.add_options(parser)
     parser.add_argument("--rate", default=0.7, type=float, help="of the oracle's right tokens")
     parser.add_argument("--texts", type=Path, help="a folder of real prompts, as benchmarks/texts")
     return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from legato_client.cli.local_server import LocalServer
 
-from benchmarks import image_files, record
+from benchmarks import image_files, lists, record
 from benchmarks.load import Cell, LoadProcesses
 from benchmarks.workloads import WORKLOADS, Ask
 
@@ -124,9 +124,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", default="e2e", help="of the record")
     parser.add_argument("--width", type=int, default=850)
     parser.add_argument("--height", type=int, default=600)
-    parser.add_argument("--callers", type=_numbers, default=[1, 4, 16, 64], help="e.g. 1,64")
-    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="e.g. new,mix")
-    parser.add_argument("--tokens", type=_numbers, default=[3, 30], help="which of 3 and 30")
+    parser.add_argument("--callers", type=lists.numbers, default=[1, 4, 16, 64], help="e.g. 1,64")
+    parser.add_argument(
+        "--workloads", type=lists.names_of(WORKLOADS), default=list(WORKLOADS), help="e.g. new,mix"
+    )
+    parser.add_argument("--tokens", type=lists.numbers, default=[3, 30], help="which of 3 and 30")
     parser.add_argument("--calls", type=int, default=0, help="timed calls a cell; 0: by callers")
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of what 0 gives")
     parser.add_argument("--cell-seconds", type=float, default=45.0, help="limit of one cell")
@@ -139,14 +141,3 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--load-processes", type=int, default=default)
     arguments, serve = parser.parse_known_args(argv)
     return arguments, [option for option in serve if option != "--"]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(WORKLOADS):
-        raise argparse.ArgumentTypeError(f"there are {', '.join(WORKLOADS)}")
-    return names

@@ -32,7 +32,7 @@ from legato_engine.models.moondream.vision import Vision
 from legato_engine.models.moondream.weights import random_weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import record
+from benchmarks import lists, record
 
 LIMIT = 16.0  # e4m3 has four bits fewer than bf16, whose own residual stream rounds for both
 BACKENDS = {
@@ -274,11 +274,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fp8", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: a dry run at sizes of no meaning")
     parser.add_argument("--name", default="fp8", help="of the record")
-    parser.add_argument("--crops", type=_numbers, help="e.g. 9,13; the parts are of the first")
+    parser.add_argument("--crops", type=lists.numbers, help="e.g. 9,13; the parts are of the first")
     parser.add_argument("--repeats", type=int, default=20, help="replays in a round")
     parser.add_argument("--limit", type=float, default=LIMIT, help="times the error of bf16")
     return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

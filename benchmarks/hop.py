@@ -42,7 +42,7 @@ from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from msgspec import structs
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.contenders import echo_server
 from benchmarks.echo import Answers
 from benchmarks.photos import Photographer
@@ -312,9 +312,5 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--height", type=int, default=600)
     parser.add_argument("--calls", type=int, default=200, help="each way, per row")
     parser.add_argument("--block", type=int, default=10, help="counted requests in a row")
-    parser.add_argument("--tokens", type=_numbers, default=[1, 3], help="e.g. 1,3")
+    parser.add_argument("--tokens", type=lists.numbers, default=[1, 3], help="e.g. 1,3")
     return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

@@ -28,10 +28,9 @@ from legato_engine.engine.loading import assemble
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.sequence import Sequence as EngineSequence
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.loops.arrivals import ask_again
 from benchmarks.loops.requests import question
-from benchmarks.loops.run import numbers
 
 HEADS = (
     *("callers", "prompt tokens", "prompts", "tokens/s", "of whole", "first token ms"),
@@ -84,8 +83,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks parts", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="parts", help="of the record")
-    parser.add_argument("--callers", default=[2, 8, 16], type=numbers, help="e.g. 2,8,16")
-    parser.add_argument("--words", default=[8, 24, 64, 160], type=numbers, help="of a question")
+    parser.add_argument("--callers", default=[2, 8, 16], type=lists.numbers, help="e.g. 2,8,16")
+    parser.add_argument(
+        "--words", default=[8, 24, 64, 160], type=lists.numbers, help="of a question"
+    )
     parser.add_argument("--tokens", default=8000, type=int, help="of a turn")
     parser.add_argument("--turns", default=3, type=int, help="of both kinds, besides the first")
     arguments = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from legato_client.cli.local_server import LocalServer
 
-from benchmarks import cpu, image_files, record
+from benchmarks import cpu, image_files, lists, record
 from benchmarks.e2e import START_TIMEOUT, default_calls
 from benchmarks.load import Cell, LoadProcesses
 from benchmarks.workloads import WORKLOADS, Ask
@@ -150,7 +150,7 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks paths", description=__doc__)
     parser.add_argument("--name", default="paths", help="of the record")
-    parser.add_argument("--paths", default=PATHS, type=_names, help="e.g. graph,loop")
+    parser.add_argument("--paths", default=PATHS, type=lists.names, help="e.g. graph,loop")
     parser.add_argument("--turns", type=int, default=2, help="of each server in each cell")
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of the timed calls")
     parser.add_argument("--cell-seconds", type=float, default=10.0, help="limit of one turn")
@@ -158,7 +158,3 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--load-processes", type=int, default=4)
     arguments, serve = parser.parse_known_args(argv)
     return arguments, [option for option in serve if option != "--"]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))

@@ -23,7 +23,7 @@ from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.decoder.network import DecoderNetwork
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.step_floor import BANDWIDTH
 
 _BASE = DecoderConfig(
@@ -166,7 +166,7 @@ def floor_ms(config: DecoderConfig, streams: int, position: int) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks text_step", description=__doc__)
-    parser.add_argument("--models", type=_names, default=list(MODELS))
+    parser.add_argument("--models", type=lists.names_of(MODELS), default=list(MODELS))
     parser.add_argument("--streams", default="1,4,8,32")
     parser.add_argument("--position", type=int, default=850)
     parser.add_argument("--rounds", type=int, default=7)
@@ -199,10 +199,3 @@ def main(arguments: Sequence[str]) -> int:
     title = f"A text decoder's step, {options.position} positions, bfloat16, random weights"
     record.write(options.name, title, {"steps": figures}, [table])
     return 0
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= MODELS.keys():
-        raise argparse.ArgumentTypeError(f"there are {', '.join(MODELS)}")
-    return names

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.fleet import scenarios, validate
 from benchmarks.fleet.costs import EngineCosts, measured
 from benchmarks.fleet.scenarios import Scenario
@@ -99,14 +99,9 @@ def _compared(each: validate.Comparison) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fleet", description=__doc__)
     parser.add_argument("--name", default="fleet", help="of the record")
-    parser.add_argument("--groups", type=_names, default=GROUPS, help=f"of {','.join(GROUPS)}")
+    parser.add_argument(
+        "--groups", type=lists.names_of(GROUPS), default=GROUPS, help=f"of {','.join(GROUPS)}"
+    )
     parser.add_argument("--share", type=float, default=1.0, help="of each run's virtual time")
     parser.add_argument("--max-engines", type=int, default=10_000, help="of a run")
     return parser.parse_args(argv)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if not set(names) <= set(GROUPS):
-        raise argparse.ArgumentTypeError(f"there are {', '.join(GROUPS)}")
-    return names

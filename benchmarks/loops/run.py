@@ -33,7 +33,7 @@ from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.kernels.cuda import resident_decoder
 from legato_engine.kernels.cuda.resident import ResidentBuild
 
-from benchmarks import equal_answers, record
+from benchmarks import equal_answers, lists, record
 from benchmarks.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
 from benchmarks.loops.steps import lists_of, steps_of
 
@@ -211,7 +211,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks loops", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="loops", help="of the record")
-    parser.add_argument("--streams", default=[1, 8, 32], type=numbers, help="e.g. 1,8,32")
+    parser.add_argument("--streams", default=[1, 8, 32], type=lists.numbers, help="e.g. 1,8,32")
     equal_answers.add_options(parser)
     parser.add_argument("--joins", default=30, type=int, help="requests that join")
     parser.add_argument(
@@ -220,7 +220,3 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")
     parser.add_argument("--late", action="store_true", help="warps of the resident kernel sleep")
     return parser.parse_args(argv)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from benchmarks import record
+from benchmarks import lists, record
 from benchmarks.peers.child import add_options
 
 
@@ -125,7 +125,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     add_options(parser)
     parser.add_argument("--name", default="peers", help="of the record")
-    parser.add_argument("--peers", type=_peers, default=list(PEERS), help="e.g. torch,vllm")
+    parser.add_argument(
+        "--peers", type=lists.names_of(PEERS), default=list(PEERS), help="e.g. torch,vllm"
+    )
     parser.add_argument("--moondream-reference", default="", help="folder of its checkout")
     parser.add_argument("--budget", type=float, default=700, help="seconds for all together")
     arguments = parser.parse_args(argv)
@@ -171,10 +173,3 @@ def table(outcomes: Sequence[Outcome], streams: Sequence[int]) -> str:
             lines.append([outcome.name + kind, *steps, whole, note])
     heads = ("peer", *(f"{n} streams, ms" for n in streams), "850x600 JPEG to 3 tokens, ms", "")
     return record.table(heads, lines)
-
-
-def _peers(text: str) -> list[str]:
-    keys = text.split(",")
-    if not set(keys) <= set(PEERS):
-        raise argparse.ArgumentTypeError(f"there are {', '.join(PEERS)}")
-    return keys

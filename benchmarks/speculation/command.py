@@ -13,6 +13,7 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.loading import assemble
 
+from benchmarks import lists
 from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure
 from benchmarks.speculation.report import write
 from benchmarks.speculation.workloads import FEWEST, read_texts
@@ -64,17 +65,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="speculation", help="of the record")
-    parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--streams", default=[1, 8], type=lists.numbers, help="e.g. 1,8,32")
     parser.add_argument("--length", default=110, type=int, help="tokens per request")
     parser.add_argument(
         "--context", default=0, type=int, help="position of the first token; 0: as the task has it"
     )
     parser.add_argument("--repeats", default=3, type=int, help="timed runs of each setting")
-    parser.add_argument("--settings", default=SETTINGS, type=_names, help="e.g. fixed:4,seed")
+    parser.add_argument("--settings", default=SETTINGS, type=lists.names, help="e.g. fixed:4,seed")
     parser.add_argument(
         "--workloads",
         default=(),
-        type=_names,
+        type=lists.names,
         help=f"of {', '.join(WORKLOADS)}, or of the files of --texts; by default all of either",
     )
     parser.add_argument("--texts", type=Path, help="a folder of real prompts, as benchmarks/texts")
@@ -82,11 +83,3 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--requests", default=FEWEST, type=int, help="at least so many of each profile"
     )
     return parser.parse_args(argv)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
