@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from legato.v1 import media_pb2
 from legato_client import CachedImage, ImageInput, RawFrame
+from legato_client._images.pillow import open_upright
 from legato_client._images.sources import to_image
+from legato_client.draw import annotate
+from legato_client.ros import pictures as ros_images
+from legato_client.web import pictures as web_images
+from legato_engine.core.images import BlobRef, PixelFormat, RawImage
+from legato_engine.images.decoding import decode_encoded
+from legato_engine.images.raw import decode_raw
 from PIL import Image
 
 
@@ -146,3 +156,160 @@ def test_channels_of_a_format():
     """An array with other channels than its format is refused."""
     with pytest.raises(ValueError, match="bgr8 needs 3 channels"):
         RawFrame.from_array(np.zeros((2, 2), np.uint8), "bgr8")
+
+
+# ---------------------------------------------------------------- every entry point, every mode
+
+GREY = [[0, 1, 127], [128, 254, 255]]
+RGB = [[(255, 0, 0), (0, 255, 0), (0, 0, 255)], [(10, 20, 30), (0, 0, 0), (255, 255, 255)]]
+ALPHA = [[0, 255, 51], [255, 0, 255]]
+
+
+def mixed(colour, alpha):
+    """A colour on white."""
+    return tuple(round((each * alpha + 255 * (255 - alpha)) / 255) for each in colour)
+
+
+def on_white(colours):
+    """The six colours as a viewer shows them."""
+    pairs = zip(colours, ALPHA, strict=True)
+    return [[mixed(c, a) for c, a in zip(*row, strict=True)] for row in pairs]
+
+
+def grey_rgb(rows):
+    return [[(value,) * 3 for value in row] for row in rows]
+
+
+def pillow_image(mode):
+    """A Pillow image of a mode, and the pixels that everyone must see of it."""
+    grey, rgb = np.array(GREY, np.uint8), np.array(RGB, np.uint8)
+    alpha = np.array(ALPHA, np.uint8)[:, :, None]
+    wide = grey.astype(np.uint16) << 8 | 0x7F
+    opaque = Image.fromarray(rgb)
+    match mode:
+        case "1":
+            return Image.fromarray(grey).point(lambda v: 255 * (v > 127), "1"), grey_rgb(
+                [[0, 0, 0], [255, 255, 255]]
+            )
+        case "L":
+            return Image.fromarray(grey), grey_rgb(GREY)
+        case "RGB" | "RGBX" | "CMYK" | "HSV" | "P":
+            return opaque.quantize(6) if mode == "P" else opaque.convert(mode), RGB
+        case "P, transparent":
+            image = opaque.quantize(6)
+            index = image.getpixel((1, 0))
+            image.info["transparency"] = index
+            shown = [list(row) for row in RGB]
+            shown[0][1] = (255, 255, 255)
+            return image, shown
+        case "RGB, transparent":
+            image = opaque.copy()
+            image.info["transparency"] = (10, 20, 30)
+            return image, [RGB[0], [(255, 255, 255), *RGB[1][1:]]]
+        case "I;16, transparent":
+            image = Image.fromarray(wide)
+            image.info["transparency"] = 0x7F7F
+            return image, grey_rgb([[0, 1, 255], [128, 254, 255]])
+        case "RGBA" | "RGBa":
+            return Image.fromarray(np.dstack([rgb, alpha])).convert(mode), on_white(RGB)
+        case "PA":
+            image = opaque.quantize(6).convert("PA")
+            image.putalpha(Image.fromarray(alpha[:, :, 0]))
+            return image, on_white(RGB)
+        case "LA" | "La":
+            image = Image.fromarray(grey).convert("LA")
+            image.putalpha(Image.fromarray(alpha[:, :, 0]))
+            return image.convert(mode), on_white(grey_rgb(GREY))
+        case "I":
+            return Image.fromarray(wide.astype(np.int32)), grey_rgb(GREY)
+        case "I;16":
+            return Image.fromarray(wide), grey_rgb(GREY)
+        case "I;16B":
+            image = Image.frombytes(mode, (3, 2), wide.astype(">u2").tobytes())
+            return image, grey_rgb(GREY)
+    raise AssertionError(mode)
+
+
+MODES = [
+    *("1", "L", "P", "RGB", "RGBX", "CMYK", "HSV", "RGBA", "RGBa", "LA", "La", "PA", "I", "I;16"),
+    *("I;16B", "P, transparent", "RGB, transparent", "I;16, transparent"),
+]
+IN_A_PNG = {"1", "L", "P", "RGB", "RGBA", "LA", "I;16"}
+
+
+def seen(image):
+    """The pixels that a model sees of a message, decoded as the server does."""
+    if image.WhichOneof("source") == "encoded":
+        return decode_encoded(image.encoded.data, max_pixels=100)
+    layout, data = image.raw.layout, image.raw.data
+    form = PixelFormat(media_pb2.PixelFormat.Name(layout.format).split("_")[-1].lower())
+    blob = BlobRef(name="", size=len(data))
+    return decode_raw(
+        data, RawImage(blob, layout.width, layout.height, layout.row_stride_bytes, form)
+    )
+
+
+def entry_points(image, tmp_path):
+    """What is seen of a Pillow image, and of its file, however they are given."""
+    yield "Pillow", seen(to_image(image))
+    yield "Pillow, drawn on", open_upright(image)
+    if image.mode not in IN_A_PNG:
+        return
+    path = tmp_path / "image.png"
+    image.save(path, exif=image.getexif())
+    file = path.read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+    compressed = SimpleNamespace(format="png", data=file)
+    for name, given in {
+        "path": path,
+        "bytes": file,
+        "HTTP": asyncio.run(web_images.decoded(url, "image")),
+        "bag": ros_images.compressed(compressed),
+    }.items():
+        yield name, seen(to_image(given))
+        yield f"{name}, drawn on", open_upright(given)
+    with Image.open(path) as opened:
+        yield "Pillow's file", seen(to_image(opened))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_every_entry_point_sees_the_same_pixels(mode, is_turned, tmp_path):
+    """A Pillow image of any mode, and its file, are seen as a viewer shows them by every way in."""
+    image, shown = pillow_image(mode)
+    expected = np.array(shown)
+    if is_turned:
+        image.getexif()[0x0112] = 6  # turned clockwise
+        expected = np.rot90(expected, -1)
+    rounding = 2 if mode in ("RGBa", "La", "HSV") else 0
+    for name, pixels in entry_points(image, tmp_path):
+        found = np.asarray(pixels).astype(int)
+        assert found.shape == expected.shape, name
+        assert np.abs(found - expected).max() <= rounding, name
+
+
+def test_arrays_are_seen_as_they_are():
+    """Sent or drawn on, an array has the pixels of its file; alpha of arrays is ignored."""
+    grey, rgb = np.array(GREY, np.uint8), np.array(RGB, np.uint8)
+    rgba = np.dstack([rgb, np.array(ALPHA, np.uint8)])
+    for array, shown in ((grey, grey_rgb(GREY)), (rgb, RGB), (rgba, RGB)):
+        assert np.array_equal(seen(to_image(array)), shown)
+        assert np.array_equal(np.asarray(open_upright(array)), shown)
+
+
+UNKNOWN_RANGES = {
+    "F": Image.new("F", (2, 2), 0.5),
+    "I, negative": Image.new("I", (2, 2), -1),
+    "I, 17 bits": Image.new("I", (2, 2), 1 << 16),
+    "uint16": np.zeros((2, 2), np.uint16),
+    "float32": np.zeros((2, 2, 3), np.float32),
+    "bool": np.zeros((2, 2), np.bool_),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_RANGES)
+@pytest.mark.parametrize("use", [to_image, annotate])
+def test_samples_without_a_known_range_are_refused(name, use):
+    """Sent or drawn on: never silently black or white."""
+    with pytest.raises(ValueError, match=r"mode|need a uint8 array"):
+        use(UNKNOWN_RANGES[name])
