@@ -180,60 +180,55 @@ def grey_rgb(rows):
     return [[(value,) * 3 for value in row] for row in rows]
 
 
-def pillow_image(mode):
-    """A Pillow image of a mode, and the pixels that everyone must see of it."""
-    grey, rgb = np.array(GREY, np.uint8), np.array(RGB, np.uint8)
-    alpha = np.array(ALPHA, np.uint8)[:, :, None]
-    wide = grey.astype(np.uint16) << 8 | 0x7F
-    opaque = Image.fromarray(rgb)
-    match mode:
-        case "1":
-            return Image.fromarray(grey).point(lambda v: 255 * (v > 127), "1"), grey_rgb(
-                [[0, 0, 0], [255, 255, 255]]
-            )
-        case "L":
-            return Image.fromarray(grey), grey_rgb(GREY)
-        case "RGB" | "RGBX" | "CMYK" | "HSV" | "P":
-            return opaque.quantize(6) if mode == "P" else opaque.convert(mode), RGB
-        case "P, transparent":
-            image = opaque.quantize(6)
-            index = image.getpixel((1, 0))
-            image.info["transparency"] = index
-            shown = [list(row) for row in RGB]
-            shown[0][1] = (255, 255, 255)
-            return image, shown
-        case "RGB, transparent":
-            image = opaque.copy()
-            image.info["transparency"] = (10, 20, 30)
-            return image, [RGB[0], [(255, 255, 255), *RGB[1][1:]]]
-        case "I;16, transparent":
-            image = Image.fromarray(wide)
-            image.info["transparency"] = 0x7F7F
-            return image, grey_rgb([[0, 1, 255], [128, 254, 255]])
-        case "RGBA" | "RGBa":
-            return Image.fromarray(np.dstack([rgb, alpha])).convert(mode), on_white(RGB)
-        case "PA":
-            image = opaque.quantize(6).convert("PA")
-            image.putalpha(Image.fromarray(alpha[:, :, 0]))
-            return image, on_white(RGB)
-        case "LA" | "La":
-            image = Image.fromarray(grey).convert("LA")
-            image.putalpha(Image.fromarray(alpha[:, :, 0]))
-            return image.convert(mode), on_white(grey_rgb(GREY))
-        case "I":
-            return Image.fromarray(wide.astype(np.int32)), grey_rgb(GREY)
-        case "I;16":
-            return Image.fromarray(wide), grey_rgb(GREY)
-        case "I;16B":
-            image = Image.frombytes(mode, (3, 2), wide.astype(">u2").tobytes())
-            return image, grey_rgb(GREY)
-    raise AssertionError(mode)
+def with_alpha(image, mode):
+    """The image with `ALPHA`."""
+    image.putalpha(Image.fromarray(np.array(ALPHA, np.uint8)))
+    return image.convert(mode)
 
 
-MODES = [
-    *("1", "L", "P", "RGB", "RGBX", "CMYK", "HSV", "RGBA", "RGBa", "LA", "La", "PA", "I", "I;16"),
-    *("I;16B", "P, transparent", "RGB, transparent", "I;16, transparent"),
-]
+def declaring(image, transparent):
+    """The image with one of its colours declared transparent, as a PNG without alpha may."""
+    image.info["transparency"] = transparent
+    return image
+
+
+WHITE = (255, 255, 255)
+_GREY = Image.fromarray(np.array(GREY, np.uint8))
+_RGB = Image.fromarray(np.array(RGB, np.uint8))
+_PALETTED = _RGB.quantize(6)
+_WIDE = np.array(GREY, np.uint16) << 8 | 0x7F
+IMAGES = {  # mode: an image, and the pixels that everyone must see of it
+    "1": (_GREY.point(lambda v: 255 * (v > 127), "1"), grey_rgb([[0, 0, 0], [255, 255, 255]])),
+    "L": (_GREY, grey_rgb(GREY)),
+    "P": (_PALETTED, RGB),
+    "RGB": (_RGB, RGB),
+    "RGBX": (_RGB.convert("RGBX"), RGB),
+    "CMYK": (_RGB.convert("CMYK"), RGB),
+    "HSV": (_RGB.convert("HSV"), RGB),
+    "RGBA": (with_alpha(_RGB.convert("RGBA"), "RGBA"), on_white(RGB)),
+    "RGBa": (with_alpha(_RGB.convert("RGBA"), "RGBa"), on_white(RGB)),
+    "PA": (with_alpha(_PALETTED.convert("PA"), "PA"), on_white(RGB)),
+    "LA": (with_alpha(_GREY.convert("LA"), "LA"), on_white(grey_rgb(GREY))),
+    "La": (with_alpha(_GREY.convert("LA"), "La"), on_white(grey_rgb(GREY))),
+    "I": (Image.fromarray(_WIDE.astype(np.int32)), grey_rgb(GREY)),
+    "I;16": (Image.fromarray(_WIDE), grey_rgb(GREY)),
+    "I;16B": (
+        Image.frombytes("I;16B", (3, 2), _WIDE.astype(">u2").tobytes()),
+        grey_rgb(GREY),
+    ),
+    "P, transparent": (
+        declaring(_PALETTED.copy(), _PALETTED.getpixel((1, 0))),
+        [[RGB[0][0], WHITE, RGB[0][2]], RGB[1]],
+    ),
+    "RGB, transparent": (
+        declaring(_RGB.copy(), (10, 20, 30)),
+        [RGB[0], [WHITE, *RGB[1][1:]]],
+    ),
+    "I;16, transparent": (
+        declaring(Image.fromarray(_WIDE), 0x7F7F),
+        grey_rgb([[0, 1, 255], [128, 254, 255]]),
+    ),
+}
 IN_A_PNG = {"1", "L", "P", "RGB", "RGBA", "LA", "I;16"}
 
 
@@ -272,12 +267,12 @@ def entry_points(image, tmp_path):
         yield "Pillow's file", seen(to_image(opened))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", IMAGES)
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_every_entry_point_sees_the_same_pixels(mode, is_turned, tmp_path):
     """A Pillow image of any mode, and its file, are seen as a viewer shows them by every way in."""
-    image, shown = pillow_image(mode)
-    expected = np.array(shown)
+    original, shown = IMAGES[mode]
+    image, expected = original.copy(), np.array(shown)
     if is_turned:
         image.getexif()[0x0112] = 6  # turned clockwise
         expected = np.rot90(expected, -1)
