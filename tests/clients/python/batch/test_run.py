@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_client.batch.sources import files
+from PIL import Image
 
 from tests.clients.python.batch.conftest import read
 from tests.clients.python.failures import failure, retry_info
@@ -80,6 +84,89 @@ def test_names_on_standard_input(run, folder, monkeypatch):
     assert bad["source"].endswith("none.png")
     assert bad["error"]["code"] == "UNREADABLE"
     assert "No such file" in bad["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_lists_of_names_of_other_systems(run, folder, monkeypatch, encoding):
+    """With the mark that some editors and PowerShell put before them, in either encoding."""
+    mark = "\ufeff" if encoding.startswith("utf-16") else ""
+    (folder / "ü.png").write_bytes(b"picture")
+    names = f"{mark}{folder}/00.png\r\n{folder}/ü.png\r\n".encode(encoding)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(names)))
+    code, lines, _, _ = run("-")
+    assert code == 0
+    assert sources(lines) == [f"{folder}/00.png", f"{folder}/ü.png"]
+
+
+def test_names_are_taken_as_they_arrive(folder):
+    """A list without an end is not read to its end."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as stdin, open(writing, "wb", buffering=0) as names:
+        found = files(["-"], [], stdin)
+        for number in range(2):
+            names.write(b"%d.png\n" % number)
+            assert next(found) == f"{number}.png"
+
+
+@pytest.mark.timeout(60)
+def test_pipes_and_sockets_do_not_block(run, folder, monkeypatch):
+    """A folder's are passed over like other files; one that was named is a line with an error."""
+    os.mkfifo(folder / "pipe.png")
+    os.mkfifo(folder / "pipe.mp4")
+    (folder / "broken.png").symlink_to("nowhere")
+    (folder / "link.png").symlink_to("00.png")
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(folder)
+        listening.bind("socket.png")
+        assert len(list(files([str(folder)], [], io.BytesIO()))) == 14
+        names = f"{folder}/pipe.png\n{folder}/socket.png\n".encode()
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(names)))
+        code, lines, _, _ = run(folder, folder / "pipe.mp4", "-")
+    assert code == 1
+    failed = {Path(line["source"]).name: line["error"] for line in lines if "error" in line}
+    assert failed.keys() == {"broken.png", "pipe.mp4", "pipe.png", "socket.png"}
+    assert all(each["code"] == "UNREADABLE" for each in failed.values())
+    assert "not a regular file" in failed["pipe.png"]["message"]
+    assert len(lines) == 17
+
+
+def test_names_that_are_no_text(run, folder, server, tmp_path):
+    """Such a picture is asked about once and drawn, and COCO's file has its name as bytes too."""
+    name = os.fsdecode(b"\xe4\xff.png")
+    scene = io.BytesIO()
+    Image.new("RGB", (200, 100)).save(scene, "PNG")
+    for each in folder.iterdir():
+        each.unlink()
+    (folder / name).write_bytes(scene.getvalue())
+    coco, drawn = tmp_path / "coco.json", tmp_path / "drawn"
+    for _ in range(2):
+        code, (line,), _, _ = run(folder, "--coco", coco, "--annotate", drawn)
+        assert code == 0
+    assert server.count("RunTasks") == 1
+    assert line["source"] == f"{folder}/\ufffd\ufffd.png"
+    assert base64.b64decode(line["source_base64"]) == os.fsencode(folder / name)
+    (image,) = json.loads(coco.read_text("utf-8"))["images"]
+    assert image["file_name"] == line["source"]
+    assert image["file_name_base64"] == line["source_base64"]
+    assert b"\\ud" not in coco.read_bytes()
+    assert os.listdir(os.fsencode(drawn)) == [b"\xe4\xff.png"]
+
+
+def test_a_message_may_name_what_is_no_text(folder, server, tmp_path):
+    """It is shown on any terminal, and standard output is still valid JSON."""
+    output = tmp_path / os.fsdecode(b"\xff.jsonl")
+    command = [sys.executable, "-m", "legato_client.cli", "run", folder, "--task", "detect:cat"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"LEGATO_SERVER": server.target, "PYTHONIOENCODING": "utf-8:strict"}
+    for words in ([], ["--json"]):
+        done = subprocess.run(
+            [*command, "--output", output, *words],
+            env=environment,
+            capture_output=True,
+            timeout=100,
+            check=True,
+        )
+    assert json.loads(done.stdout.decode())["pictures"] == 12
 
 
 def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
