@@ -316,10 +316,21 @@ def wait_for_lines(path, count):
     until(lambda: path.read_bytes().count(b"\n") == count)
 
 
-def test_killed_twice_and_complete(folder, tmp_path):
-    """SIGKILL while requests are in flight: every picture has one line, those done are not asked
+@pytest.mark.parametrize(
+    ("num_files", "kills_after"),
+    [
+        (12, (3, 4)),
+        pytest.param(10_000, (2_500, 4_000), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_killed_twice_and_complete(tmp_path, num_files, kills_after):
+    """SIGKILL while requests are in flight: every image has one line, those done are not asked
     again, and a torn line is not taken for one.
     """
+    folder = tmp_path / "images"
+    for number in range(num_files):
+        (folder / f"{number // 1000}").mkdir(parents=True, exist_ok=True)
+        (folder / f"{number // 1000}" / f"{number:05}.png").write_bytes(b"image %d" % number)
     output = tmp_path / "out.jsonl"
     command = [
         sys.executable,
@@ -340,7 +351,7 @@ def test_killed_twice_and_complete(folder, tmp_path):
             return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
         done = 0
-        for permits in (3, 4):
+        for permits in kills_after:
             server.permits = threading.Semaphore(permits)
             done += permits
             child = start()
@@ -350,8 +361,9 @@ def test_killed_twice_and_complete(folder, tmp_path):
             assert child.wait(60) == -signal.SIGKILL
             until(lambda: server.inside == 0)
             with output.open("ab") as torn:
-                torn.write(b'{"source": "pictures/11.png", "width": 20')
+                torn.write(b'{"source": "images/0/00011.png", "width": 20')
         server.open.set()
-        assert start().wait(100) == 0
-    assert sources(read(output)) == [str(folder / f"{number:02}.png") for number in range(12)]
-    assert sorted(server.answered) == sorted(path.read_bytes() for path in folder.iterdir())
+        assert start().wait(600) == 0
+    paths = sorted(folder.glob("*/*.png"))
+    assert sources(read(output)) == [str(path) for path in paths]
+    assert sorted(server.answered) == sorted(path.read_bytes() for path in paths)
