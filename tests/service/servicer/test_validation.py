@@ -182,11 +182,10 @@ async def test_an_image_beyond_a_request_is_for_put_image(kind):
         data = request.image.encoded.data = buffer.getvalue()
     else:
         data = request.image.raw.data = pixels.tobytes()
-        layout = {"width": width, "height": 8, "format": media_pb2.PIXEL_FORMAT_RGB8}
-        request.image.raw.layout.CopyFrom(media_pb2.PixelLayout(**layout))
-        header.layout.CopyFrom(request.image.raw.layout)
-    sizes = {"max_request_bytes": MAX_BYTES * 5, "max_image_bytes": len(data)}
-    async with running(**sizes) as server:
+        header.layout.width, header.layout.height = width, 8
+        header.layout.format = media_pb2.PIXEL_FORMAT_RGB8
+        request.image.raw.layout.CopyFrom(header.layout)
+    async with running(max_request_bytes=MAX_BYTES * 5, max_image_bytes=len(data)) as server:
         failed = await refusal(server.inference.Caption(request))
         upload = server.images.PutImage()
         await upload.write(image_pb2.PutImageRequest(header=header))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image, ImageMath, ImageOps
 
@@ -75,7 +75,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 def _high_bytes(image: Image.Image) -> Image.Image:
     samples = image.convert("I")
-    low, high = samples.getextrema()
+    low, high = cast(tuple[int, int], samples.getextrema())  # of one channel
     if low < 0 or high > _MAX_SAMPLE:
         raise ValueError(
             f"a Pillow image of mode {image.mode} has values of 0 to {_MAX_SAMPLE}, "

@@ -36,8 +36,8 @@ def _document(lines: Iterable[Line], tasks: Mapping[str, Task]) -> dict[str, lis
             continue
         size = {"width": line["width"], "height": line["height"]}
         moment = {name: line[name] for name in ("frame", "time") if name in line}
-        name = file_name("file_name", key_of(line).source)
-        images.append({"id": len(images) + 1, **name, **size, **moment})
+        source = file_name("file_name", key_of(line).source)
+        images.append({"id": len(images) + 1, **source, **size, **moment})
         for name, noun in named.items():
             result = line["results"][name]
             for found in places(result):

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from legato_client._images.raw_frame import RawFrame
 
@@ -61,10 +61,10 @@ class Frame:
 
 def _as_displayed(image: Image.Image, decoded: av.VideoFrame) -> Image.Image:
     """Apply the display matrix: x becomes a x + c y, and y becomes b x + d y."""
-    matrices = [each for each in decoded.side_data if each.type.name == "DISPLAYMATRIX"]
-    if not matrices:
+    matrix: Any = decoded.side_data.get("DISPLAYMATRIX")  # a buffer, typed as `object`
+    if matrix is None:
         return image
-    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrices[0]))
+    a, b, _, c, d, *_ = struct.unpack_from("=9i", matrix)
     if a * d < b * c:
         from PIL import Image
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fractions
-import itertools
 import struct
 from pathlib import Path
 
@@ -191,6 +190,6 @@ def test_an_image_without_frames_is_an_error(tmp_path):
         stream = container.add_stream("pcm_s16le", rate=8000)
         sound = av.AudioFrame(format="s16", layout="mono", samples=800)
         sound.rate = 8000
-        container.mux(itertools.chain(stream.encode(sound), stream.encode()))
+        container.mux([*stream.encode(sound), *stream.encode()])
     with pytest.raises(ValueError, match=r"a\.wav has no"):
         next(video.frames(str(path), EVERY))
