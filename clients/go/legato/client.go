@@ -146,7 +146,8 @@ func (c *Client) fits(request proto.Message) error {
 	if size <= limit {
 		return nil
 	}
-	failure := misuse("image", "the request has %d bytes, the limit is %d", size, limit)
+	failure := misuse("image", "the request has %d bytes, the limit is %d: upload the image with PutImage, "+
+		"which takes larger ones, and ask about Held; or send it as a JPEG file", size, limit)
 	failure.Reason = ReasonImageTooLarge
 	return failure
 }

@@ -20,7 +20,8 @@ type imageFunc func() (*legatov1.Image, error)
 
 func (read imageFunc) message() (*legatov1.Image, error) { return read() }
 
-// File is a JPEG, PNG or WebP file on this machine, read when a call is made.
+// File is a JPEG, PNG or WebP file on this machine, read when a call is made. The server turns files upright by their
+// EXIF orientation and composites alpha on white.
 func File(path string) Image {
 	return imageFunc(func() (*legatov1.Image, error) {
 		data, err := os.ReadFile(path)
@@ -48,22 +49,27 @@ func Held(imageID string) Image {
 	})
 }
 
-// Picture is a decoded picture, sent as pixels: quick on one machine, large on a network, where [Bytes] of a JPEG file
-// is better. *image.RGBA, *image.NRGBA and *image.Gray are sent as they are, others are converted. The server ignores
-// alpha.
+// Picture is a decoded image, sent as pixels: quick on one machine, large on a network, where [Bytes] of a JPEG file
+// is better. *image.Gray and opaque *image.RGBA and *image.NRGBA are sent as they are. Others are converted: alpha is
+// composited on white, as the server does to files, and samples of 16 bits keep their high byte.
 func Picture(from image.Image) Image {
 	return imageFunc(func() (*legatov1.Image, error) {
 		size := from.Bounds().Size()
 		switch from := from.(type) {
 		case *image.RGBA:
-			return Pixels{size.X, size.Y, from.Stride, RGBA8, from.Pix}.message()
+			if from.Opaque() {
+				return Pixels{size.X, size.Y, from.Stride, RGBA8, from.Pix}.message()
+			}
 		case *image.NRGBA:
-			return Pixels{size.X, size.Y, from.Stride, RGBA8, from.Pix}.message()
+			if from.Opaque() {
+				return Pixels{size.X, size.Y, from.Stride, RGBA8, from.Pix}.message()
+			}
 		case *image.Gray:
 			return Pixels{size.X, size.Y, from.Stride, Mono8, from.Pix}.message()
 		}
 		drawn := image.NewRGBA(image.Rectangle{Max: size})
-		draw.Draw(drawn, drawn.Rect, from, from.Bounds().Min, draw.Src)
+		draw.Draw(drawn, drawn.Rect, image.White, image.Point{}, draw.Src)
+		draw.Draw(drawn, drawn.Rect, from, from.Bounds().Min, draw.Over)
 		return Pixels{size.X, size.Y, drawn.Stride, RGBA8, drawn.Pix}.message()
 	})
 }
@@ -82,7 +88,7 @@ const (
 	YUYV  = PixelFormat(legatov1.PixelFormat_PIXEL_FORMAT_YUYV)
 )
 
-// Pixels is an [Image] without a file format.
+// Pixels is an [Image] without a file format. The server ignores alpha of pixels.
 type Pixels struct {
 	Width, Height int
 	// Stride is the number of bytes from one row to the next; 0: rows follow each other without padding.

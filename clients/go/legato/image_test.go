@@ -79,6 +79,41 @@ func TestGoPictures(t *testing.T) {
 	}
 }
 
+// What is transparent is white, as of a file: neither hidden colours nor the black of premultiplied ones are sent.
+// Samples of 16 bits keep their high byte.
+func TestAlphaAndSixteenBits(t *testing.T) {
+	one := image.Rect(0, 0, 1, 1)
+	for _, each := range []struct {
+		picture interface {
+			image.Image
+			Set(x, y int, c color.Color)
+		}
+		colour color.Color
+		want   [3]byte
+	}{
+		{image.NewNRGBA(one), color.NRGBA{200, 0, 0, 0}, [3]byte{255, 255, 255}},
+		{image.NewRGBA(one), color.RGBA{}, [3]byte{255, 255, 255}},
+		{image.NewNRGBA(one), color.NRGBA{200, 100, 0, 51}, [3]byte{244, 224, 204}},
+		{image.NewRGBA(one), color.NRGBA{200, 100, 0, 51}, [3]byte{244, 224, 204}},
+		{image.NewNRGBA64(one), color.NRGBA64{0x1234, 0x5678, 0x9abc, 0xffff}, [3]byte{0x12, 0x56, 0x9a}},
+		{image.NewRGBA64(one), color.NRGBA64{0x1234, 0x5678, 0x9abc, 0}, [3]byte{255, 255, 255}},
+		{image.NewGray16(one), color.Gray16{0x7fff}, [3]byte{0x7f, 0x7f, 0x7f}},
+		{image.NewPaletted(one, color.Palette{color.Transparent}), color.Transparent, [3]byte{255, 255, 255}},
+	} {
+		each.picture.Set(0, 0, each.colour)
+		message, err := load(Picture(each.picture))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for channel, want := range each.want {
+			if got := message.GetRaw().Data[channel]; max(got, want)-min(got, want) > 1 {
+				t.Errorf("%T of %v: got %v, want %v", each.picture, each.colour, message.GetRaw().Data, each.want)
+				break
+			}
+		}
+	}
+}
+
 // An upload's id is known before it is sent: the one that the server will give it.
 func TestTheIDOfAnUpload(t *testing.T) {
 	for want, image := range map[string]Image{

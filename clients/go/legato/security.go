@@ -169,7 +169,7 @@ func (f *tokenFile) token(context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	token := strings.TrimSpace(string(text))
+	token := strings.TrimSpace(strings.TrimPrefix(string(text), "\ufeff")) // editors may put a mark before UTF-8
 	f.content = func() string { return token }
 	f.changed, f.size = about.ModTime(), about.Size()
 	return token, nil

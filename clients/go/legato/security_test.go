@@ -293,7 +293,7 @@ func TestLocalTargets(t *testing.T) {
 	}
 }
 
-// A token file is read again when it changes; what is not there is an error of Dial, and later of the call.
+// A token file is read again when it changes, with or without the mark of editors before UTF-8; what is not there is an error of Dial, and later of the call.
 func TestTokenFile(t *testing.T) {
 	server, path := servePrivate(t), filepath.Join(t.TempDir(), "token")
 	if _, err := Dial(server.address, WithTokenFile(path)); !errors.Is(err, os.ErrNotExist) {
@@ -313,8 +313,8 @@ func TestTokenFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer client.Close()
-	for _, token := range []string{goodToken, nextToken} {
-		write(token)
+	for _, content := range []string{goodToken, "\ufeff" + nextToken + "\r"} {
+		write(content)
 		if _, err := client.Detect(t.Context(), Bytes([]byte{0xff, 0xd8, 0xff}), "cat"); err != nil {
 			t.Fatal(err)
 		}

@@ -17,6 +17,7 @@ from legato_client._images.sources import ImageInput, is_ready, to_image
 from legato_client._transport import affinity, channel, methods
 from legato_client._transport.base import Transport
 from legato_client._transport.settings import Settings
+from legato_client._transport.wire import to_bytes
 from legato_client._values import server
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -32,12 +33,18 @@ class BaseClient:
         self._server: server.ServerInfo | None = None
 
     async def image_message(self, image: ImageInput) -> media_pb2.Image:
-        """A shared frame needs a server that reads this host's shared memory."""
+        """Convert an image that a request can carry.
+
+        A shared frame needs a server that reads this host's shared memory.
+        """
         if isinstance(image, SharedFrame):
             server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
-            return to_image(image)
-        return await self._transport.run(functools.partial(to_image, image))
+            message = to_image(image)
+        else:
+            message = await self._transport.run(functools.partial(to_image, image))
+        await self._check_size(message.ByteSize())
+        return message
 
     async def _image_or_file(
         self, image: ImageInput | None
@@ -80,13 +87,21 @@ class BaseClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
-        """Only large requests are checked against the server's own limit."""
-        data = channel.serialize(request, self._settings.max_message_bytes, file)
-        if len(data) > channel.COMMON_REQUEST_BYTES:
-            limits = (await self._known_server()).limits
-            if limits.max_request_bytes:
-                channel.check_size(len(data), limits.max_request_bytes)
+        """Serialize a request once for all attempts."""
+        data = to_bytes(request, file)
+        await self._check_size(len(data))
         return data
+
+    async def _check_size(self, num_bytes: int) -> None:
+        """Check the size of a request; only a large one is held to the server's own limit.
+
+        In the transport it would fail as RESOURCE_EXHAUSTED without details, which looks like load,
+        and end a session.
+        """
+        limit = self._settings.max_message_bytes
+        if num_bytes > channel.COMMON_REQUEST_BYTES:
+            limit = min(limit, (await self._known_server()).limits.max_request_bytes or limit)
+        channel.check_size(num_bytes, limit)
 
     async def _known_server(self) -> server.ServerInfo:
         """Fetched once; `UNKNOWN` if the server refuses."""

@@ -2,7 +2,8 @@
 
 - EXIF orientation is applied; a broken block counts as 1;
 - ICC profiles are ignored;
-- alpha is dropped, not composited;
+- alpha is composited on white. Moondream's own code drops it, so that the model sees colours that
+  no viewer shows; answers are about the image that its sender sees;
 - 16-bit samples keep their high byte;
 - of an animation the first frame is used.
 
@@ -35,6 +36,8 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_WHITE = 255
+_PNG_DEPTH = 24  # the offset of the bits of a sample
 _LIBJPEG_MODES = ("RGB", "L")
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
@@ -78,6 +81,9 @@ def decode_file(
         pixels_HWC = _decode_jpeg(data, header, allocate) if by_libjpeg else None
         if pixels_HWC is None:  # the warning is the same for a missing bit and for half an image
             image.load()
+            if _is_png_of_16_bits(data, header) and image.mode == "RGB":
+                # Pillow kept 8 bits of each sample: its comparison would hide other colours too.
+                image.info.pop("transparency", None)
             pixels_HWC = np.asarray(_to_rgb(image))
         return _orient(pixels_HWC, orientation(data, header))
     except (LegatoError, MemoryError):
@@ -108,11 +114,22 @@ def image_id(key: str) -> str:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    image.info.pop("transparency", None)  # else Pillow matches it as a colour
+    """Convert to 8-bit RGB. `legato_client._images.pillow.upright` must give the same pixels."""
     if image.mode.startswith("I"):
-        samples_HW = np.asarray(image).clip(0, 0xFFFF) >> 8
-        image = Image.fromarray(samples_HW.astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")
+        samples_HW = np.asarray(image).clip(0, 0xFFFF)
+        grey_HW = (samples_HW >> 8).astype(np.uint8)
+        grey_HW[samples_HW == image.info.get("transparency", -1)] = _WHITE
+        return Image.fromarray(grey_HW).convert("RGB")
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    shown = Image.new("RGB", image.size, (_WHITE,) * 3)
+    shown.paste(image, mask=image)
+    return shown
+
+
+def _is_png_of_16_bits(data: bytes | memoryview, header: ImageHeader) -> bool:
+    return header.mime_type == "image/png" and data[_PNG_DEPTH] == 16
 
 
 def _decode_jpeg(

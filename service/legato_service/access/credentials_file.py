@@ -89,7 +89,7 @@ def parse(data: bytes) -> tuple[Record, ...]:
         FileRejected: the file is malformed. The text shows no value of a secret.
     """
     try:
-        records = msgspec.convert(tomllib.loads(data.decode()), _File).credential
+        records = msgspec.convert(tomllib.loads(data.decode("utf-8-sig")), _File).credential
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise FileRejected(f"malformed: {_SECRETS.sub('…', str(error))}") from None
     ids: set[str] = set()

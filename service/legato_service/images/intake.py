@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from legato.v1 import media_pb2
 from legato_engine.core.images import BlobRef, CachedImage, EncodedImage, ImageSource, RawImage
-from legato_engine.errors import InvalidField
+from legato_engine.errors import ImageTooLarge, InvalidField
 from legato_engine.shm.blob_store import BlobStore, BlobWriter
 
 from legato_service.access.method_scopes import SHARED_IMAGES
@@ -122,6 +122,7 @@ class ImageIntake:
 
     def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
         data = encoded.data  # every access copies the bytes
+        self._check_carried(len(data), "image.encoded.data")
         mime_type = file_type(
             data,
             encoded.mime_type,
@@ -135,10 +136,21 @@ class ImageIntake:
         data = raw.data  # every access copies the bytes
         layout = read_layout(raw.layout, "image.raw.layout")
         check_size(layout.width * layout.height, self._max_pixels, "pixels", "image.raw")
-        check_size(len(data), self._max_bytes, "bytes", "image.raw")
+        self._check_carried(len(data), "image.raw")
         check_complete(layout, len(data), "image.raw.data")
         take_pixels(layout.width, layout.height)
         return InlineImage(data, layout)
+
+    def _check_carried(self, num_bytes: int, field: str) -> None:
+        if num_bytes > self._max_bytes:
+            raise ImageTooLarge(
+                f"the image has {num_bytes} bytes, a request carries up to {self._max_bytes}: "
+                "upload it with PutImage",
+                field=field,
+                limit=self._max_bytes,
+                actual=num_bytes,
+                unit="bytes",
+            )
 
 
 def _check_may_share() -> None:

@@ -244,6 +244,15 @@ def test_a_token_is_replaced_between_calls(kind, source, server, certificates, t
     assert tokens.seen == [f"Bearer {GOOD}", f"Bearer {OTHER}"]
 
 
+def test_a_token_file_may_begin_with_a_mark(server, certificates, tokens, tmp_path):
+    """Some editors put one before UTF-8; it is not part of the token."""
+    path = tmp_path / "token"
+    path.write_text(GOOD + "\r\n", "utf-8-sig")
+    with Client(server.target, ca=certificates.ca, token=path) as client:
+        client.detect(IMAGE, "cat")
+    assert tokens.seen == [f"Bearer {GOOD}"]
+
+
 def test_a_token_file_that_is_gone(server, certificates, tmp_path):
     """The client does not begin without it, and a call after it went is a typed error."""
     path = tmp_path / "token"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from legato.v1 import server_pb2
-from legato_client import ClientTooOld, InvalidArgument, Unimplemented
+from legato_client import ClientTooOld, ImageInput, InvalidArgument, Unimplemented
 from legato_client._transport.channel import COMMON_REQUEST_BYTES
 from legato_client._version import CONTRACT_REVISION
 from legato_service.servicer import server as real
+from PIL import Image
 
 from tests.clients.python.failures import Failure
 
@@ -46,6 +48,25 @@ def test_large_requests_are_measured(client, server):
     assert caught.value.metadata["limit"] == str(COMMON_REQUEST_BYTES)
     assert int(caught.value.metadata["actual"]) > COMMON_REQUEST_BYTES
     assert server.count("Detect") == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "path", "array", "Pillow"])
+def test_an_image_beyond_a_request_is_refused_with_the_way_around(client, server, tmp_path, kind):
+    """Photos of 12 megapixels are, as pixels and as PNG: `put_image` takes them, and is named."""
+    limits = server_pb2.Limits(max_request_bytes=COMMON_REQUEST_BYTES)
+    server.script["GetServerInfo"].append(info(limits=limits))
+    noise = np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8)
+    path = tmp_path / "a.png"
+    path.write_bytes(LARGE)
+    images: dict[str, ImageInput] = {
+        "file": LARGE, "path": path, "array": noise, "Pillow": Image.fromarray(noise),
+    }  # fmt: skip
+    with pytest.raises(InvalidArgument, match=f"limit is {COMMON_REQUEST_BYTES}.*`put_image`"):
+        client.query(images[kind], "What is it?")
+    assert server.count("Query") == 0
+    held = client.put_image(images[kind])
+    assert client.query(held, "What is it?").answer
+    assert server.last("Query").image.image_id == held.image_id
 
 
 def test_small_requests_ask_nothing(client, server):

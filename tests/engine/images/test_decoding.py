@@ -183,12 +183,13 @@ def as_mode(mode):
             return image, np.asarray(image.convert("RGB"))
         case "LA":
             image = Image.fromarray(grey_HW).convert("LA")
-            image.putalpha(7)
-            return image, np.repeat(grey_HW[:, :, None], 3, 2)
+            image.putalpha(51)  # a fifth
+            shown_HW = np.rint((grey_HW + 4.0 * 255) / 5).astype(np.uint8)
+            return image, np.repeat(shown_HW[:, :, None], 3, 2)
         case "RGBA":
-            image = rgb.convert("RGBA")
-            image.putalpha(0)
-            return image, colours()
+            alpha_HW = np.resize(np.array([0, 255], np.uint8), grey_HW.shape)
+            image = Image.fromarray(np.dstack([colours(), alpha_HW]))
+            return image, np.where(alpha_HW[:, :, None] == 0, 255, colours())
         case "P":
             image = rgb.quantize(8)
             return image, np.asarray(image.convert("RGB"))
@@ -200,18 +201,56 @@ def as_mode(mode):
 
 @pytest.mark.parametrize("mode", ["L", "1", "LA", "RGBA", "P", "I;16"])
 def test_png_modes(mode):
-    """Every PNG colour type becomes RGB: grey replicated, alpha dropped, 16 bits cut to 8."""
+    """Every PNG colour type becomes RGB: grey replicated, alpha on white, 16 bits cut to 8."""
     image, expected_HWC = as_mode(mode)
     decoded_HWC = decode_encoded(save(image, "PNG"), max_pixels=ALL_PIXELS)
     assert decoded_HWC.dtype == np.uint8
     assert np.array_equal(decoded_HWC, expected_HWC)
 
 
-def test_transparent_palette_keeps_its_colours():
-    """A transparent palette entry keeps its own colour."""
+def test_transparent_palette_is_shown_on_white():
+    """A transparent entry of a palette is white, a translucent one is mixed with it."""
     image = Image.fromarray(colours()).quantize(8)
-    expected_HWC = np.asarray(image.convert("RGB"))
-    data = save(image, "PNG", transparency=bytes([0, 0, 128, 255, 0, 0, 0, 0]))
+    alpha_HW1 = np.array([0, 255, 128, 255, 0, 0, 51, 255])[np.asarray(image)][:, :, None]
+    opaque_HWC = np.asarray(image.convert("RGB")).astype(float)
+    expected_HWC = np.rint((opaque_HWC * alpha_HW1 + 255.0 * (255 - alpha_HW1)) / 255)
+    data = save(image, "PNG", transparency=bytes([0, 255, 128, 255, 0, 0, 51]))
+    decoded_HWC = decode_encoded(data, max_pixels=ALL_PIXELS)
+    assert np.abs(decoded_HWC - expected_HWC).max() <= 1
+
+
+TRANSPARENT_COLOURS = {  # colour type, depth: samples, the transparent ones, what is shown
+    (0, 8): (bytes([1, 2, 3]), [2], [1, 255, 3]),
+    (0, 16): (struct.pack(">3H", 0x1234, 0x1200, 7), [0x1234], [255, 0x12, 0]),
+    (2, 8): (bytes([1, 2, 3, 1, 2, 4, 3, 2, 1]), [1, 2, 3], [255, 255, 255, 1, 2, 4, 3, 2, 1]),
+    (2, 16): (
+        struct.pack(">9H", 0, 1, 2, 0, 0, 0, 256, 512, 768),
+        [0, 1, 2],
+        [0, 0, 0, 0, 0, 0, 1, 2, 3],  # Pillow has no 16-bit colours to compare: none is hidden
+    ),
+}
+
+
+@pytest.mark.parametrize(("colour_type", "depth"), TRANSPARENT_COLOURS)
+def test_a_transparent_colour_is_white(colour_type, depth):
+    """The one colour that a PNG without alpha declares transparent, and none that is near it."""
+    samples, colour, expected = TRANSPARENT_COLOURS[colour_type, depth]
+    header = struct.pack(">IIBBBBB", 3, 1, depth, colour_type, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header)
+    data += png_chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
+    data += png_chunk(b"IDAT", zlib.compress(b"\0" + samples)) + png_chunk(b"IEND", b"")
+    decoded_HWC = decode_encoded(data, max_pixels=ALL_PIXELS)
+    expected_HWC = np.reshape(expected, (1, 3, -1))
+    assert np.array_equal(decoded_HWC, np.broadcast_to(expected_HWC, (1, 3, 3)))
+
+
+def test_the_colours_under_alpha_of_a_webp_are_hidden():
+    """A WebP is composited as a PNG is."""
+    image = Image.new("RGBA", (8, 6), (200, 0, 0, 0))
+    image.putpixel((3, 2), (10, 20, 30, 255))
+    data = save(image, "WEBP", lossless=True, exact=True)
+    expected_HWC = np.full((6, 8, 3), 255, np.uint8)
+    expected_HWC[2, 3] = (10, 20, 30)
     assert np.array_equal(decode_encoded(data, max_pixels=ALL_PIXELS), expected_HWC)
 
 

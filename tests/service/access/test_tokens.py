@@ -254,6 +254,12 @@ def test_a_malformed_record_is_refused(change, text):
         credentials_file.parse(A.record.replace(*change).encode())
 
 
+def test_a_file_of_credentials_may_begin_with_a_mark():
+    """Some editors put one before UTF-8."""
+    record = A.record.encode()
+    assert credentials_file.parse(b"\xef\xbb\xbf" + record) == credentials_file.parse(record)
+
+
 def test_ids_and_names_are_unique():
     with pytest.raises(FileRejected, match="not unique"):
         credentials_file.parse((A.record * 2).encode())

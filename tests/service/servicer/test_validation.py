@@ -1,12 +1,15 @@
 """Requests that are refused before they reach the engine, as a table."""
 
+import io
 import math
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import json_format
-from legato.v1 import inference_pb2
+from legato.v1 import image_pb2, inference_pb2, media_pb2
+from PIL import Image
 
 from tests.service.harness import image_bytes, refusal, running
 
@@ -165,6 +168,34 @@ async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields,
     assert field in failed.message
     if reason in (TOO_LARGE, TOO_LONG):
         assert int(metadata["actual"]) > int(metadata["limit"])
+
+
+@pytest.mark.parametrize("kind", ["encoded", "raw"])
+async def test_an_image_beyond_a_request_is_for_put_image(kind):
+    """The message names the way around the limit, and the bytes pass there."""
+    width = MAX_BYTES // 4
+    pixels = np.random.default_rng(0).integers(0, 256, (8, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    header, request = image_pb2.PutImageHeader(), inference_pb2.CaptionRequest()
+    if kind == "encoded":
+        data = request.image.encoded.data = buffer.getvalue()
+    else:
+        data = request.image.raw.data = pixels.tobytes()
+        header.layout.width, header.layout.height = width, 8
+        header.layout.format = media_pb2.PIXEL_FORMAT_RGB8
+        request.image.raw.layout.CopyFrom(header.layout)
+    async with running(max_request_bytes=MAX_BYTES * 5, max_image_bytes=len(data)) as server:
+        failed = await refusal(server.inference.Caption(request))
+        upload = server.images.PutImage()
+        await upload.write(image_pb2.PutImageRequest(header=header))
+        for start in range(0, len(data), MAX_BYTES):
+            chunk = data[start : start + MAX_BYTES]
+            await upload.write(image_pb2.PutImageRequest(chunk=chunk))
+        await upload.done_writing()
+        assert (await upload).image.image_id
+    assert failed.reason == TOO_LARGE
+    assert f"a request carries up to {MAX_BYTES * 5}: upload it with PutImage" in failed.message
 
 
 def _message(rpc, fields):

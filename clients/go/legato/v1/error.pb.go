@@ -46,7 +46,7 @@ const (
 	//	{"reason": "IMAGE_UNDECODABLE", "domain": "legato", "metadata": {"field": "image.encoded.data"}}
 	ErrorReason_ERROR_REASON_IMAGE_UNDECODABLE ErrorReason = 2
 	// INVALID_ARGUMENT: the image is over the server's pixel or byte limit, seen from its header. Remedy:
-	// shrink the image.
+	// shrink the image; PutImage takes more bytes than a request that carries one.
 	//
 	//	{"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
 	ErrorReason_ERROR_REASON_IMAGE_TOO_LARGE ErrorReason = 3

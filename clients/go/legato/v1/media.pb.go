@@ -232,8 +232,9 @@ func (*Image_Shared) isImage_Source() {}
 // An image file.
 type EncodedImage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The bytes of a JPEG, PNG or WebP file. EXIF orientation is applied. Empty, truncated or not an
-	// image: INVALID_ARGUMENT IMAGE_UNDECODABLE.
+	// The bytes of a JPEG, PNG or WebP file. EXIF orientation is applied, alpha is composited on white and
+	// samples of 16 bits keep their high byte. Empty, truncated or not an image: INVALID_ARGUMENT
+	// IMAGE_UNDECODABLE.
 	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
 	// `image/jpeg`, `image/png` or `image/webp`. Empty: told from the bytes. A type that contradicts the
 	// bytes is INVALID_ARGUMENT IMAGE_UNDECODABLE.

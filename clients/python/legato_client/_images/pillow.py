@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any
+from typing import Any, cast
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageMath, ImageOps
 
 from legato_client._images.raw_frame import RawFrame
 from legato_client._images.shared_frames import SharedFrame
 from legato_client._images.sources import CachedImage, ImageInput
 
+_MAX_SAMPLE = 0xFFFF
 _PACKED = {  # format: mode, and the order of its bytes in a row
     "rgb8": ("RGB", "RGB"),
     "bgr8": ("RGB", "BGR"),
@@ -25,19 +26,69 @@ _CHROMA = [min(255, max(0, round((value - 128) * 255 / 224 + 128))) for value in
 
 
 def open_upright(image: ImageInput) -> Image.Image:
-    """TypeError for an image whose pixels only the server has."""
+    """Return the RGB pixels that a model sees of an image.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: Only the server has the pixels.
+        ValueError: The array or Pillow image is of a type that `to_image` refuses.
+    """
     if isinstance(image, CachedImage | SharedFrame):
         raise TypeError("only the server has the pixels of a cached or shared image")
-    if isinstance(image, RawFrame):
-        return _from_frame(image).convert("RGB")
     source: Any = image
     if isinstance(image, bytes | bytearray):
         source = Image.open(io.BytesIO(image))
     elif isinstance(image, str | os.PathLike):
         source = Image.open(image)
     elif not isinstance(image, Image.Image):
-        source = Image.fromarray(source)
-    return ImageOps.exif_transpose(source).convert("RGB")
+        frame = image if isinstance(image, RawFrame) else RawFrame.from_array(source)
+        return _from_frame(frame).convert("RGB")
+    return upright(source).convert("RGB")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image of mode L or RGB: turned by its EXIF orientation, alpha composited on white.
+
+    Samples of 16 bits (modes I;16 and I) keep their high byte. `legato_engine.images.decoding` does
+    the same to a file.
+
+    Raises:
+        ValueError: The samples have no known range: mode F, or values that 16 bits cannot hold.
+    """
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I"):
+        return _high_bytes(turned)
+    if turned.mode == "F":
+        raise ValueError(
+            "a Pillow image of mode F has no range of values that is black to white: "
+            "scale it to 0..255 and convert it to mode L"
+        )
+    if turned.mode == "La":  # Pillow converts it to LA only
+        turned = turned.convert("LA")
+    if not turned.has_transparency_data:
+        return turned if turned.mode in ("L", "RGB") else turned.convert("RGB")
+    turned = turned.convert("RGBA")
+    shown = Image.new("RGB", turned.size, "white")
+    shown.paste(turned, mask=turned)
+    return shown
+
+
+def _high_bytes(image: Image.Image) -> Image.Image:
+    samples = image.convert("I")
+    low, high = cast(tuple[int, int], samples.getextrema())  # of one channel
+    if low < 0 or high > _MAX_SAMPLE:
+        raise ValueError(
+            f"a Pillow image of mode {image.mode} has values of 0 to {_MAX_SAMPLE}, "
+            f"not {low} to {high}: scale it to 0..255 and convert it to mode L"
+        )
+    shown = samples.point(lambda sample: sample * (1 / 256)).convert("L")
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        mask = ImageMath.lambda_eval(
+            lambda names: (names["samples"] == transparent) * 255, samples=samples
+        )
+        shown.paste(255, mask=mask.convert("L"))
+    return shown
 
 
 def _from_frame(frame: RawFrame) -> Image.Image:

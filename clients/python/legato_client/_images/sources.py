@@ -48,14 +48,16 @@ ImageInput: TypeAlias = (
 def to_image(image: ImageInput) -> media_pb2.Image:
     """Convert an image to protobuf.
 
-    A string or path names a file, bytes are a JPEG, PNG or WebP file, an array is uint8 of shape
-    (height, width), (height, width, 3) RGB or (height, width, 4) RGBA, and a Pillow image is
-    turned upright by its EXIF orientation and sent losslessly. `RawFrame` is for pixels of other
-    formats, and a `SharedFrame` lies in memory that the server reads itself.
+    A string or path names a file, and bytes are a JPEG, PNG or WebP file. Files and Pillow images
+    are turned upright by their EXIF orientation and shown on white where they are transparent; 16
+    bits become 8. A Pillow image is sent losslessly. An array is uint8 of shape (height, width),
+    (height, width, 3) RGB or (height, width, 4) RGBA; alpha in arrays and frames is ignored.
+    `RawFrame` is for pixels of other formats, and a `SharedFrame` lies in memory that the server
+    reads itself.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The array has another shape or type.
+        ValueError: The array has another shape or type, or the Pillow image has mode F.
         TypeError: `image` is none of these.
     """
     if isinstance(image, CachedImage):
@@ -92,11 +94,8 @@ def _encoded(data: bytes) -> media_pb2.Image:
 
 
 def _png(image: PILImage.Image) -> bytes:
-    from PIL import ImageOps
+    from legato_client._images.pillow import upright  # needs Pillow
 
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode not in ("L", "RGB", "RGBA"):
-        upright = upright.convert("RGB")
     buffer = io.BytesIO()
-    upright.save(buffer, format="PNG", compress_level=1)
+    upright(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()

@@ -7,11 +7,8 @@ import re
 import time
 from typing import Any
 
-from google.protobuf.message import Message
-
 from legato_client._errors import Busy, InvalidArgument
 from legato_client._transport import service_config
-from legato_client._transport.wire import to_bytes
 from legato_client._version import CONTRACT_REVISION, version
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -89,21 +86,13 @@ def call_metadata(priority: int | None, tenant: str | None, extra: Metadata) -> 
     return own + extra
 
 
-def serialize(request: Message, limit: int, file: bytes | None = None) -> bytes:
-    """Serialize a request once for all attempts.
-
-    In the transport an oversize one would fail as RESOURCE_EXHAUSTED without details, which looks
-    like load.
-    """
-    data = to_bytes(request, file)
-    check_size(len(data), limit)
-    return data
-
-
 def check_size(num_bytes: int, limit: int) -> None:
+    """Check the size of a request. Raises InvalidArgument, which names the way around the limit."""
     if num_bytes > limit:
         raise InvalidArgument(
-            f"the request has {num_bytes} bytes, the limit is {limit}",
+            f"the request has {num_bytes} bytes, the limit is {limit}: upload the image with "
+            "`put_image`, which takes larger ones, and ask about what it returns; or send it as a "
+            "JPEG file",
             reason="IMAGE_TOO_LARGE",
             metadata={"limit": str(limit), "actual": str(num_bytes)},
         )

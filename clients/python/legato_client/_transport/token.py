@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class TokenSource:
             status = os.stat(path)  # a Path's own costs several times as much
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp != self._stamp:
-                self._token = _checked(Path(path).read_text("ascii").strip())
+                data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+                self._token = _checked(data.decode("ascii").strip())
                 self._stamp = stamp
         except (OSError, UnicodeDecodeError) as error:
             problem = getattr(error, "strerror", None) or "it holds more than ASCII text"

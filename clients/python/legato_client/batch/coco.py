@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from legato_client._values.tasks import Task
-from legato_client.batch.lines import Line, places
+from legato_client.batch.lines import Line, file_name, key_of, places
 from legato_client.batch.output import replacing
 from legato_client.batch.tasks import object_of
 
@@ -36,7 +36,8 @@ def _document(lines: Iterable[Line], tasks: Mapping[str, Task]) -> dict[str, lis
             continue
         size = {"width": line["width"], "height": line["height"]}
         moment = {name: line[name] for name in ("frame", "time") if name in line}
-        images.append({"id": len(images) + 1, "file_name": line["source"], **size, **moment})
+        source = file_name("file_name", key_of(line).source)
+        images.append({"id": len(images) + 1, **source, **size, **moment})
         for name, noun in named.items():
             result = line["results"][name]
             for found in places(result):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,17 +28,27 @@ UNREADABLE = "UNREADABLE"
 """The code of a file that could not be read, where the others are gRPC's."""
 
 
+_NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python writes bytes of names that are not UTF-8
+
+
 def encode(line: Mapping[str, Any]) -> bytes:
-    """One line; a file name that is no text is escaped."""
-    try:
-        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(line).encode() + b"\n"
+    """Encode one line. Strings of JSON are Unicode: what of one is not becomes U+FFFD."""
+    return _unicode(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
+
+
+def file_name(field: str, name: str) -> dict[str, str]:
+    """Return the fields of a file's name: a second one, `_base64`, has the bytes if not UTF-8."""
+    shown = _unicode(name)
+    if shown == name:
+        return {field: name}
+    return {field: shown, f"{field}_base64": base64.b64encode(os.fsencode(name)).decode()}
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
-    """Raises KeyError for a line of something else."""
-    return Key(line["source"], line.get("frame"))
+    """Return the key of a line. Raises KeyError or ValueError for a line of something else."""
+    encoded = line.get("source_base64")
+    source = line["source"] if encoded is None else os.fsdecode(base64.b64decode(encoded))
+    return Key(source, line.get("frame"))
 
 
 def has_failed(line: Mapping[str, Any]) -> bool:
@@ -89,10 +102,14 @@ def texts(line: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _begun(picture: Picture) -> Line:
-    line: Line = {"source": picture.key.source}
+    line: Line = file_name("source", picture.key.source)
     if picture.key.frame is not None:
         line |= {"frame": picture.key.frame, "time": picture.time}
     return line
+
+
+def _unicode(text: str) -> str:
+    return _NOT_TEXT.sub("\ufffd", text)
 
 
 def _result(result: Result) -> dict[str, Any]:

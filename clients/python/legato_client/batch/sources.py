@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
+import errno
+import functools
+import itertools
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
@@ -50,7 +55,7 @@ def files(names: Iterable[str], left_out: Collection[Path], stdin: IO[bytes]) ->
     found: Iterator[str]
     for name in names:
         if name == STANDARD_INPUT:
-            found = (os.fsdecode(line.rstrip(b"\r\n")) for line in stdin)
+            found = _listed(stdin)
         elif os.path.isdir(name):
             found = _below(name, [folder.resolve() for folder in left_out])
         elif os.path.exists(name):
@@ -77,11 +82,12 @@ def pictures(names: Iterable[str], choice: video.Choice) -> Iterator[Picture]:
         if is_video(name):
             yield from _frames(name, choice)
         else:
-            yield Picture(Key(name, None), Path(name).read_bytes)
+            yield Picture(Key(name, None), functools.partial(_read, name))
 
 
 def _frames(name: str, choice: video.Choice) -> Iterator[Picture]:
     try:
+        _check_regular(name)
         for frame in video.frames(name, choice):
             yield Picture(Key(name, frame.number), frame.read, frame.time)
     except (OSError, ValueError) as error:
@@ -93,6 +99,30 @@ def _frames(name: str, choice: video.Choice) -> Iterator[Picture]:
         yield Picture(Key(name, None), fail)
 
 
+def _listed(stdin: IO[bytes]) -> Iterator[str]:
+    """Names, one a line: bytes as the system has them, or the UTF-16 that PowerShell 5 writes."""
+    first = stdin.readline()
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        try:
+            yield from (first + stdin.read()).decode("utf-16").splitlines()
+        except UnicodeDecodeError as error:
+            raise RunRefused(f"the list of names is neither UTF-8 nor UTF-16: {error}") from None
+        return
+    for line in itertools.chain([first.removeprefix(codecs.BOM_UTF8)], stdin):
+        yield os.fsdecode(line.rstrip(b"\r\n"))
+
+
+def _read(name: str) -> bytes:
+    _check_regular(name)
+    return Path(name).read_bytes()
+
+
+def _check_regular(name: str) -> None:
+    """Raise OSError for a pipe, a device and the like, which might block a reader for ever."""
+    if not stat.S_ISREG(os.stat(name).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", name)
+
+
 def _below(folder: str, left_out: Collection[Path]) -> Iterator[str]:
     for path, folders, names in os.walk(folder, onerror=_fail):
         folders[:] = sorted(
@@ -102,7 +132,9 @@ def _below(folder: str, left_out: Collection[Path]) -> Iterator[str]:
         )
         for name in sorted(names):
             if name.lower().endswith(PICTURES + VIDEOS) and not name.startswith("."):
-                yield os.path.join(path, name)
+                found = os.path.join(path, name)
+                if os.path.isfile(found) or not os.path.exists(found):  # a broken link is reported
+                    yield found
 
 
 def _fail(error: OSError) -> NoReturn:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fractions
+import math
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from legato_client._images.raw_frame import RawFrame
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _TICK = fractions.Fraction(1, 90_000)  # seconds; the unit of times in MPEG
+_SQUARE = fractions.Fraction(1)
+_MAX_STRETCH = 8  # of pixels; what says more is taken for broken
 _ENCODERS = ("libx264", "mpeg4")  # the best first; the second is in every build of FFmpeg
 
 
@@ -30,21 +34,44 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """A decoded frame; `number` counts from 0, `time` is in seconds from the first frame."""
+    """A decoded frame; `number` counts from 0, `time` is in seconds from the first frame.
+
+    `pixel_aspect` is the width of a stored pixel divided by its height.
+    """
 
     number: int
     time: float
     decoded: av.VideoFrame
+    pixel_aspect: fractions.Fraction = _SQUARE
 
     def image(self) -> Image.Image:
-        """The pixels, turned as the video says."""
+        """Return the frame as players show it: with square pixels, mirrored and turned."""
         image: Image.Image = self.decoded.to_image()  # type: ignore[no-untyped-call]  # PyAV's gap
-        turn = self.decoded.rotation
-        return image.rotate(turn, expand=True) if turn else image
+        width, height, aspect = *image.size, self.pixel_aspect
+        if 1 < aspect <= _MAX_STRETCH:
+            image = image.resize((round(width * aspect), height))
+        elif 1 > aspect >= 1 / _MAX_STRETCH:
+            image = image.resize((width, round(height / aspect)))
+        return _as_displayed(image, self.decoded)
 
     def read(self) -> RawFrame:
         image = self.image()
         return RawFrame(image.tobytes(), image.width, image.height, "rgb8")
+
+
+def _as_displayed(image: Image.Image, decoded: av.VideoFrame) -> Image.Image:
+    """Apply the display matrix: x becomes a x + c y, and y becomes b x + d y."""
+    matrix: Any = decoded.side_data.get("DISPLAYMATRIX")  # a buffer, typed as `object`
+    if matrix is None:
+        return image
+    a, b, _, c, d, *_ = struct.unpack_from("=9i", matrix)
+    if a * d < b * c:
+        from PIL import Image
+
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        a, b = -a, -b
+    clockwise = round(math.degrees(math.atan2(b, a)))
+    return image.rotate(-clockwise, expand=True) if clockwise else image
 
 
 def frames(path: str, choice: Choice) -> Iterator[Frame]:
@@ -90,11 +117,14 @@ def decoded(
         for number, each in enumerate(opened.decode(stream)):
             time = each.time or 0.0
             start = time if start is None else start
-            yield Frame(number, time - start, each)
+            yield Frame(number, time - start, each, stream.sample_aspect_ratio or _SQUARE)
 
 
 class Writer:
-    """Writes an MP4 file of pictures of one size, each shown from its time on."""
+    """Writes an MP4 file of frames, each shown from its time on.
+
+    The first one gives the size, in even pixels; those of another size are fitted to it.
+    """
 
     def __init__(self, path: Path) -> None:
         import av
@@ -108,6 +138,7 @@ class Writer:
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = _TICK
         self._stream = stream
+        self._size: tuple[int, int] | None = None
 
     def __enter__(self) -> Writer:
         return self
@@ -123,16 +154,19 @@ class Writer:
                 self._container.mux(self._stream.encode())
 
     def write(self, image: Image.Image, time: float) -> None:
-        """`time` is in seconds and grows. The first picture gives the size, in even pixels.
+        """Add a frame. `time` is in seconds and grows.
 
         Raises OSError, as the end of the block does.
         """
         import av
 
-        width, height = image.width // 2 * 2, image.height // 2 * 2
-        if not self._stream.width:
-            self._stream.width, self._stream.height = width, height
-        cropped = image.crop((0, 0, width, height))
+        if self._size is None:
+            self._size = image.size
+            # A new stream has a size of PyAV's own, 640 x 480.
+            self._stream.width, self._stream.height = (side // 2 * 2 for side in image.size)
+        if image.size != self._size:
+            image = image.resize(self._size)
+        cropped = image.crop((0, 0, self._stream.width, self._stream.height))
         frame = av.VideoFrame.from_image(cropped)  # type: ignore[no-untyped-call]  # PyAV's gap
         frame.pts, frame.time_base = round(time / _TICK), _TICK
         with _plain_errors(self._path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from legato_client.cli.terminal import Terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # names of files need not be text
     words = list(sys.argv[1:] if argv is None else argv)
     terminal = Terminal(json_output="--json" in words)
     try:

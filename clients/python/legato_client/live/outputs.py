@@ -58,7 +58,6 @@ class Film:
 
     def __init__(self, path: Path, every: bool) -> None:
         self._writer = video.Writer(path).__enter__()
-        self._size: tuple[int, int] | None = None
         self._last = -1.0
         self._aside = Aside(self._draw, every)
 
@@ -82,9 +81,6 @@ class Film:
             drawn = draw.annotate(answered.shot.picture(), marks(answered))
         except ValueError:
             return  # it was sent as it is, and the server said what is wrong
-        self._size = self._size or drawn.size
-        if drawn.size != self._size:  # the source came back with another size
-            drawn = drawn.resize(self._size)
         self._writer.write(drawn, answered.shot.time)
         self._last = answered.shot.time
 

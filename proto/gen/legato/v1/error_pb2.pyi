@@ -38,7 +38,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_IMAGE_TOO_LARGE: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT: the image is over the server's pixel or byte limit, seen from its header. Remedy:
-    shrink the image.
+    shrink the image; PutImage takes more bytes than a request that carries one.
 
         {"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
     """
@@ -193,7 +193,7 @@ pixels. With BadRequest. Remedy: fix the image.
 """
 ERROR_REASON_IMAGE_TOO_LARGE: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT: the image is over the server's pixel or byte limit, seen from its header. Remedy:
-shrink the image.
+shrink the image; PutImage takes more bytes than a request that carries one.
 
     {"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
 """

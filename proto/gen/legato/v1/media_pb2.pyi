@@ -132,8 +132,9 @@ class EncodedImage(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     MIME_TYPE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The bytes of a JPEG, PNG or WebP file. EXIF orientation is applied. Empty, truncated or not an
-    image: INVALID_ARGUMENT IMAGE_UNDECODABLE.
+    """The bytes of a JPEG, PNG or WebP file. EXIF orientation is applied, alpha is composited on white and
+    samples of 16 bits keep their high byte. Empty, truncated or not an image: INVALID_ARGUMENT
+    IMAGE_UNDECODABLE.
     """
     mime_type: _builtins.str
     """`image/jpeg`, `image/png` or `image/webp`. Empty: told from the bytes. A type that contradicts the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import resource
@@ -9,18 +10,18 @@ import threading
 
 import pytest
 from legato_client.batch.errors import RunRefused
-from legato_client.batch.lines import Line, encode
+from legato_client.batch.lines import Line, encode, file_name
 from legato_client.batch.output import Output
 from legato_client.batch.sources import Key
 
 SETTINGS = {"tasks": ["detect:cup"], "every": 1}
 LINES: list[Line] = [
     {"source": "b.png", "results": {}},
-    {"source": "ä\udcff.png", "error": {"code": "INTERNAL"}},  # a name that is no text
+    {**file_name("source", "ä\udcff.png"), "error": {"code": "INTERNAL"}},
     {"source": "a.mp4", "frame": 10, "results": {"detect:cup": {"objects": []}}},
     {"source": "a.mp4", "frame": 2, "results": {"detect:cup": {"error": {}}}},
 ]
-KEYS = [Key(line["source"], line.get("frame")) for line in LINES]
+KEYS = [Key("b.png", None), Key("ä\udcff.png", None), Key("a.mp4", 10), Key("a.mp4", 2)]
 
 
 @pytest.fixture
@@ -173,6 +174,25 @@ def test_threads(tmp_path):
             each.join()
     found = [json.loads(line)["source"] for line in path.read_text().splitlines()[1:]]
     assert sorted(found) == sorted(f"{a}/{b}" for a in range(4) for b in range(20))
+
+
+def test_a_name_that_is_no_text_is_valid_json():
+    """Strict readers take the line, and the name's bytes are there beside what can be shown."""
+    line = {**file_name("source", "ä\udcff.png"), "error": {"message": "cannot read ä\udcff.png"}}
+    found = json.loads(encode(line).decode())
+    assert found["source"] == "ä\ufffd.png"
+    assert base64.b64decode(found["source_base64"]) == "ä".encode() + b"\xff.png"
+    assert found["error"]["message"] == "cannot read ä\ufffd.png"
+    assert b"\\u" not in encode(line)
+    assert file_name("source", "Tür.png") == {"source": "Tür.png"}
+
+
+def test_names_of_earlier_runs_are_still_known(path):
+    """They were escaped as half of a pair, and are done."""
+    with path.open("ab") as file:
+        file.write(b'{"source": "\\udcfe.png", "results": {}}\n')
+    with Output(path, SETTINGS) as output:
+        assert Key("\udcfe.png", None) in output.done
 
 
 def test_text_is_readable():

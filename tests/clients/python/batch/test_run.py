@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_client.batch.sources import files
+from PIL import Image
 
 from tests.clients.python.batch.conftest import read
 from tests.clients.python.failures import failure, retry_info
@@ -80,6 +84,89 @@ def test_names_on_standard_input(run, folder, monkeypatch):
     assert bad["source"].endswith("none.png")
     assert bad["error"]["code"] == "UNREADABLE"
     assert "No such file" in bad["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_lists_of_names_of_other_systems(run, folder, monkeypatch, encoding):
+    """With the mark that some editors and PowerShell put before them, in either encoding."""
+    mark = "\ufeff" if encoding.startswith("utf-16") else ""
+    (folder / "ü.png").write_bytes(b"picture")
+    names = f"{mark}{folder}/00.png\r\n{folder}/ü.png\r\n".encode(encoding)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(names)))
+    code, lines, _, _ = run("-")
+    assert code == 0
+    assert sources(lines) == [f"{folder}/00.png", f"{folder}/ü.png"]
+
+
+def test_names_are_taken_as_they_arrive(folder):
+    """A list without an end is not read to its end."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as stdin, open(writing, "wb", buffering=0) as names:
+        found = files(["-"], [], stdin)
+        for number in range(2):
+            names.write(b"%d.png\n" % number)
+            assert next(found) == f"{number}.png"
+
+
+@pytest.mark.timeout(60)
+def test_pipes_and_sockets_do_not_block(run, folder, monkeypatch):
+    """A folder's are passed over like other files; one that was named is a line with an error."""
+    os.mkfifo(folder / "pipe.png")
+    os.mkfifo(folder / "pipe.mp4")
+    (folder / "broken.png").symlink_to("nowhere")
+    (folder / "link.png").symlink_to("00.png")
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(folder)
+        listening.bind("socket.png")
+        assert len(list(files([str(folder)], [], io.BytesIO()))) == 14
+        names = f"{folder}/pipe.png\n{folder}/socket.png\n".encode()
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(names)))
+        code, lines, _, _ = run(folder, folder / "pipe.mp4", "-")
+    assert code == 1
+    failed = {Path(line["source"]).name: line["error"] for line in lines if "error" in line}
+    assert failed.keys() == {"broken.png", "pipe.mp4", "pipe.png", "socket.png"}
+    assert all(each["code"] == "UNREADABLE" for each in failed.values())
+    assert "not a regular file" in failed["pipe.png"]["message"]
+    assert len(lines) == 17
+
+
+def test_names_that_are_no_text(run, folder, server, tmp_path):
+    """Such a picture is asked about once and drawn, and COCO's file has its name as bytes too."""
+    name = os.fsdecode(b"\xe4\xff.png")
+    scene = io.BytesIO()
+    Image.new("RGB", (200, 100)).save(scene, "PNG")
+    for each in folder.iterdir():
+        each.unlink()
+    (folder / name).write_bytes(scene.getvalue())
+    coco, drawn = tmp_path / "coco.json", tmp_path / "drawn"
+    for _ in range(2):
+        code, (line,), _, _ = run(folder, "--coco", coco, "--annotate", drawn)
+        assert code == 0
+    assert server.count("RunTasks") == 1
+    assert line["source"] == f"{folder}/\ufffd\ufffd.png"
+    assert base64.b64decode(line["source_base64"]) == os.fsencode(folder / name)
+    (image,) = json.loads(coco.read_text("utf-8"))["images"]
+    assert image["file_name"] == line["source"]
+    assert image["file_name_base64"] == line["source_base64"]
+    assert b"\\ud" not in coco.read_bytes()
+    assert os.listdir(os.fsencode(drawn)) == [b"\xe4\xff.png"]
+
+
+def test_a_message_may_name_what_is_no_text(folder, server, tmp_path):
+    """It is shown on any terminal, and standard output is still valid JSON."""
+    output = tmp_path / os.fsdecode(b"\xff.jsonl")
+    command = [sys.executable, "-m", "legato_client.cli", "run", folder, "--task", "detect:cat"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"LEGATO_SERVER": server.target, "PYTHONIOENCODING": "utf-8:strict"}
+    for words in ([], ["--json"]):
+        done = subprocess.run(
+            [*command, "--output", output, *words],
+            env=environment,
+            capture_output=True,
+            timeout=100,
+            check=True,
+        )
+    assert json.loads(done.stdout.decode())["pictures"] == 12
 
 
 def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
@@ -229,10 +316,21 @@ def wait_for_lines(path, count):
     until(lambda: path.read_bytes().count(b"\n") == count)
 
 
-def test_killed_twice_and_complete(folder, tmp_path):
-    """SIGKILL while requests are in flight: every picture has one line, those done are not asked
+@pytest.mark.parametrize(
+    ("num_files", "kills_after"),
+    [
+        (12, (3, 4)),
+        pytest.param(10_000, (2_500, 4_000), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_killed_twice_and_complete(tmp_path, num_files, kills_after):
+    """SIGKILL while requests are in flight: every image has one line, those done are not asked
     again, and a torn line is not taken for one.
     """
+    folder = tmp_path / "images"
+    for number in range(num_files):
+        (folder / f"{number // 1000}").mkdir(parents=True, exist_ok=True)
+        (folder / f"{number // 1000}" / f"{number:05}.png").write_bytes(b"image %d" % number)
     output = tmp_path / "out.jsonl"
     command = [
         sys.executable,
@@ -253,7 +351,7 @@ def test_killed_twice_and_complete(folder, tmp_path):
             return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
         done = 0
-        for permits in (3, 4):
+        for permits in kills_after:
             server.permits = threading.Semaphore(permits)
             done += permits
             child = start()
@@ -263,8 +361,9 @@ def test_killed_twice_and_complete(folder, tmp_path):
             assert child.wait(60) == -signal.SIGKILL
             until(lambda: server.inside == 0)
             with output.open("ab") as torn:
-                torn.write(b'{"source": "pictures/11.png", "width": 20')
+                torn.write(b'{"source": "images/0/00011.png", "width": 20')
         server.open.set()
-        assert start().wait(100) == 0
-    assert sources(read(output)) == [str(folder / f"{number:02}.png") for number in range(12)]
-    assert sorted(server.answered) == sorted(path.read_bytes() for path in folder.iterdir())
+        assert start().wait(600) == 0
+    paths = sorted(folder.glob("*/*.png"))
+    assert sources(read(output)) == [str(path) for path in paths]
+    assert sorted(server.answered) == sorted(path.read_bytes() for path in paths)

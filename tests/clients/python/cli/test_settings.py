@@ -112,6 +112,12 @@ def test_settings_reach_the_call(server, config):
     assert server.last("Generate").task.sampling.max_tokens == 7
 
 
+def test_a_file_may_begin_with_a_mark(config, printed):
+    """Some editors put one before UTF-8."""
+    said, _ = printed("load", "--config", config("\ufeff[load]\nrate = 3\n"))
+    assert said["load"]["rate"] == 3
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from legato.v1 import media_pb2
 from legato_client import CachedImage, ImageInput, RawFrame
+from legato_client._images.pillow import open_upright
 from legato_client._images.sources import to_image
+from legato_client.draw import annotate
+from legato_client.ros import pictures as ros_images
+from legato_client.web import pictures as web_images
+from legato_engine.core.images import BlobRef, PixelFormat, RawImage
+from legato_engine.images.decoding import decode_encoded
+from legato_engine.images.raw import decode_raw
 from PIL import Image
 
 
@@ -146,3 +156,155 @@ def test_channels_of_a_format():
     """An array with other channels than its format is refused."""
     with pytest.raises(ValueError, match="bgr8 needs 3 channels"):
         RawFrame.from_array(np.zeros((2, 2), np.uint8), "bgr8")
+
+
+# ---------------------------------------------------------------- every entry point, every mode
+
+GREY = [[0, 1, 127], [128, 254, 255]]
+RGB = [[(255, 0, 0), (0, 255, 0), (0, 0, 255)], [(10, 20, 30), (0, 0, 0), (255, 255, 255)]]
+ALPHA = [[0, 255, 51], [255, 0, 255]]
+
+
+def mixed(colour, alpha):
+    """A colour on white."""
+    return tuple(round((each * alpha + 255 * (255 - alpha)) / 255) for each in colour)
+
+
+def on_white(colours):
+    """The six colours as a viewer shows them."""
+    pairs = zip(colours, ALPHA, strict=True)
+    return [[mixed(c, a) for c, a in zip(*row, strict=True)] for row in pairs]
+
+
+def grey_rgb(rows):
+    return [[(value,) * 3 for value in row] for row in rows]
+
+
+def with_alpha(image, mode):
+    """The image with `ALPHA`."""
+    image.putalpha(Image.fromarray(np.array(ALPHA, np.uint8)))
+    return image.convert(mode)
+
+
+def declaring(image, transparent):
+    """The image with one of its colours declared transparent, as a PNG without alpha may."""
+    image.info["transparency"] = transparent
+    return image
+
+
+WHITE = (255, 255, 255)
+_GREY = Image.fromarray(np.array(GREY, np.uint8))
+_RGB = Image.fromarray(np.array(RGB, np.uint8))
+_PALETTED = _RGB.quantize(6)
+_WIDE = np.array(GREY, np.uint16) << 8 | 0x7F
+IMAGES = {  # mode: an image, and the pixels that everyone must see of it
+    "1": (_GREY.point(lambda v: 255 * (v > 127), "1"), grey_rgb([[0, 0, 0], [255, 255, 255]])),
+    "L": (_GREY, grey_rgb(GREY)),
+    "P": (_PALETTED, RGB),
+    "RGB": (_RGB, RGB),
+    "RGBX": (_RGB.convert("RGBX"), RGB),
+    "CMYK": (_RGB.convert("CMYK"), RGB),
+    "HSV": (_RGB.convert("HSV"), RGB),
+    "RGBA": (with_alpha(_RGB.convert("RGBA"), "RGBA"), on_white(RGB)),
+    "RGBa": (with_alpha(_RGB.convert("RGBA"), "RGBa"), on_white(RGB)),
+    "PA": (with_alpha(_PALETTED.convert("PA"), "PA"), on_white(RGB)),
+    "LA": (with_alpha(_GREY.convert("LA"), "LA"), on_white(grey_rgb(GREY))),
+    "La": (with_alpha(_GREY.convert("LA"), "La"), on_white(grey_rgb(GREY))),
+    "I": (Image.fromarray(_WIDE.astype(np.int32)), grey_rgb(GREY)),
+    "I;16": (Image.fromarray(_WIDE), grey_rgb(GREY)),
+    "I;16B": (
+        Image.frombytes("I;16B", (3, 2), _WIDE.astype(">u2").tobytes()),
+        grey_rgb(GREY),
+    ),
+    "P, transparent": (
+        declaring(_PALETTED.copy(), _PALETTED.getpixel((1, 0))),
+        [[RGB[0][0], WHITE, RGB[0][2]], RGB[1]],
+    ),
+    "RGB, transparent": (
+        declaring(_RGB.copy(), (10, 20, 30)),
+        [RGB[0], [WHITE, *RGB[1][1:]]],
+    ),
+    "I;16, transparent": (
+        declaring(Image.fromarray(_WIDE), 0x7F7F),
+        grey_rgb([[0, 1, 255], [128, 254, 255]]),
+    ),
+}
+IN_A_PNG = {"1", "L", "P", "RGB", "RGBA", "LA", "I;16"}
+
+
+def seen(image):
+    """The pixels that a model sees of a message, decoded as the server does."""
+    if image.WhichOneof("source") == "encoded":
+        return decode_encoded(image.encoded.data, max_pixels=100)
+    layout, data = image.raw.layout, image.raw.data
+    form = PixelFormat(media_pb2.PixelFormat.Name(layout.format).split("_")[-1].lower())
+    blob = BlobRef(name="", size=len(data))
+    return decode_raw(
+        data, RawImage(blob, layout.width, layout.height, layout.row_stride_bytes, form)
+    )
+
+
+def entry_points(image, tmp_path):
+    """What is seen of a Pillow image, and of its file, however they are given."""
+    yield "Pillow", seen(to_image(image))
+    yield "Pillow, drawn on", open_upright(image)
+    if image.mode not in IN_A_PNG:
+        return
+    path = tmp_path / "image.png"
+    image.save(path, exif=image.getexif())
+    file = path.read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+    compressed = SimpleNamespace(format="png", data=file)
+    for name, given in {
+        "path": path,
+        "bytes": file,
+        "HTTP": asyncio.run(web_images.decoded(url, "image")),
+        "bag": ros_images.compressed(compressed),
+    }.items():
+        yield name, seen(to_image(given))
+        yield f"{name}, drawn on", open_upright(given)
+    with Image.open(path) as opened:
+        yield "Pillow's file", seen(to_image(opened))
+
+
+@pytest.mark.parametrize("mode", IMAGES)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_every_entry_point_sees_the_same_pixels(mode, is_turned, tmp_path):
+    """A Pillow image of any mode, and its file, are seen as a viewer shows them by every way in."""
+    original, shown = IMAGES[mode]
+    image, expected = original.copy(), np.array(shown)
+    if is_turned:
+        image.getexif()[0x0112] = 6  # turned clockwise
+        expected = np.rot90(expected, -1)
+    rounding = 2 if mode in ("RGBa", "La", "HSV") else 0
+    for name, pixels in entry_points(image, tmp_path):
+        found = np.asarray(pixels).astype(int)
+        assert found.shape == expected.shape, name
+        assert np.abs(found - expected).max() <= rounding, name
+
+
+def test_arrays_are_seen_as_they_are():
+    """Sent or drawn on, an array has the pixels of its file; alpha of arrays is ignored."""
+    grey, rgb = np.array(GREY, np.uint8), np.array(RGB, np.uint8)
+    rgba = np.dstack([rgb, np.array(ALPHA, np.uint8)])
+    for array, shown in ((grey, grey_rgb(GREY)), (rgb, RGB), (rgba, RGB)):
+        assert np.array_equal(seen(to_image(array)), shown)
+        assert np.array_equal(np.asarray(open_upright(array)), shown)
+
+
+UNKNOWN_RANGES = {
+    "F": Image.new("F", (2, 2), 0.5),
+    "I, negative": Image.new("I", (2, 2), -1),
+    "I, 17 bits": Image.new("I", (2, 2), 1 << 16),
+    "uint16": np.zeros((2, 2), np.uint16),
+    "float32": np.zeros((2, 2, 3), np.float32),
+    "bool": np.zeros((2, 2), np.bool_),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_RANGES)
+@pytest.mark.parametrize("use", [to_image, annotate])
+def test_samples_without_a_known_range_are_refused(name, use):
+    """Sent or drawn on: never silently black or white."""
+    with pytest.raises(ValueError, match=r"mode|need a uint8 array"):
+        use(UNKNOWN_RANGES[name])

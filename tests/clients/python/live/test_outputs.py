@@ -54,6 +54,17 @@ def test_a_line_has_results_time_and_age():
     assert line["results"]["point:dog"]["error"]["message"] == "gone"
 
 
+@pytest.mark.parametrize("size", [(360, 640), (900, 300)])
+def test_a_film_has_the_shape_of_its_pictures(tmp_path, size):
+    """Whatever it is."""
+    film = outputs.Film(tmp_path / "out.mp4", every=True)
+    film.take(answered(0, size=size))
+    film.close()
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        (frame,) = container.decode(video=0)
+    assert (frame.width, frame.height) == size
+
+
 def test_a_film_has_each_picture_at_its_time(tmp_path):
     """With its marks; of another size it is fitted, and one that comes late is left out."""
     film = outputs.Film(tmp_path / "out.mp4", every=True)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from legato_client._images.pillow import open_upright
+from legato_client._images.sources import to_image
 from legato_client.ros import pictures
-from PIL import Image
+
+from tests.clients.python.images.test_sources import seen
 
 RED = (255, 0, 0)
-
-
-def pixel_of(shown: Image.Image, x: int, y: int) -> tuple[int, int, int]:
-    pixel = shown.getpixel((x, y))
-    assert isinstance(pixel, tuple)
-    red, green, blue = pixel
-    return red, green, blue
 
 
 def image(encoding: str, data: bytes, step: int, size: tuple[int, int] = (2, 2)) -> SimpleNamespace:
@@ -24,45 +20,35 @@ def image(encoding: str, data: bytes, step: int, size: tuple[int, int] = (2, 2))
     return SimpleNamespace(encoding=encoding, data=data, step=step, width=width, height=height)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "pixel"),
-    [
-        ("rgb8", b"\xff\0\0"),
-        ("bgr8", b"\0\0\xff"),
-        ("8UC3", b"\0\0\xff"),
-        ("rgba8", b"\xff\0\0\x07"),
-        ("bgra8", b"\0\0\xff\x07"),
-    ],
-)
-def test_colours_are_read_in_the_order_of_the_encoding(encoding, pixel):
-    """With rows that are padded."""
-    row = 2 * pixel + b"\x55"
-    shown = open_upright(pictures.raw(image(encoding, 2 * row, len(row))))
-    assert [pixel_of(shown, x, y) for x in (0, 1) for y in (0, 1)] == 4 * [RED]
+PIXELS = {  # encoding: the bytes of two pixels in a row, and their colours
+    "rgb8": (b"\xff\0\0\1\2\3", (RED, (1, 2, 3))),
+    "bgr8": (b"\0\0\xff\3\2\1", (RED, (1, 2, 3))),
+    "8UC3": (b"\0\0\xff\3\2\1", (RED, (1, 2, 3))),
+    "rgba8": (b"\xff\0\0\x07\1\2\3\xff", (RED, (1, 2, 3))),
+    "bgra8": (b"\0\0\xff\x07\3\2\1\xff", (RED, (1, 2, 3))),
+    "8UC4": (b"\0\0\xff\x07\3\2\1\xff", (RED, (1, 2, 3))),
+    "mono8": (b"\0\x7f", ((0, 0, 0), (127, 127, 127))),
+    "8UC1": (b"\0\x7f", ((0, 0, 0), (127, 127, 127))),
+    "yuv422_yuy2": (bytes((81, 90, 81, 240)), (RED, RED)),
+    "yuyv": (bytes((81, 90, 81, 240)), (RED, RED)),
+    "yuv422": (bytes((90, 81, 240, 81)), (RED, RED)),
+    "uyvy": (bytes((90, 81, 240, 81)), (RED, RED)),
+    "nv12": (b"\x51\x51", (RED, RED)),  # a row of chroma follows those of luma
+}
 
 
-def test_grey_is_read():
-    """One byte a pixel."""
-    shown = open_upright(pictures.raw(image("mono8", bytes((0, 255, 255, 0)), 2)))
-    assert [pixel_of(shown, x, 0)[0] for x in (0, 1)] == [0, 255]
-
-
-def test_both_orders_of_yuv422_are_one_picture():
-    """yuv422 is UYVY in ROS, yuv422_yuy2 is YUYV."""
-    yuyv = bytes((81, 90, 81, 240)) * 2
-    uyvy = bytes((90, 81, 240, 81)) * 2
-    one = open_upright(pictures.raw(image("yuv422_yuy2", yuyv, 4)))
-    other = open_upright(pictures.raw(image("yuv422", uyvy, 4)))
-    assert one.tobytes() == other.tobytes()
-    red, green, blue = pixel_of(one, 0, 0)
-    assert red > 240
-    assert max(green, blue) < 20
-
-
-def test_nv12_is_read():
-    """Its rows of colour follow those of brightness."""
-    shown = open_upright(pictures.raw(image("nv12", bytes((81,) * 4) + bytes((90, 240)), 2)))
-    assert pixel_of(shown, 1, 1)[0] > 240
+@pytest.mark.parametrize("encoding", list(pictures._FORMATS))
+def test_every_encoding_has_its_own_colours(encoding):
+    """Drawn on here and decoded by the server, with rows that are padded."""
+    row, colours = PIXELS[encoding]
+    padded = row + b"\x55\x55"
+    data = 2 * padded + (bytes((90, 240)) + b"\x55\x55" if encoding == "nv12" else b"")
+    frame = pictures.raw(image(encoding, data, len(padded)))
+    shown, served = np.asarray(open_upright(frame)), seen(to_image(frame))
+    exact = encoding[:3] not in ("yuv", "yuy", "uyv", "nv1")
+    for pixels in (shown, served):
+        assert pixels.shape == (2, 2, 3)
+        assert np.abs(pixels.astype(int) - colours).max() <= (0 if exact else 4)
 
 
 @pytest.mark.parametrize("encoding", ["16UC1", "bayer_rggb8", "32FC1", ""])

@@ -7,7 +7,7 @@ import threading
 
 import grpc
 import pytest
-from legato.v1 import inference_pb2, session_pb2
+from legato.v1 import inference_pb2, server_pb2, session_pb2
 from legato_client import (
     CaptionTask,
     DeadlineExceeded,
@@ -22,6 +22,7 @@ from legato_client import (
     TextDelta,
     Unavailable,
 )
+from legato_client._transport.channel import COMMON_REQUEST_BYTES
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import CAT
@@ -69,6 +70,18 @@ def test_results(connect, server):
     assert first.image.width == first.result.info.image.width == 200
     assert [first.last_for_frame, second.last_for_frame] == [False, True]
     assert server.sessions.last.frames[0].image.encoded.data == JPEG
+
+
+def test_a_frame_that_no_request_carries_does_not_end_the_session(connect, server):
+    """It is refused before it is sent, and its credit is there for the next one."""
+    limits = server_pb2.Limits(max_request_bytes=COMMON_REQUEST_BYTES)
+    info = server_pb2.GetServerInfoResponse(name="legato", limits=limits)
+    server.script["GetServerInfo"] += [info] * 2
+    with connect([CAPTION]) as session:
+        with pytest.raises(InvalidArgument, match="`put_image`"):
+            session.send(bytes(COMMON_REQUEST_BYTES + 1))
+        assert session.send(JPEG) == 1
+        assert next(session).result.caption == "frame 1"
 
 
 def test_sequences(connect, server):
