@@ -1,6 +1,6 @@
 """Which part of a step makes large steps wrong: `python -m tests.gpu.wrong_steps`.
 
-For a defect that a tree before 2026-11-24 had and this one has not (docs/log/speculation.md):
+For a defect that a tree before 2026-11-24 had and this one has not (docs/dev/log.md):
 legato-tiny with its own draft answered wrongly when a step had some 57 tokens or more. Each variant
 changes one thing and runs in a process of its own, because a wrong step leaves the process wrong;
 `--at-once` of them share the GPU. A line has the requests that differ from plain decoding with

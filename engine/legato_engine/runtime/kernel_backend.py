@@ -1,4 +1,6 @@
-"""The backend of a model's CUDA kernels: every shape is a captured graph, prefills included.
+"""The backend of a model's CUDA kernels: captured graphs, prefills included.
+
+Only long prompts of models with experts, and writes of adapters, are not captured.
 
 A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 costs and has the same bits; so does an answer of any length after a preemption. Prompts share such

@@ -49,8 +49,8 @@ PATIENCE_MS = 1000
 RING_STAGES = {1: 12, 2: 10, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 UNDER_WAY = {1: 3, 2: 3, 4: 4}
-"""Stages that are being copied at once: the fastest on an H200, and of up to two tiles on an H100
-(docs/log/decode-kernels.md).
+"""Stages that are being copied at once: the fastest on an H200, and of up to two tiles on an H100:
+bytes under way beyond what memory needs only delay activations.
 """
 
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
