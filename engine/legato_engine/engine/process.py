@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level, for_people=config.log_for_people)
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
-    _write_stacks_to(None if files is None else files.stacks)
+    _write_stacks_to(files)
     if config.model != null_model.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine_failed")
         if files is not None:
-            with contextlib.suppress(OSError), files.stacks.open("a") as stacks:
+            with contextlib.suppress(OSError), files.open_stacks() as stacks:
                 traceback.print_exception(error, file=stacks)
         return 1
     finally:
@@ -164,12 +164,12 @@ def _recorder(files: CrashFiles | None) -> Recorder | None:
         return None
 
 
-def _write_stacks_to(path: pathlib.Path | None) -> None:
+def _write_stacks_to(files: CrashFiles | None) -> None:
     """Those of a fatal signal, and those that the service asks for; None: to standard error."""
     file: IO[Any] = sys.stderr
-    if path is not None:
+    if files is not None:
         try:
-            file = path.open("ab")
+            file = files.open_stacks()
         except OSError as error:
             _log.warning("crash_stacks_off", error=str(error))
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
