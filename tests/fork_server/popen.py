@@ -66,10 +66,13 @@ class ForkingStarts:
         words = [str(word) for word in command]
         if len(words) < 3 or words[:2] != [sys.executable, "-m"] or words[2] not in FORKED:
             return False
-        return self._has_environment(environment) and _has_policy(words)
+        return self._has_environment(words[2], environment) and _has_policy(words)
 
-    def _has_environment(self, environment: Mapping[str, str]) -> bool:
-        changed = set(environment.items()) ^ set(self._environment.items())
+    def _has_environment(self, module: str, environment: Mapping[str, str]) -> bool:
+        """Decoders are started without most variables; nothing that they import reads those."""
+        changed = set(environment.items()) - set(self._environment.items())
+        if module != DECODER:
+            changed |= set(self._environment.items()) - set(environment.items())
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         return all(name.startswith(_OWN_VARIABLES) for name, _ in changed) and all(
             path in self._folders for path in paths if path
