@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
+_SYSTEM_TIME_ZONE = ":/etc/localtime"
+"""Without a name the C library would look at that file again and again, which it cannot later."""
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _FILTER_MODE = 2
@@ -113,13 +115,8 @@ def environment(**more: str) -> dict[str, str]:
     """
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     paths = os.pathsep.join(path for path in sys.path if path)
-    return {
-        **kept,
-        "PYTHONPATH": paths,
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        **more,
-    }
+    own = {"TZ": _SYSTEM_TIME_ZONE, **kept, "PYTHONPATH": paths}
+    return {**own, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
 
 
 def confine(*, max_files: int) -> str:
