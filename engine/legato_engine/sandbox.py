@@ -123,8 +123,8 @@ def confine(*, max_files: int) -> str:
     """Confine this process, which has one thread, for good; return what the kernel refuses.
 
     It keeps its descriptors, and may have new ones below `max_files` that duplicate them. Limits of
-    memory and time are the caller's. The result is empty unless this kernel or architecture has no
-    filter of system calls; the limits of resources hold there, too.
+    memory and time are the caller's. The result is empty unless there is no filter of system calls,
+    for this kernel, architecture or process; the limits of resources hold there, too.
     """
     limits = {
         resource.RLIMIT_CORE: 0,
@@ -136,6 +136,8 @@ def confine(*, max_files: int) -> str:
         _, hard = resource.getrlimit(kind)
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (bound, bound))
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "other threads of the process are not confined"
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None:
         return f"no filter of system calls is implemented for {platform.machine()}"

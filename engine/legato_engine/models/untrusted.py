@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import mmap
 import os
 import pickle
@@ -65,6 +66,20 @@ def refusing(source: str, field: str) -> Iterator[None]:
         raise InvalidField(f"{source} cannot be read: {reason(error)}", field=field) from error
 
 
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """Raise `InternalError` for what a text makes a tokenizer raise, a panic among it.
+
+    A panic is no `Exception`: past those who handle them it would end the engine.
+    """
+    try:
+        yield
+    except (MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InternalError(f"the tokenizer fails on this text: {reason(error)}") from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, on any device; torch need not be imported."""
     named = type(error).__name__ == "OutOfMemoryError"
@@ -113,7 +128,8 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
         process = subprocess.Popen(
             (
                 *(sys.executable, "-m", "legato_engine.models.untrusted"),
-                *("--kind", kind, "--memory", str(memory), "--parent", str(os.getpid())),
+                *("--kind", kind, "--parent", str(os.getpid())),
+                *("--memory", str(memory), "--seconds", str(_CPU_SECONDS)),
             ),
             stdin=file,
             stdout=subprocess.PIPE,
@@ -126,7 +142,7 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
     timer = threading.Timer(_CPU_SECONDS * _WALL_FACTOR, process.kill)
     timer.start()
     with process.stdout:
-        reply = process.stdout.read(len(_DONE) + max_bytes)
+        reply = process.stdout.read(len(_DONE) + max(max_bytes, 4 * _MAX_REASON))
     code = process.wait()
     timer.cancel()
     if code == -signal.SIGPROF:
@@ -143,15 +159,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="legato_engine.models.untrusted")
     parser.add_argument("--kind", required=True, help="tokenizer or pickle:KEY")
     parser.add_argument("--memory", type=int, required=True, help="bytes for the parser")
+    parser.add_argument("--seconds", type=float, required=True, help="CPU time")
     parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
     arguments = parser.parse_args()
     bind_to_parent(arguments.parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
     kind, _, key = arguments.kind.partition(":")
     read = _pickle_reader(key) if kind == "pickle" else _tokenizer_reader()
     _limit_memory(arguments.memory)
     sandbox.confine(max_files=_MAX_FILES)
+    signal.setitimer(signal.ITIMER_PROF, arguments.seconds)
     try:
         reply = _DONE + read(sys.stdin.buffer.read())
     except Refused as error:
@@ -174,13 +191,25 @@ def _tokenizer_reader() -> Callable[[bytes], bytes]:
     import tokenizers
 
     def read(data: bytes) -> bytes:
-        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
+            problem = f"a tokenizer: {reason(error)}" if _is_json(data) else "JSON"
+            raise Refused(f"is not {problem}") from None
         ids = tokenizer.encode(_PROBE, add_special_tokens=True).ids
         if len(ids) > (limit := _MAX_TOKENS_PER_BYTE * len(_PROBE.encode())):
             raise Refused(f"makes more than {limit} tokens of a text of {len(_PROBE)} characters")
         return b""
 
     return read
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _pickle_reader(key: str) -> Callable[[bytes], bytes]:
