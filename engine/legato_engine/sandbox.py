@@ -126,6 +126,7 @@ def confine(*, max_files: int) -> str:
     memory and time are the caller's. The result is empty unless there is no filter of system calls,
     for this kernel, architecture or process; the limits of resources hold there, too.
     """
+    num_threads = len(os.listdir("/proc/self/task"))
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
@@ -136,8 +137,8 @@ def confine(*, max_files: int) -> str:
         _, hard = resource.getrlimit(kind)
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (bound, bound))
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "other threads of the process are not confined"
+    if num_threads > 1:
+        return f"of {num_threads} threads only one could be confined"
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None:
         return f"no filter of system calls is implemented for {platform.machine()}"

@@ -38,7 +38,7 @@ FORKED = frozenset(
 
 _OWN_VARIABLES = (
     *("LEGATO_", "PYTEST_", "TMPDIR", "XDG_", "PYTHONPATH", "OPENBLAS_", "OMP_", "TZ"),
-    "RUST_BACKTRACE",
+    *("RUST_BACKTRACE", "TOKENIZERS_PARALLELISM"),
 )
 """What a forked process reads itself; all other variables are those of the fork server."""
 

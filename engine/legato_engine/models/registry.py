@@ -13,6 +13,7 @@ from legato_engine.errors import ModelNotFound
 from legato_engine.hub import catalog, store
 from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.gguf.reader import is_gguf
+from legato_engine.models.untrusted import refusing
 
 DEFAULT = "legato-tiny"
 
@@ -67,4 +68,5 @@ def resolve(
         folder = store.find(models, name)
         weights, tokenizer = str(folder), str(folder / "tokenizer.json")
     find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
-    return find(ModelSource(name, weights, tokenizer, random_weights, max_context))
+    with refusing(weights or name, "weights"):
+        return find(ModelSource(name, weights, tokenizer, random_weights, max_context))

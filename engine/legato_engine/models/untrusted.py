@@ -134,7 +134,7 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # parsers in Rust write their panics there
-            env=sandbox.environment(RUST_BACKTRACE="0"),
+            env=sandbox.environment(RUST_BACKTRACE="0", TOKENIZERS_PARALLELISM="false"),
         )
     except OSError as error:
         raise InternalError(f"no process can be started: {error.strerror}") from None
@@ -196,6 +196,8 @@ def _tokenizer_reader() -> Callable[[bytes], bytes]:
         except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
             problem = f"a tokenizer: {reason(error)}" if _is_json(data) else "JSON"
             raise Refused(f"is not {problem}") from None
+        tokenizer.no_truncation()  # as those who use it
+        tokenizer.no_padding()
         ids = tokenizer.encode(_PROBE, add_special_tokens=True).ids
         if len(ids) > (limit := _MAX_TOKENS_PER_BYTE * len(_PROBE.encode())):
             raise Refused(f"makes more than {limit} tokens of a text of {len(_PROBE)} characters")

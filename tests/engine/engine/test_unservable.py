@@ -26,8 +26,8 @@ def refused(**settings):
     [
         ("no json", "is not JSON"),
         ("[]", "is not a byte-level tokenizer"),
-        ('{"decoder": {"type": "ByteLevel"}}', "is not a byte-level tokenizer"),
-        ('{"decoder": {"type": "ByteLevel"}, "added_tokens": [{}]}', "is not a byte-level"),
+        ('{"decoder": {"type": "ByteLevel"}}', "is not a tokenizer: "),
+        ('{"decoder": {"type": "ByteLevel"}, "added_tokens": [{}]}', "is not a tokenizer: "),
     ],
 )
 def test_a_bad_tokenizer(tmp_path, content, reason):

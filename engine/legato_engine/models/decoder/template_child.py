@@ -77,6 +77,8 @@ def main() -> None:
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             reason = f"it takes more than {CPU_SECONDS:g} s of processor time"
             send(1, {"refused": reason if killed else "it ends the process that renders it"})
+        elif os.WIFEXITED(status):
+            sys.exit(1)  # it cannot begin, and neither could the next one
 
 
 def _warm_up(render: Render) -> None:
