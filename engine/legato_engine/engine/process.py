@@ -33,7 +33,8 @@ from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
 from legato_engine.ipc.messages import FINAL, EngineOutput, Loading, ModelInfo, Ready
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.models.decoder.template_process import templates
-from legato_engine.models.registry import may_have_chat_template
+from legato_engine.models.registry import may_have_chat_template, tokenizer_path
+from legato_engine.models.untrusted import start_check
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
@@ -131,6 +132,9 @@ def _open(
         return core, null_model.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
+    path = tokenizer_path(config.model, config.weights, config.tokenizer, config.models)
+    if path is not None and path.is_file() and not config.random_weights:
+        start_check(path)
     gc.disable()  # collections would walk over all that is imported, again and again
     from legato_engine.engine.loading import assemble  # imports torch, which takes seconds
 

@@ -7,6 +7,7 @@ or keep busy without end, runs in a confined process: `python -m legato_engine.m
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -92,6 +93,22 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+_started: dict[Path, concurrent.futures.Future[None]] = {}
+
+
+def start_check(path: Path) -> None:
+    """Begin the check of a tokenizer.json whose result `check_tokenizer` will return."""
+    checked = _started[path] = concurrent.futures.Future[None]()
+
+    def run() -> None:
+        try:
+            checked.set_result(_check_tokenizer(path))
+        except BaseException as error:  # noqa: BLE001 - raised again by `check_tokenizer`
+            checked.set_exception(error)
+
+    threading.Thread(target=run, name="legato-tokenizer-check", daemon=True).start()
+
+
 def check_tokenizer(path: Path) -> None:
     """Parse a tokenizer.json and encode a text with it, in a confined process.
 
@@ -100,6 +117,13 @@ def check_tokenizer(path: Path) -> None:
     Raises:
         InvalidField: the file crashes its parser, or takes too much time, memory or tokens.
     """
+    if (checked := _started.pop(path, None)) is not None:
+        checked.result()
+    else:
+        _check_tokenizer(path)
+
+
+def _check_tokenizer(path: Path) -> None:
     try:
         with path.open("rb") as file:
             _confined("tokenizer", file, os.fstat(file.fileno()).st_size, max_bytes=1)

@@ -7,7 +7,7 @@ from legato_engine.errors import InternalError, InvalidField
 from legato_engine.models import untrusted
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
-from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
+from legato_engine.models.untrusted import check_tokenizer, encoding, refusing, start_check
 
 
 def tokenizer(pattern=None, **parts):
@@ -73,6 +73,22 @@ def test_a_hostile_tokenizer_is_refused(tmp_path, kind, read):
     assert "\n" not in caught.value.message
     path.write_text(json.dumps(tokenizer()))
     assert read(path).num_ids == 3
+
+
+def test_a_check_may_begin_ahead(tmp_path, monkeypatch):
+    """Its result is that of the check which began, once."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text("no json")
+    start_check(path)
+    with pytest.raises(InvalidField, match="is not JSON"):
+        check_tokenizer(path)
+    path.write_text(json.dumps(tokenizer()))
+    start_check(path)
+    untrusted._started[path].result(60)
+    monkeypatch.setattr(untrusted, "_confined", None)
+    check_tokenizer(path)
+    with pytest.raises(TypeError):
+        check_tokenizer(path)
 
 
 def test_time_is_bounded(tmp_path, monkeypatch):
