@@ -52,6 +52,43 @@ def write(path, model, *, tokenizer=None, kind="F32", factors=None, fields=None,
     finish(writer)
 
 
+def write_small(path, fields=None, add=None):
+    """Write a Llama of one layer; `fields` replace fields by their full names."""
+    vocabulary, width = 384, 32
+    shapes = {
+        "token_embd": (vocabulary, width),
+        "output_norm": (width,),
+        "blk.0.attn_norm": (width,),
+        "blk.0.attn_q": (width, width),
+        "blk.0.attn_k": (width, width),
+        "blk.0.attn_v": (width, width),
+        "blk.0.attn_output": (width, width),
+        "blk.0.ffn_norm": (width,),
+        "blk.0.ffn_gate": (64, width),
+        "blk.0.ffn_up": (64, width),
+        "blk.0.ffn_down": (width, 64),
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if add is None:
+        add_tokenizer(writer, hub_folder.byte_level_tokenizer())
+    else:
+        add(writer)
+    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for name, value in (fields or {}).items():
+        writer.kv_data[0].pop(name, None)
+        adders.get(type(value), writer.add_array)(name, value)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.full(shape, 0.01, np.float32))
+    finish(writer)
+
+
 def finish(writer):
     """Write the file."""
     writer.write_header_to_file()
