@@ -131,7 +131,7 @@ def _wanted(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
 
 def _listed(source: Source) -> dict[str, RemoteFile]:
     info = _api().model_info(source.repository, revision=source.revision, files_metadata=True)
-    commit = info.sha
+    commit = info.sha or ""
     if not _is(_COMMIT, commit) or (
         _COMMIT.fullmatch(source.revision) and commit != source.revision
     ):
@@ -141,7 +141,7 @@ def _listed(source: Source) -> dict[str, RemoteFile]:
             source.repository,
             commit,
             each.rfilename,
-            each.size,
+            -1 if each.size is None else each.size,
             "" if each.lfs is None else each.lfs.sha256,
             each.blob_id or "",
         )

@@ -102,9 +102,11 @@ def start_check(path: Path) -> None:
 
     def run() -> None:
         try:
-            checked.set_result(_check_tokenizer(path))
+            _check_tokenizer(path)
         except BaseException as error:  # noqa: BLE001 - raised again by `check_tokenizer`
             checked.set_exception(error)
+        else:
+            checked.set_result(None)
 
     threading.Thread(target=run, name="legato-tokenizer-check", daemon=True).start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import gguf
 import numpy as np
@@ -80,10 +81,15 @@ def write_small(path, fields=None, add=None):
         add_tokenizer(writer, hub_folder.byte_level_tokenizer())
     else:
         add(writer)
-    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    adders: dict[type, Any] = {
+        str: writer.add_string,
+        float: writer.add_float32,
+        int: writer.add_uint32,
+        list: writer.add_array,
+    }
     for name, value in (fields or {}).items():
         writer.kv_data[0].pop(name, None)
-        adders.get(type(value), writer.add_array)(name, value)
+        adders[type(value)](name, value)
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.full(shape, 0.01, np.float32))
     finish(writer)
