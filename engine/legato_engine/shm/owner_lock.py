@@ -55,7 +55,7 @@ def sweep_files(folder: pathlib.Path, lock_name: re.Pattern[str]) -> int:
     The first group of `lock_name` is the prefix of its owner's files, which may begin with a dot.
     """
     removed = 0
-    for lock in folder.iterdir():
+    for lock in _entries(folder):
         if (match := lock_name.fullmatch(lock.name)) is None:
             continue
         with _abandoned(lock) as is_abandoned:
@@ -76,17 +76,25 @@ def sweep_folders(
     Only `files` are removed from a folder. One that holds anything else stays.
     """
     removed = 0
-    for folder in parent.iterdir():
+    for folder in _entries(parent):
         if name.fullmatch(folder.name) is None or not _is_private(folder, stat.S_IFDIR | 0o700):
             continue
         with _abandoned(folder / lock_name) as is_abandoned:
-            if is_abandoned and {path.name for path in folder.iterdir()} <= {lock_name, *files}:
+            if is_abandoned and {path.name for path in _entries(folder)} <= {lock_name, *files}:
                 with contextlib.suppress(OSError):
                     for each in (*files, lock_name):
                         (folder / each).unlink(missing_ok=True)
                     folder.rmdir()
                     removed += 1
     return removed
+
+
+def _entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List a folder; one that cannot be read has nothing to sweep."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager

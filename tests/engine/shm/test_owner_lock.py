@@ -123,6 +123,12 @@ def test_folders_of_other_programs_stay(tmp_path, other):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_folder_that_cannot_be_read_is_passed_over(tmp_path):
+    """It stops no start."""
+    assert sweep_files(tmp_path / "none", LOCK) == 0
+    assert sweep(tmp_path / "none") == 0
+
+
 def test_a_held_lock_protects_from_its_own_process(tmp_path):
     """Several servers may run in one process."""
     make(tmp_path / "ns1-a")
