@@ -5,6 +5,7 @@ A target takes the bytes of a file. `make fuzz` runs the same targets guided by 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -161,7 +162,9 @@ def manifest(data: bytes) -> None:
 @functools.cache
 def _text_folder() -> Path:
     """A folder of a text model without weights, for as long as this process runs."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    made = tempfile.mkdtemp(prefix="fuzz-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = Path(made)
     config = {
         "model_type": "llama",
         "vocab_size": hub_folder.VOCABULARY,
