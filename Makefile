@@ -180,13 +180,14 @@ kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
 
-fuzz: | $(STAMP) ## coverage-guided fuzzing, two minutes each of images and messages (ARGS="wire -max_total_time=600" for one)
+FUZZ_TARGETS := images wire gguf weights adapter tokenizer settings config index hub manifest
+fuzz: | $(STAMP) ## coverage-guided fuzzing of images, messages and model files, two minutes each (ARGS="wire -max_total_time=600" for one)
 	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[fuzz]"
 ifdef ARGS
 	@$(PY) -m tests.fuzz.coverage_guided $(ARGS)
 else
-	@$(PY) -m tests.fuzz.coverage_guided images -max_total_time=120 -rss_limit_mb=4096
-	@$(PY) -m tests.fuzz.coverage_guided wire -max_total_time=120 -rss_limit_mb=4096
+	@set -e; for target in $(FUZZ_TARGETS); do \
+		$(PY) -m tests.fuzz.coverage_guided $$target -max_total_time=120 -rss_limit_mb=4096; done
 endif
 
 simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")

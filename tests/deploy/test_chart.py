@@ -207,11 +207,20 @@ def test_selectors_find_the_pods():
     assert monitored.items() <= headless["metadata"]["labels"].items()
 
 
+def test_only_neighbours_may_call_by_default():
+    """Other namespaces and the way out are opened by values; a gateway's proxies come with it."""
+    policy = rendered("default").one("NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["ingress"][0]["from"] == [{"podSelector": {}}]
+    assert policy["egress"] == []
+    with_gateway = rendered("all").one("NetworkPolicy")["spec"]["ingress"][0]["from"]
+    assert [each.get("namespaceSelector") for each in with_gateway] == [None, {}]
+
+
 KUBE_SCORE = ROOT / ".tools" / "bin" / "kube-score"
 NOT_OURS = {
     "container-image-pull-policy": "a tag or a digest names one image",
     "deployment-has-host-podantiaffinity": "topologySpreadConstraints, where nodes are many",
-    "pod-networkpolicy": "networkPolicy.enabled, where the cluster enforces policies",
 }
 
 

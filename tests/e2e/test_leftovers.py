@@ -51,6 +51,7 @@ def test_a_killed_server_leaves_nothing_for_good(tmp_path, own_temporary, proces
         blobs = [own_temporary / f"{namespace[1:-5]}-{part}x" for part in ("", "1-")]
         for blob in blobs:
             blob.write_bytes(b"left")
+            blob.chmod(0o600)
         started = children(killed.process.pid)
         killed.process.send_signal(signal.SIGKILL)
         killed.process.wait()

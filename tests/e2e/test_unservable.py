@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 
 from tests.e2e.server import ENVIRONMENT
+from tests.engine.models.gguf import gguf_files
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,12 @@ def test_a_long_temporary_folder_is_said_once(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
     refused_once(tmp_path, ("--model", "null"), "TMPDIR", "set TMPDIR to a shorter", environment)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_damaged_gguf_is_said_once(tmp_path: Path) -> None:
+    """One engine, one line, no crash bundle."""
+    gguf_files.write_small(tmp_path / "model.gguf", {"tokenizer.ggml.merges": ["no pair"]})
+    options = ("--weights", "model.gguf", "--crash-folder", str(tmp_path / "crashes"))
+    refused_once(tmp_path, options, "tokenizer", "the tokenizer of model.gguf cannot be read")
+    assert not (tmp_path / "crashes").exists()

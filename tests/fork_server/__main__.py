@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from tests.fork_server.client import MAX_MESSAGE, NAME, ForkServer, Start, prctl
-from tests.fork_server.popen import DECODER
+from tests.fork_server.popen import CONFINED
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
@@ -139,7 +139,7 @@ def run(start: Start) -> None:
         from tests.fork_server import service  # with what no decoder imports
 
         service.fork_children_of(_own_server())
-    if start.module != DECODER:
+    if start.module not in CONFINED:
         from tests import stalls
 
         stalls.begin()

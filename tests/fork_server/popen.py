@@ -13,12 +13,17 @@ from typing import Any
 from tests.fork_server.client import ForkServer
 
 DECODER = "legato_engine.images.decoding_worker"
+READER = "legato_engine.models.untrusted"
+CONFINED = (DECODER, READER)
+"""They are started without most variables; nothing that they import reads those."""
+
 SMALL = frozenset({DECODER, "tests.engine.client.fake_engine"})
 """They do without most of what the others import, so that their process is a tenth of theirs."""
 
 FORKED = frozenset(
     {
         DECODER,
+        READER,
         "legato_engine.engine.process",
         "legato_service",
         "legato_service.workers.worker",
@@ -31,7 +36,10 @@ FORKED = frozenset(
 )
 """Modules whose commands may be forked."""
 
-_OWN_VARIABLES = ("LEGATO_", "PYTEST_", "TMPDIR", "XDG_", "PYTHONPATH", "OPENBLAS_", "OMP_")
+_OWN_VARIABLES = (
+    *("LEGATO_", "PYTEST_", "TMPDIR", "XDG_", "PYTHONPATH", "OPENBLAS_", "OMP_", "TZ"),
+    *("RUST_BACKTRACE", "TOKENIZERS_PARALLELISM"),
+)
 """What a forked process reads itself; all other variables are those of the fork server."""
 
 _execute: Any = vars(subprocess.Popen)["_execute_child"]
@@ -66,10 +74,12 @@ class ForkingStarts:
         words = [str(word) for word in command]
         if len(words) < 3 or words[:2] != [sys.executable, "-m"] or words[2] not in FORKED:
             return False
-        return self._has_environment(environment) and _has_policy(words)
+        return self._has_environment(words[2], environment) and _has_policy(words)
 
-    def _has_environment(self, environment: Mapping[str, str]) -> bool:
-        changed = set(environment.items()) ^ set(self._environment.items())
+    def _has_environment(self, module: str, environment: Mapping[str, str]) -> bool:
+        changed = set(environment.items()) - set(self._environment.items())
+        if module not in CONFINED:
+            changed |= set(self._environment.items()) - set(environment.items())
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         return all(name.startswith(_OWN_VARIABLES) for name, _ in changed) and all(
             path in self._folders for path in paths if path

@@ -1,4 +1,6 @@
-"""Coverage-guided fuzzing: `make fuzz` (ARGS="wire" or "images", then options of libFuzzer).
+"""Coverage-guided fuzzing: `make fuzz` (ARGS="NAME", then options of libFuzzer).
+
+NAME is images, wire, or a target of `test_model_files`.
 
 A finding is written to the working folder as `crash-*` and can be given as an argument to run it
 again. Needs the extra `fuzz`.
@@ -8,13 +10,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["legato_engine.images", "legato_service"]):
+with atheris.instrument_imports(
+    include=["legato_engine.hub", "legato_engine.images", "legato_engine.models", "legato_service"]
+):
     from legato_engine.core.request_key import RequestKey
     from legato_engine.errors import LegatoError
     from legato_engine.images.decoding import decode_file
@@ -24,6 +28,8 @@ with atheris.instrument_imports(include=["legato_engine.images", "legato_service
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header
     from legato_service.session import conversion
+
+    from tests.fuzz import test_model_files as model_files
 
 from google.protobuf.message import DecodeError
 from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2
@@ -70,6 +76,14 @@ def wire(data: bytes) -> None:
                 _session(session_pb2.SessionRequest.FromString(body))
             case _:
                 _unary(kind, body)
+
+
+def _loaded_or_refused(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        with suppress(LegatoError):
+            target(data)
+
+    return run
 
 
 def _unary(kind: int, body: bytes) -> None:
@@ -124,21 +138,28 @@ def _wire_seeds() -> list[bytes]:
     return found
 
 
-_TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
-    "images": (images, lambda: list(seeds.images())),
+_TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], Sequence[bytes]]]] = {
+    "images": (images, seeds.images),
     "wire": (wire, _wire_seeds),
+    **{
+        name: (_loaded_or_refused(target), make_seeds)
+        for name, (target, make_seeds) in model_files.TARGETS.items()
+    },
 }
+_MAX_LEN = 4096  # bytes of an input, unless a seed is longer
 
 
 def main() -> None:
     """Fuzz one target from the seeds."""
     name = sys.argv[1] if len(sys.argv) > 1 else "images"
     target, make_seeds = _TARGETS[name]
+    made = make_seeds()
     with tempfile.TemporaryDirectory() as folder:
-        for number, data in enumerate(make_seeds()):
+        for number, data in enumerate(made):
             (Path(folder) / f"seed-{number}").write_bytes(data)
         corpus = [] if any(not each.startswith("-") for each in sys.argv[2:]) else [folder]
-        atheris.Setup([sys.argv[0], *sys.argv[2:], *corpus, "-max_len=4096"], target)
+        max_len = max(_MAX_LEN, *map(len, made))
+        atheris.Setup([sys.argv[0], *sys.argv[2:], *corpus, f"-max_len={max_len}"], target)
         atheris.Fuzz()
 
 

@@ -12,7 +12,7 @@ import signal
 import stat
 import tempfile
 import time
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -55,6 +55,15 @@ class CrashFiles:
         self.prefix = prefix
         self.recording = prefix.with_name(f"{prefix.name}.recording")
         self.stacks = prefix.with_name(f"{prefix.name}.stacks")
+
+    def open_stacks(self) -> IO[str]:
+        """Open the stacks, which only this user may read, to append to them.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(self.stacks, flags, 0o600), "a")
 
     def remove(self) -> None:
         self.recording.unlink(missing_ok=True)

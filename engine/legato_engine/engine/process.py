@@ -33,7 +33,8 @@ from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
 from legato_engine.ipc.messages import FINAL, EngineOutput, Loading, ModelInfo, Ready
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.models.decoder.template_process import templates
-from legato_engine.models.registry import may_have_chat_template
+from legato_engine.models.registry import may_have_chat_template, tokenizer_path
+from legato_engine.models.untrusted import start_check
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level, for_people=config.log_for_people)
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
-    _write_stacks_to(None if files is None else files.stacks)
+    _write_stacks_to(files)
     if config.model != null_model.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine_failed")
         if files is not None:
-            with contextlib.suppress(OSError), files.stacks.open("a") as stacks:
+            with contextlib.suppress(OSError), files.open_stacks() as stacks:
                 traceback.print_exception(error, file=stacks)
         return 1
     finally:
@@ -131,6 +132,9 @@ def _open(
         return core, null_model.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
+    path = tokenizer_path(config.model, config.weights, config.tokenizer, config.models)
+    if path is not None and path.is_file() and not config.random_weights:
+        start_check(path)
     gc.disable()  # collections would walk over all that is imported, again and again
     from legato_engine.engine.loading import assemble  # imports torch, which takes seconds
 
@@ -164,12 +168,12 @@ def _recorder(files: CrashFiles | None) -> Recorder | None:
         return None
 
 
-def _write_stacks_to(path: pathlib.Path | None) -> None:
+def _write_stacks_to(files: CrashFiles | None) -> None:
     """Those of a fatal signal, and those that the service asks for; None: to standard error."""
     file: IO[Any] = sys.stderr
-    if path is not None:
+    if files is not None:
         try:
-            file = path.open("ab")
+            file = files.open_stacks()
         except OSError as error:
             _log.warning("crash_stacks_off", error=str(error))
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
-
-_CPU_ALLOCATOR = "can't allocate memory"  # in the text of the RuntimeError of torch
+from legato_engine.models.untrusted import is_out_of_memory
 
 
 class UnservableConfig(Exception):
@@ -26,14 +25,8 @@ def unservable() -> Iterator[None]:
     except (InvalidField, ModelNotFound) as error:
         raise UnservableConfig(error) from None
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         text = " ".join(str(error).split()) or "no memory"
         problem = f"memory ran out while the model was loaded: {text[:300]}"
         raise UnservableConfig(InvalidField(problem, field="device")) from None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Torch is not imported before the load."""
-    named = type(error).__name__ == "OutOfMemoryError"
-    return named or isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error)

@@ -2,6 +2,9 @@
 
 `huggingface_hub` speaks to the hub. It keeps nothing of a download that was cut off, so the files
 are written here: to a name of their own until size and hash are right, and from where they ended.
+
+Nothing that the hub says is believed: names of files, hashes and commits have the form that they
+must have before they become part of a path, and no file gets more bytes than were declared.
 """
 
 from __future__ import annotations
@@ -12,20 +15,25 @@ import datetime
 import errno
 import functools
 import hashlib
-import json
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import huggingface_hub
+import msgspec
 from huggingface_hub import constants, file_download
 from huggingface_hub import errors as hub_errors
 
 from legato_engine.hub import store
 from legato_engine.hub.catalog import INDEX, Published, Source
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = _GIT_HASH = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,180}\.safetensors")
+_MAX_INDEX_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -53,6 +61,12 @@ class WrongContent(PullFailed):
 
 class NoRoom(PullFailed):
     """The disk is too small, or became full."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """An index of shards: the file of each tensor."""
+
+    weight_map: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,13 +113,16 @@ def _wanted(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
     remote = _listed(source)
     commit = next(iter(remote.values())).commit
     say(f"{source.repository} at {commit}")
-    chosen = [each for name, each in remote.items() if source.wants(name)]
+    chosen = [_checked(each) for name, each in remote.items() if source.wants(name)]
     if INDEX in remote and source.wants(INDEX) and "model.safetensors" not in remote:
+        if remote[INDEX].size > _MAX_INDEX_BYTES:
+            problem = f"has {remote[INDEX].size} bytes; an index has at most {_MAX_INDEX_BYTES}"
+            raise WrongContent(f"{INDEX} of {source.repository} {problem}")
         _fetched(remote[INDEX], source.sha256, folder, lambda _: None)
-        names = sorted(set(_index(folder / INDEX).values()))
+        names = _shards(folder / INDEX)
         if missing := [name for name in names if name not in remote]:
             raise NotPublished(f"{source.repository} lacks {missing[0]}, which its index names")
-        chosen += [remote[name] for name in names]
+        chosen += [_checked(remote[name]) for name in names]
     if not chosen:
         raise NotPublished(f"{source.repository} at {commit} has none of {', '.join(source.files)}")
     _check_room(chosen, folder)
@@ -115,35 +132,54 @@ def _wanted(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
 def _listed(source: Source) -> dict[str, RemoteFile]:
     info = _api().model_info(source.repository, revision=source.revision, files_metadata=True)
     commit = info.sha or ""
-    if _COMMIT.fullmatch(source.revision) and commit != source.revision:
+    if not _is(_COMMIT, commit) or (
+        _COMMIT.fullmatch(source.revision) and commit != source.revision
+    ):
         raise WrongContent(f"{source.repository}: asked for {source.revision}, got {commit!r}")
     files = {
         each.rfilename: RemoteFile(
             source.repository,
             commit,
             each.rfilename,
-            each.size or 0,
+            -1 if each.size is None else each.size,
             "" if each.lfs is None else each.lfs.sha256,
             each.blob_id or "",
         )
         for each in info.siblings or ()
-        if Path(each.rfilename).name == each.rfilename  # nothing outside the folder
+        if _is(_NAME, each.rfilename)  # nothing outside the folder
     }
     if not files:
         raise NotPublished(f"{source.repository} at {commit} has no files")
     return files
 
 
+def _checked(file: RemoteFile) -> RemoteFile:
+    """Check what the hub says of a file before it is used."""
+    if type(file.size) is not int or file.size < 0:
+        raise WrongContent(f"{file.repository}: {file.name} has the size {file.size!r}")
+    if not (_is(_SHA256, file.sha256) or (file.sha256 == "" and _is(_GIT_HASH, file.blob))):
+        problem = f"{file.sha256!r} is no SHA-256, {file.blob!r} no git hash"
+        raise WrongContent(f"{file.repository}: {file.name}: {problem}")
+    return file
+
+
+def _is(form: re.Pattern[str], text: object) -> bool:
+    return isinstance(text, str) and form.fullmatch(text) is not None
+
+
 def _api() -> huggingface_hub.HfApi:
     return huggingface_hub.HfApi(endpoint=constants.ENDPOINT, library_name="legato")
 
 
-def _index(path: Path) -> Mapping[str, str]:
+def _shards(index: Path) -> list[str]:
+    """The names in an index, which are those of weights and of nothing else."""
     try:
-        shards: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        raise WrongContent(f"{path} is no index of shards") from None
-    return shards
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        raise WrongContent(f"{index} is no index of shards") from None
+    if wrong := [name for name in sorted(names) if not _is(_SHARD, name)]:
+        raise WrongContent(f"{index} names {wrong[0]!r}, which is no file of weights")
+    return sorted(names)
 
 
 def _check_room(files: list[RemoteFile], folder: Path) -> None:
@@ -165,9 +201,15 @@ def _fetched(
     """The file, checked; one that is there already is not fetched again if it is right."""
     path, part = folder / file.name, file.part(folder)
     if not path.exists():
+        if part.exists() and part.stat().st_size > file.size:
+            part.unlink()  # of no use: its file is shorter
         if part.exists():
             say(f"{file.name}: {part.stat().st_size} of {file.size} bytes are here already")
-        _download(file, part)
+        try:
+            _download(file, part)
+        except WrongContent:
+            part.unlink(missing_ok=True)
+            raise
         sha256 = _check(file, part, known)
         part.replace(path)
     else:
@@ -181,18 +223,37 @@ def _download(file: RemoteFile, part: Path) -> None:
         file.repository, file.name, revision=file.commit, endpoint=constants.ENDPOINT
     )
     headers = _api()._build_hf_headers()
-    with part.open("ab") as target:
+    with part.open("ab") as opened:
+        target = _Bounded(opened, file)
         location = huggingface_hub.get_hf_file_metadata(url, endpoint=constants.ENDPOINT).location
         # A storage elsewhere is not shown the caller's token.
         own = location.split("/")[:3] == url.split("/")[:3]
         file_download.http_get(
             location,
-            target,
-            resume_size=target.tell(),
+            target,  # type: ignore[arg-type]  # has what `http_get` calls
+            resume_size=opened.tell(),
             headers=headers if own else {},
             expected_size=file.size,
             displayed_filename=file.name,
         )
+
+
+class _Bounded:
+    """A file that takes no more bytes than its `RemoteFile` has."""
+
+    def __init__(self, target: io.BufferedWriter, file: RemoteFile) -> None:
+        self._target = target
+        self._file = file
+        self.seek, self.tell, self.truncate = target.seek, target.tell, target.truncate
+
+    def write(self, data: bytes) -> int:
+        if self._target.tell() + len(data) > self._file.size:
+            name, repository = self._file.name, self._file.repository
+            raise WrongContent(
+                f"{name} of {repository} is longer than the {self._file.size} bytes that the hub "
+                "declares; what was fetched of it was removed"
+            )
+        return self._target.write(data)
 
 
 def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
@@ -226,6 +287,8 @@ def _explained(folder: Path) -> Iterator[None]:
     """Failures of the library and of the disk as `PullFailed`."""
     try:
         yield
+    except PullFailed:
+        raise
     except hub_errors.GatedRepoError as error:
         raise NotPublished(f"the repository wants an account: set HF_TOKEN ({error})") from None
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError) as error:
@@ -242,3 +305,6 @@ def _explained(folder: Path) -> Iterator[None]:
         if error.errno in _NO_ROOM:
             raise NoRoom(f"cannot write to {folder}: {error.strerror}") from None
         raise PullFailed(f"{error.strerror or error}; the next pull goes on") from None
+    except Exception as error:  # noqa: BLE001 - the library raises whatever an odd answer trips
+        problem = f"{constants.ENDPOINT} gives an answer that is not understood"
+        raise WrongContent(f"{problem}: {type(error).__name__}: {error}") from None

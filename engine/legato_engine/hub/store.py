@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """None without a complete model."""
     try:
         return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
 
 

@@ -1,7 +1,9 @@
 """A process that decodes image files: `python -m legato_engine.images.decoding_worker`.
 
 File and pixels are in memory shared with the engine. The kernel ends the process when an image
-takes more CPU time than its limit, and refuses it memory beyond its limit.
+takes more CPU time than its limit, and refuses it memory beyond its limit. It is confined to that
+memory and its connection (`sandbox`); whatever its libraries write to standard error is logged by
+the engine.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import resource
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
+from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin
 
-from legato_engine import failpoints
+from legato_engine import failpoints, sandbox
 from legato_engine.errors import (
     ErrorValue,
     ImageTooLarge,
@@ -32,7 +34,10 @@ from legato_engine.images.pixel_memory import Pixels
 from legato_engine.parent_process import bind_to_parent
 
 MAX_MESSAGE = 64 * 1024  # bytes of a job or a reply
-_STATM_DATA = 5  # field of /proc/self/statm
+_STATM_SIZE, _STATM_DATA = 0, 5  # fields of /proc/self/statm
+_MAX_FILES = 16  # one of them for a moment: Python duplicates what it maps
+_LOADED_LATE = (MpoImagePlugin, TiffImagePlugin, WebPImagePlugin)
+"""Modules that Pillow loads at the first image that needs them, which a confined process cannot."""
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -86,12 +91,18 @@ def main() -> int:
     arguments = parser.parse_args()
     bind_to_parent(arguments.parent)
     os.nice(arguments.nice)
+    os.set_blocking(sys.stderr.fileno(), False)  # a full pipe must not stop it
     memory = SharedMemory(arguments.memory)
+    statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    Image.preinit()
     decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
     with socket.socket(fileno=arguments.connection) as connection:
+        if problem := sandbox.confine(max_files=_MAX_FILES):
+            print(problem, file=sys.stderr)  # noqa: T201 - the engine logs it
         while message := connection.recv(MAX_MESSAGE):
             job = decoder.decode(message)
             signal.setitimer(signal.ITIMER_PROF, job.max_seconds)  # SIGPROF ends the process
+            _limit_memory(statm, job)
             reply = _run(job, memory.view(job.memory_size))
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(encoder.encode(reply))
@@ -99,7 +110,6 @@ def main() -> int:
 
 
 def _run(job: Job, memory: memoryview) -> Reply:
-    _limit_memory(job.max_memory)
     try:
         height, width = _decode(job, memory)
         return Decoded(height, width)
@@ -133,10 +143,15 @@ def _decode(job: Job, memory: memoryview) -> tuple[int, int]:
     return pixels_HWC.shape[0], pixels_HWC.shape[1]
 
 
-def _limit_memory(num_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[_STATM_DATA]) * mmap.PAGESIZE
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard))
+def _limit_memory(statm: int, job: Job) -> None:
+    """Limit private memory, and with it and the shared memory the whole."""
+    pages = [int(field) for field in os.pread(statm, 200, 0).split()]
+    for kind, used, more in (
+        (resource.RLIMIT_DATA, pages[_STATM_DATA], job.max_memory),
+        (resource.RLIMIT_AS, pages[_STATM_SIZE], job.max_memory + job.memory_size),
+    ):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (used * mmap.PAGESIZE + more, hard))
 
 
 if __name__ == "__main__":

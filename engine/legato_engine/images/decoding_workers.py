@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from legato_engine import failpoints, sandbox
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InternalError, from_value
 from legato_engine.images.decoding_worker import MAX_MESSAGE, Decoded, Job, Refused, Reply
 from legato_engine.images.headers import ImageHeader
@@ -36,6 +37,7 @@ _BYTES, _BYTES_PER_PIXEL, _BYTES_PER_BYTE = 64 * 1024 * 1024, 24, 4
 """Memory for an image besides its file and its pixels; the most hungry format, WebP, takes 20 bytes
 for each pixel."""
 
+_MAX_LOGGED = 4096  # bytes of an event
 _KEPT_BYTES = 16 * 1024 * 1024  # of shared memory between images; more is given back
 _ATTEMPTS = 2
 _MOMENT = 0.5  # seconds for a process that has closed its connection to be gone
@@ -123,6 +125,7 @@ class DecodingWorkers:
         """Return None if the worker has died or must."""
         try:
             reply = worker.run(job, data, job.max_seconds * self._wall_factor)
+            worker.log_stderr()
             pixels_HWC = worker.pixels(job, reply, allocate) if isinstance(reply, Decoded) else None
         except BaseException:
             self._discard(worker)
@@ -187,10 +190,15 @@ class _Worker:
                     *("--parent", str(os.getpid()), "--nice", str(nice)),
                 ),
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(), self._memory),
                 env=_environment(),
             )
         self.pid = self._process.pid
+        assert self._process.stderr is not None
+        self._stderr = self._process.stderr
+        os.set_blocking(self._stderr.fileno(), False)
 
     def run(self, job: Job, data: memoryview, seconds: float) -> Reply | None:
         """Return the reply, or None if the process has died or was ended after `seconds`."""
@@ -231,11 +239,19 @@ class _Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_MOMENT)  # it may be dying
         self._process.kill()
-        self._connection.close()
+        code = self._process.wait()
         if self._memory >= 0:
+            self.log_stderr()
+            self._stderr.close()
+            self._connection.close()
             os.close(self._memory)
             self._memory = -1
-        return self._process.wait()
+        return code
+
+    def log_stderr(self) -> None:
+        """Log what the process has written: warnings of libraries, the stacks of a crash."""
+        while written := self._stderr.read(_MAX_LOGGED):
+            _log.info("image_decoder_stderr", pid=self.pid, text=written.decode(errors="replace"))
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._mapping is None or len(self._mapping) < size:
@@ -246,6 +262,5 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """A worker finds packages where this process does; idle threads of libraries cost memory."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+    points = os.environ.get(failpoints.VARIABLE)
+    return sandbox.environment(**({} if points is None else {failpoints.VARIABLE: points}))

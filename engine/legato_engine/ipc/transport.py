@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import socket
 import tempfile
@@ -34,6 +35,7 @@ _BACKLOG = 128
 
 
 _PREFIX = "legato-"
+_FOLDER_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as `mkdtemp` makes it
 _LOCK_NAME = "lock"
 _MAX_PATH = 107  # bytes of a Unix socket's path
 
@@ -91,7 +93,8 @@ class ListeningSockets:
     @staticmethod
     def sweep() -> int:
         """Remove the folders that dead service processes left; return how many."""
-        return sweep_folders(pathlib.Path(tempfile.gettempdir()), f"{_PREFIX}*", _LOCK_NAME)
+        parent = pathlib.Path(tempfile.gettempdir())
+        return sweep_folders(parent, _FOLDER_NAME, _LOCK_NAME, (_REQUESTS, _VITALS))
 
     def _listening(self) -> tuple[socket.socket, ...]:
         with contextlib.ExitStack() as undo:

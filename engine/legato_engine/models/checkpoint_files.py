@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.gguf import checkpoint as gguf
 from legato_engine.models.gguf.reader import is_gguf
+from legato_engine.models.untrusted import refusing
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -58,7 +58,25 @@ def headers(path: Path) -> tuple[Header, ...]:
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
     """
-    return tuple(header for file in _files(path) for header in _headers(file))
+    found: list[Header] = []
+    for file in _files(path):
+        with refusing(file.name, "weights"):
+            found += _headers(file)
+    return tuple(found)
+
+
+def require_layers(num_layers: int, path: Path) -> None:
+    """Compare the layers of a configuration with the tensors of its weights.
+
+    Each has several. Objects for layers take time and memory before any tensor is read.
+
+    Raises:
+        InvalidField: there are more layers than tensors, or as `headers`.
+    """
+    stored = len(headers(path))
+    if num_layers > stored:
+        problem = f"{path.name} has {stored} tensors, too few for {num_layers} layers"
+        raise InvalidField(problem, field="weights")
 
 
 Fill = Callable[[str, torch.Tensor], None]
@@ -78,7 +96,9 @@ def opened(file: Path) -> Iterator[Fill]:
 
 
 def _copy(mapped: Callable[[str], torch.Tensor], name: str, target: torch.Tensor) -> None:
-    target.copy_(mapped(name).to(target.device))
+    with refusing(name, "weights"):
+        tensor = mapped(name)
+    target.copy_(tensor.to(target.device))
 
 
 def _files(path: Path) -> tuple[Path, ...]:
@@ -95,7 +115,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = tuple(index.parent / Path(name).name for name in names)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidField(f"{index.name} is no index of shards", field="weights") from None
     if missing := [file.name for file in files if not file.is_file()]:
         problem = f"{index.name} names {len(missing)} of {len(files)} files that are not there"
@@ -121,18 +141,13 @@ def _headers(file: Path) -> Iterator[Header]:
 
 
 def _open(file: Path) -> safe_open:
-    try:
+    with refusing(file.name, "weights"):
         return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InvalidField(f"{file.name} cannot be read: {error}", field="weights") from None
 
 
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:
-    try:
+    with refusing(file.name, "weights"):
         content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InvalidField(f"{file.name} cannot be read: {reason}", field="weights") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):

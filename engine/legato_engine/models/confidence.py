@@ -57,7 +57,7 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
         return None
     try:
         content = msgspec.json.decode(data, type=CalibrationFile)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidField(f"{path}: {error}", field="weights") from None
     unknown = set(content.skills) - set(SKILLS_WITH_CONFIDENCE)
     if unknown:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 
 from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
 from legato_engine.hub import catalog, store
 from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.gguf.reader import is_gguf
+from legato_engine.models.untrusted import refusing
 
 DEFAULT = "legato-tiny"
 
@@ -36,6 +38,15 @@ _FAMILIES = {
 def may_have_chat_template(name: str, weights: str) -> bool:
     """Whether it names a model that takes text only; then its files may bring a template."""
     return is_gguf(weights) or _FAMILIES.get(name, _MOONDREAM) != _MOONDREAM
+
+
+def tokenizer_path(name: str, weights: str, tokenizer: str, models: str = "") -> Path | None:
+    """The tokenizer.json that `resolve` will read, unless it is the shipped one or in a GGUF."""
+    if tokenizer:
+        return Path(tokenizer)
+    if name in catalog.MODELS and not weights:
+        return store.folder_of(models, name) / "tokenizer.json"
+    return Path(weights) / "tokenizer.json" if Path(weights).is_dir() and weights else None
 
 
 def resolve(
@@ -67,4 +78,5 @@ def resolve(
         folder = store.find(models, name)
         weights, tokenizer = str(folder), str(folder / "tokenizer.json")
     find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
-    return find(ModelSource(name, weights, tokenizer, random_weights, max_context))
+    with refusing(weights or name, "weights"):
+        return find(ModelSource(name, weights, tokenizer, random_weights, max_context))

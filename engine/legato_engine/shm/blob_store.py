@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import pathlib
+import re
 import secrets
 import tempfile
 import threading
@@ -37,7 +38,8 @@ def new_namespace() -> str:
     return f"legato-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-_LOCK_NAME = ".*.lock"  # hidden from whatever lists blobs; `*` is the namespace
+_LOCK_NAME = re.compile(r"\.(legato-\d+-[0-9a-f]{16})\.lock")
+"""Of the lock of a namespace; the dot hides it from whatever lists blobs."""
 
 
 def own_namespace(namespace: str) -> OwnerLock:
@@ -46,7 +48,7 @@ def own_namespace(namespace: str) -> OwnerLock:
     Raises:
         OSError: the folder of the blobs takes no files.
     """
-    return OwnerLock(blob_folder() / _LOCK_NAME.replace("*", namespace))
+    return OwnerLock(blob_folder() / f".{namespace}.lock")
 
 
 def private_path(namespace: str, name: str) -> pathlib.Path:

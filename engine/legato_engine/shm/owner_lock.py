@@ -2,6 +2,10 @@
 
 The kernel releases a lock with the process that holds it, however that ends; process ids are used
 again, and mean nothing in another container that shares the folder.
+
+The folders are shared with other programs, whose names may look like ours. A lock is ours if it is
+a regular file of this user and of mode 0600 whose content is `_MARKER`; what it protects has modes
+and names that only this package gives.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ import contextlib
 import fcntl
 import os
 import pathlib
-import shutil
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _FLAGS = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_MARKER = b"lock of a Legato server process\n"
 
 
 class OwnerLock:
@@ -33,6 +38,7 @@ class OwnerLock:
             if _names(path, descriptor):
                 break
             os.close(descriptor)  # swept between the two calls
+        os.pwrite(descriptor, _MARKER, 0)
         self._descriptor = descriptor
 
     def release(self) -> None:
@@ -43,35 +49,52 @@ class OwnerLock:
             self._descriptor = -1
 
 
-def sweep_files(folder: pathlib.Path, lock_name: str) -> int:
-    """Remove what dead owners left in `folder`; return how many files.
+def sweep_files(folder: pathlib.Path, lock_name: re.Pattern[str]) -> int:
+    """Remove the files of dead owners in `folder`; return how many.
 
-    `lock_name` is the name of a lock file with `*` for the prefix of its owner's files, which may
-    begin with a dot.
+    The first group of `lock_name` is the prefix of its owner's files, which may begin with a dot.
     """
-    before, after = lock_name.split("*")
     removed = 0
-    for lock in folder.glob(lock_name):
+    for lock in _entries(folder):
+        if (match := lock_name.fullmatch(lock.name)) is None:
+            continue
         with _abandoned(lock) as is_abandoned:
             if is_abandoned:
-                prefix = lock.name.removeprefix(before).removesuffix(after)
-                owned = (*folder.glob(f"{prefix}-*"), *folder.glob(f".{prefix}-*"))
-                for path in (*owned, lock):
+                owned = (*folder.glob(f"{match[1]}-*"), *folder.glob(f".{match[1]}-*"))
+                for path in (*filter(_is_private_file, owned), lock):
                     with contextlib.suppress(OSError):
                         path.unlink()
                         removed += path is not lock
     return removed
 
 
-def sweep_folders(parent: pathlib.Path, pattern: str, lock_name: str) -> int:
-    """Remove the folders of dead owners, each with a lock file in it; return how many."""
+def sweep_folders(
+    parent: pathlib.Path, name: re.Pattern[str], lock_name: str, files: Collection[str]
+) -> int:
+    """Remove the folders of dead owners, each with a lock in it; return how many.
+
+    Only `files` are removed from a folder. One that holds anything else stays.
+    """
     removed = 0
-    for folder in parent.glob(pattern):
+    for folder in _entries(parent):
+        if name.fullmatch(folder.name) is None or not _is_private(folder, stat.S_IFDIR | 0o700):
+            continue
         with _abandoned(folder / lock_name) as is_abandoned:
-            if is_abandoned and not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+            if is_abandoned and {path.name for path in _entries(folder)} <= {lock_name, *files}:
+                with contextlib.suppress(OSError):
+                    for each in (*files, lock_name):
+                        (folder / each).unlink(missing_ok=True)
+                    folder.rmdir()
+                    removed += 1
     return removed
+
+
+def _entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List a folder; one that cannot be read has nothing to sweep."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
@@ -83,8 +106,7 @@ def _abandoned(lock: pathlib.Path) -> Iterator[bool]:
         yield False
         return
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        if not _is_lock(descriptor):
             yield False
             return
         try:
@@ -102,3 +124,23 @@ def _names(path: pathlib.Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
     except OSError:
         return False
+
+
+def _is_lock(descriptor: int) -> bool:
+    found = os.fstat(descriptor)
+    return (found.st_uid, found.st_mode) == (os.geteuid(), stat.S_IFREG | 0o600) and os.pread(
+        descriptor, len(_MARKER) + 1, 0
+    ) == _MARKER
+
+
+def _is_private_file(path: pathlib.Path) -> bool:
+    return _is_private(path, stat.S_IFREG | 0o600)
+
+
+def _is_private(path: pathlib.Path, mode: int) -> bool:
+    """Return whether it is this user's and of this type and mode; a link is followed nowhere."""
+    try:
+        found = path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return (found.st_uid, found.st_mode) == (os.geteuid(), mode)

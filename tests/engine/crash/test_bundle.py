@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 
 import pytest
 from legato_engine.config import EngineConfig
@@ -72,3 +73,22 @@ def test_another_users_folder_is_not_used(tmp_path, files):
     os.chown(folder, 12345, 12345)
     with pytest.raises(PermissionError):
         write(files, folder)
+
+
+def test_stacks_are_private(tmp_path):
+    """Both files of a running engine have mode 0600, whatever the umask says."""
+    crash_files = CrashFiles(tmp_path / ".ns-1")
+    before = os.umask(0o022)
+    try:
+        with crash_files.open_stacks() as stacks:
+            stacks.write("first")
+        with crash_files.open_stacks() as stacks:
+            stacks.write(" second")
+    finally:
+        os.umask(before)
+    assert crash_files.stacks.read_text() == "first second"
+    assert stat.S_IMODE(crash_files.stacks.stat().st_mode) == 0o600
+    crash_files.remove()
+    crash_files.stacks.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        crash_files.open_stacks()

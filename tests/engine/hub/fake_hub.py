@@ -16,12 +16,15 @@ class FakeHub:
     """`cuts` bytes of a file are sent before the connection closes, once for each entry.
 
     With `stalls` the connection stays open instead. `wrong` files are sent with other bytes.
+    `declared` replaces fields of files' records, by name, and `answer` the whole record.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}  # by repository and name
         self.commit = COMMIT
         self.wrong: set[str] = set()
+        self.declared: dict[str, dict[str, Any]] = {}
+        self.answer: bytes | None = None
         self.cuts: list[int] = []
         self.stalls = False
         self.requests: list[tuple[str, str, str]] = []  # method, path, range
@@ -67,7 +70,7 @@ class FakeHub:
             if name.endswith(".safetensors"):
                 sha256 = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
-            siblings.append(entry)
+            siblings.append(entry | self.declared.get(name, {}))
         return {"id": repository, "sha": self.commit, "siblings": siblings, "tags": []}
 
     def wait_released(self) -> None:
@@ -99,7 +102,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             parts[:2] == ["api", "models"]
             and (name := "/".join(parts[2:4])) in self.server.hub.files
         ):
-            data = json.dumps(self.server.hub.info(name)).encode()
+            data = self.server.hub.answer or json.dumps(self.server.hub.info(name)).encode()
             self._send(200, data, {"Content-Type": "application/json"}, body=True)
         elif (name := "/".join(parts[:2])) in self.server.hub.files and parts[
             -1

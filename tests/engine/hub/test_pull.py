@@ -154,6 +154,108 @@ def test_shards_are_those_that_the_index_names(hub, tmp_path):
     assert {name for name in names(tmp_path) if name.endswith(".safetensors")} == {*shards.values()}
 
 
+def test_no_more_bytes_than_declared_are_written(hub, tmp_path):
+    """A hub that sends more than it declares fills no disk, and leaves nothing."""
+    hub.declared["model.safetensors"] = {"size": 1000}
+    largest = 0
+
+    def watch(line):
+        nonlocal largest
+        largest = max([largest, *(path.stat().st_size for path in tmp_path.iterdir())])
+
+    with pytest.raises(download.WrongContent, match=r"longer than the 1000 bytes"):
+        download.pull(tiny(), tmp_path, watch)
+    assert largest <= 1000
+    assert "legato.json" not in names(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+    hub.declared.clear()
+    assert pulled(tmp_path).files
+
+
+def test_a_part_that_is_no_beginning_is_discarded(hub, tmp_path):
+    """One that is longer than its file, whatever left it there."""
+    part = tmp_path / f"model.safetensors.{hashlib.sha256(WEIGHTS).hexdigest()[:16]}.part"
+    part.write_bytes(WEIGHTS + b"more")
+    assert pulled(tmp_path).files
+    assert hub.ranges("model.safetensors") == [""]
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"weight_map": {"a": "legato.json"}},
+        {"weight_map": {"a": "../model.safetensors"}},
+        {"weight_map": {"a": "/etc/model.safetensors"}},
+        {"weight_map": {"a": ".safetensors"}},
+        {"weight_map": {"a": ["model.safetensors"]}},
+        {"weight_map": ["model.safetensors"]},
+        {"weight_map": None},
+        [],
+        "[" * 100_000,
+        '{"weight_map": {"a": ' + '{"b": ' * 100_000,
+        '{"odd": ' + "[" * 100_000,
+        b"\xff\xfe",
+    ],
+)
+def test_an_odd_index_is_no_index(hub, tmp_path, content):
+    """It names weights beside it, and nothing else: not the manifest, no other folder."""
+    files = hub.files[REPOSITORY]
+    files["legato.json"] = b"{}"
+    del files["model.safetensors"]
+    files[INDEX] = (
+        content
+        if isinstance(content, bytes)
+        else (content if isinstance(content, str) else json.dumps(content)).encode()
+    )
+    with pytest.raises(download.WrongContent, match=r"no index of shards|no file of weights"):
+        pulled(tmp_path)
+    assert "legato.json" not in names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"size": -1},
+        {"size": None},
+        {"size": "many"},
+        {"size": 1 << 80},
+        {"lfs": {"sha256": "../../../../tmp/x", "size": 1, "pointerSize": 1}},
+        {"lfs": None, "blobId": "../../../../x"},
+        {"lfs": None, "blobId": None},
+        {"lfs": None, "blobId": {}},
+        {"lfs": [1]},
+    ],
+)
+def test_odd_records_of_a_file(hub, tmp_path, declared):
+    """A record becomes part of a path only in the form that it must have."""
+    hub.declared["model.safetensors"] = declared
+    with pytest.raises((download.WrongContent, download.NoRoom)):
+        pulled(tmp_path / "models" / "tiny")
+    assert {path.name for path in tmp_path.rglob("*")} <= {"models", "tiny"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"no json", b"[]", b"null", b"7", b"[" * 100_000, b'{"id": 1, "siblings": 7}', b"\xff"],
+)
+def test_odd_answers_of_a_hub(hub, tmp_path, capsys, monkeypatch, answer):
+    """The command says it in one sentence, without a traceback."""
+    hub.answer = answer or b" "
+    monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
+    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == pull.FAILED
+    said = capsys.readouterr().err
+    assert "legato: error: " in said
+    assert "Traceback" not in said
+
+
+def test_a_commit_must_be_one(hub, tmp_path):
+    """A branch leads to a commit, which is written down."""
+    hub.commit = "../../x"
+    with pytest.raises(download.WrongContent, match="asked for main"):
+        pulled(tmp_path, tiny("main"))
+
+
 def test_no_such_repository(hub, tmp_path):
     """Nothing is left that looks like a model."""
     del hub.files[REPOSITORY]

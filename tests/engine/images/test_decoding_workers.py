@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InternalError
 from legato_engine.failpoints import VARIABLE
 from legato_engine.images import decoding_workers
@@ -246,6 +247,29 @@ def test_nothing_is_left_after_the_end():
     del workers
     while len(os.listdir("/proc/self/fd")) > descriptors:  # gRPC of other tests may have had more
         time.sleep(0.01)
+
+
+def test_a_worker_is_confined(monkeypatch):
+    """It has no secret of the server's, no privileges to gain, and a filter of system calls."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with running() as workers:
+        decode(workers, SMALL)
+        process = pathlib.Path(f"/proc/{workers.pids[0]}")
+        status = dict(line.split(":\t") for line in (process / "status").read_text().splitlines())
+        assert status["NoNewPrivs"] == "1"
+        assert status["Seccomp"] == "2"
+        assert b"secret" not in (process / "environ").read_bytes()
+        files = {os.readlink(link).split(":")[0] for link in (process / "fd").iterdir()}
+        assert files <= {"/dev/null", "pipe", "socket", "/memfd", f"/proc/{process.name}/statm"}
+
+
+def test_what_a_library_writes_is_logged(monkeypatch):
+    """Warnings of a decoder reach standard error through the log alone, as fields."""
+    frames = png(8, 8, extra=png_chunk(b"acTL", bytes(8)))
+    with running() as workers, structlog.testing.capture_logs() as events:
+        assert decode(workers, frames).shape == (8, 8, 3)
+    (event,) = [each for each in events if each["event"] == "image_decoder_stderr"]
+    assert "APNG" in event["text"]
 
 
 @pytest.mark.usefixtures("child_python_path")

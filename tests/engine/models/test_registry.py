@@ -16,7 +16,7 @@ from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.registry import may_have_chat_template, resolve
+from legato_engine.models.registry import may_have_chat_template, resolve, tokenizer_path
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -173,3 +173,15 @@ def test_moondream2_has_the_published_tensors():
         "region.size_decoder.fc2.weight": (2048, 8192),
     }
     assert {name: tuple(state[name].shape) for name in shapes} == shapes
+
+
+def test_the_tokenizer_that_will_be_read_is_known_ahead(tmp_path):
+    """Whatever names it; the shipped one and that in a GGUF need no check of a file."""
+    given, here = tmp_path / "given.json", tmp_path / "tokenizer.json"
+    assert tokenizer_path("llama", str(tmp_path), str(given)) == given
+    assert tokenizer_path("llama", str(tmp_path), "") == here
+    assert tokenizer_path("smollm2-135m", "", "", str(tmp_path)) == (
+        tmp_path / "smollm2-135m" / "tokenizer.json"
+    )
+    assert tokenizer_path("legato-tiny", "", "") is None
+    assert tokenizer_path("llama", str(tmp_path / "model.gguf"), "") is None

@@ -12,9 +12,15 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels.cpu.library import library
 from legato_engine.models.bundle import ModelSource
 from legato_engine.models.checkpoint import Progress
+from legato_engine.models.checkpoint_files import require_layers
 from legato_engine.models.decoder import weights
 from legato_engine.models.decoder.chat import ChatTemplate, Plain
-from legato_engine.models.decoder.config import DecoderConfig, HubConfig, read_config
+from legato_engine.models.decoder.config import (
+    DecoderConfig,
+    HubConfig,
+    check_sizes,
+    read_config,
+)
 from legato_engine.models.decoder.frontend import TextFrontend, TextSetup
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.decoder.network import DecoderNetwork
@@ -24,6 +30,7 @@ from legato_engine.models.gguf.config import hub_config, with_factors
 from legato_engine.models.gguf.reader import is_gguf, read_gguf
 from legato_engine.models.gguf.settings import gguf_settings
 from legato_engine.models.gguf.tokenizer import gguf_tokenizer
+from legato_engine.models.untrusted import refusing
 
 DEFAULT_CONTEXT = 8192
 """The default context of models that have a longer one."""
@@ -72,6 +79,8 @@ class DecoderBundle:
         if kv_dtype == "fp8":
             problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
             raise InvalidField(problem, field="kv_dtype")
+        if self.weights is not None:
+            require_layers(self.config.num_layers, self.weights)
         with torch.device("meta"):
             network = self.network(self.config).to(dtype)
         if self.weights is None:
@@ -103,7 +112,7 @@ def find(source: ModelSource, family: Family) -> DecoderBundle:
         return _find_gguf(source, family)
     folder = Path(source.weights)
     hub = read_config(folder, family.configs)
-    config = _limited(family.configs[hub.model_type](hub), source.max_context)
+    config = _limited(_config(hub, family, "config.json"), source.max_context)
     path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
     tokenizer = TextTokenizer.read(path)
     settings = read_settings(folder, tokenizer, hub.eos_token_id)
@@ -113,7 +122,8 @@ def find(source: ModelSource, family: Family) -> DecoderBundle:
 def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
     file = read_gguf(Path(source.weights))
     hub = hub_config(file, family.configs)
-    config = with_factors(_limited(family.configs[hub.model_type](hub), source.max_context), file)
+    sizes = _config(hub, family, file.path.name)
+    config = with_factors(_limited(sizes, source.max_context), file)
     tokenizer = (
         TextTokenizer.read(Path(source.tokenizer))
         if source.tokenizer
@@ -121,6 +131,12 @@ def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
     )
     frontend = _frontend(source.name, gguf_settings(file), tokenizer, config)
     return _bundle(source, family, config, frontend)
+
+
+def _config(hub: HubConfig, family: Family, source: str) -> DecoderConfig:
+    check_sizes(hub, source)
+    with refusing(source, "weights"):
+        return family.configs[hub.model_type](hub)
 
 
 def _bundle(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,17 @@ HubConfig = Any
 """A configuration of transformers; its fields differ by family."""
 
 _FULL = "full_attention"
+_MAX_SIZES = {
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**28,
+}
+"""Sizes of a configuration, which are at least 1 and at most so large."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,17 @@ def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
         raise InvalidField(f"config.json: {error}", field="weights") from None
 
 
+def check_sizes(config: HubConfig, source: str) -> None:
+    """Refuse sizes that no model has, before anything is computed from them."""
+    for name, largest in _MAX_SIZES.items():
+        value = getattr(config, name, None)
+        if name == "head_dim" and value is None:
+            continue  # it follows from others
+        if type(value) is not int or not 1 <= value <= largest:
+            problem = f"{source}: {name} is {value!r}, not a whole number from 1 to {largest}"
+            raise InvalidField(problem, field="weights")
+
+
 def decoder_config(
     config: HubConfig, *, norm_eps: float, heads: HeadPlan, partial: float = 1.0
 ) -> DecoderConfig:
@@ -59,6 +82,9 @@ def decoder_config(
     if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
         raise _refusal(f"layer_types has {sorted(other)}; only {_FULL!r} is implemented")
     rope: Mapping[str, Any] = config.rope_parameters
+    for name, value in {"rope_theta": rope["rope_theta"], "norm_eps": norm_eps}.items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise _refusal(f"{name} is {value!r}, not a positive number")
     rotary_dim = int(heads.head_dim * partial)
     if heads.num_heads % heads.num_kv_heads:
         raise _refusal("num_key_value_heads does not divide num_attention_heads")
@@ -108,14 +134,20 @@ def partial_rotary(config: HubConfig) -> float:
 
 
 def _scaling(rope: Mapping[str, Any]) -> Scaling | None:
+    def factor(name: str) -> float:
+        value = rope.get(name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise _refusal(f"{name} of the rope is {value!r}, not a positive number")
+        return value
+
     kinds: dict[str, Callable[[], Scaling | None]] = {
         "default": lambda: None,
-        "linear": lambda: LinearScaling(rope["factor"]),
+        "linear": lambda: LinearScaling(factor("factor")),
         "llama3": lambda: Llama3Scaling(
-            factor=rope["factor"],
-            low=rope["low_freq_factor"],
-            high=rope["high_freq_factor"],
-            first_context=rope["original_max_position_embeddings"],
+            factor=factor("factor"),
+            low=factor("low_freq_factor"),
+            high=factor("high_freq_factor"),
+            first_context=int(factor("original_max_position_embeddings")),
         ),
     }
     kind = rope["rope_type"]
@@ -130,7 +162,7 @@ def _model_type(folder: Path) -> object:
     except OSError as error:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _refusal("it is not JSON") from None
     return fields.get("model_type") if isinstance(fields, dict) else None
 

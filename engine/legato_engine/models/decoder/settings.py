@@ -12,6 +12,7 @@ import msgspec
 from legato_engine.errors import InvalidField
 from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.untrusted import refusing
 
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -43,7 +44,7 @@ def read_settings(
     eos = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
     if (own := tokenizer.token_id(specials.get("eos_token", ""))) is not None:
         eos.add(own)
-    if not all(isinstance(token_id, int) for token_id in eos):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in eos):
         raise InvalidField(f"{_GENERATION}: eos_token_id is {ids!r}", field="weights")
     return ModelSettings(frozenset(eos), _sampling(generation), _template(folder, texts), specials)
 
@@ -61,10 +62,12 @@ def _sampling(generation: dict[str, Any]) -> SamplingDefaults:
 def _template(folder: Path, texts: dict[str, Any]) -> str | None:
     """Prefer the template's own file; of several in tokenizer_config.json, `default`."""
     if (folder / _TEMPLATE).is_file():
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+        with refusing(_TEMPLATE, "weights"):
+            return (folder / _TEMPLATE).read_text(encoding="utf-8")
     template = texts.get("chat_template")
     if isinstance(template, list):
-        named = {each.get("name"): each.get("template") for each in template}
+        with refusing(f"chat_template of {_TOKENIZER}", "weights"):
+            named = {each.get("name"): each.get("template") for each in template}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise InvalidField(f"{_TOKENIZER}: chat_template is no text", field="weights")
@@ -81,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidField(f"{path.name} cannot be read: {error}", field="weights") from None
     if not isinstance(content, dict):
         raise InvalidField(f"{path.name} is no JSON object", field="weights")

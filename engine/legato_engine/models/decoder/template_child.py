@@ -1,11 +1,10 @@
 """The process that renders chat templates, run as a file by `template_process`.
 
-It forks a worker that renders, and another one when that is killed by a limit. The worker can open
-no file, start no process and take little memory, because a template is a program from a stranger:
+It forks a worker that renders, and another one when that is killed by a limit. The worker is
+confined (`sandbox`) and may take little memory, because a template is an untrusted program:
 jinja's sandbox keeps it from Python's internals, but bounds neither its time nor its memory.
 
-A message is its size in 4 bytes, big-endian, and JSON. This file imports nothing of Legato's: it
-starts without its packages.
+A message is its size in 4 bytes, big-endian, and JSON.
 """
 
 import gc
@@ -18,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from legato_engine import sandbox
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 256 << 20
@@ -76,6 +77,8 @@ def main() -> None:
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             reason = f"it takes more than {CPU_SECONDS:g} s of processor time"
             send(1, {"refused": reason if killed else "it ends the process that renders it"})
+        elif os.WIFEXITED(status):
+            sys.exit(1)  # it cannot begin, and neither could the next one
 
 
 def _warm_up(render: Render) -> None:
@@ -87,17 +90,11 @@ def _warm_up(render: Render) -> None:
 
 def _limit() -> None:
     size = int(_first_word("/proc/self/statm")) * resource.getpagesize()
-    limits = {
-        resource.RLIMIT_AS: size + MEMORY_BYTES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: 3,
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (bound, bound))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = size + MEMORY_BYTES
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    sandbox.confine(max_files=3)
 
 
 def _first_word(path: str) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
+from legato_engine import sandbox
 from legato_engine.errors import InternalError
 
 _CHILD = Path(__file__).with_name("template_child.py")
 _START_SECONDS = 120.0  # to load the libraries
 _REPLY_SECONDS = 10.0  # for the child, whose own limit is of processor time
-_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
 
 Message = dict[str, str]
 
@@ -92,8 +92,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-                | {"HF_HUB_OFFLINE": "1"},
+                env=sandbox.environment(HF_HUB_OFFLINE="1"),
                 start_new_session=True,  # an interrupt of the terminal is for the server
             )
         return self._child

@@ -12,6 +12,7 @@ import tokenizers
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.byte_level import byte_of_letter
+from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
 
 _SPACE = "\u2581"  # a space in vocabularies with byte fallback
 _NO_BYTE = "\ue000"  # beyond Latin-1, whose 256 characters stand for the bytes
@@ -34,8 +35,15 @@ class TextTokenizer:
 
     @classmethod
     def read(cls, path: Path) -> TextTokenizer:
-        """Read a tokenizer.json."""
-        return cls(_parse(_read(path), path))
+        """Read a tokenizer.json, after a confined process has tried it.
+
+        Raises:
+            InvalidField: the file is missing, or no tokenizer that can be used.
+        """
+        content = _read(path)
+        check_tokenizer(path)
+        with refusing(str(path), "tokenizer"):
+            return cls(tokenizers.Tokenizer.from_str(content))
 
     @property
     def num_ids(self) -> int:
@@ -43,11 +51,13 @@ class TextTokenizer:
 
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
         """Recognise no special tokens; `opened`: add the tokenizer's BOS, if it has one."""
-        return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
+        with encoding():
+            return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
 
     def encode_marked(self, text: str) -> tuple[int, ...]:
         """Recognise special tokens, and add none."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with encoding():
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:
         """Whether `encode_marked` would find a special token."""
@@ -70,14 +80,6 @@ def _read(path: Path) -> str:
         raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
 
 
-def _parse(content: str, path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more special
-        problem = f"a tokenizer: {error}" if _is_json(content) else "JSON"
-        raise InvalidField(f"{path} is not {problem}", field="tokenizer") from None
-
-
 def _sharing(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Make another one of the same parts, whose parsing would take time and memory again."""
     other = tokenizers.Tokenizer(tokenizer.model)
@@ -86,14 +88,6 @@ def _sharing(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
             setattr(other, part, shared)
     other.add_tokens([token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())])
     return other
-
-
-def _is_json(content: str) -> bool:
-    try:
-        json.loads(content)
-    except ValueError:
-        return False
-    return True
 
 
 def _decoders(tokenizer: tokenizers.Tokenizer) -> set[str]:

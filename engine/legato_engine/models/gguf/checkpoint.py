@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from legato_engine.models.gguf.reader import GgufFile, read_gguf
+from legato_engine.models.untrusted import refusing
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -53,7 +54,8 @@ def fill(path: Path, name: str, target: torch.Tensor) -> None:
     takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
     direct = takes_numbers and target.is_contiguous()
     out = target if direct else torch.empty(target.shape)
-    _read(file, stored, out.numpy())
+    with refusing(f"{stored} in {path.name}", "weights"):
+        _read(file, stored, out.numpy())
     if not direct:
         target.copy_(out.to(target.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
+from legato_engine.models.untrusted import refusing
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -99,36 +101,35 @@ def read_gguf(path: Path) -> GgufFile:
             or a tensor has a type that is not read.
     """
     try:
-        reader = _reader_class()(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        reader_class = _reader_class()
     except ModuleNotFoundError:
         raise InvalidField(_INSTALL, field="weights") from None
-    except OSError as error:
-        problem = f"{path} cannot be read: {error.strerror or error}"
-        raise InvalidField(problem, field="weights") from None
-    except Exception as error:  # noqa: BLE001 - the library's errors on a damaged file are of any type
-        raise InvalidField(f"{path.name} is no whole GGUF file: {error}", field="weights") from None
-    if int(metadata.get("split.count", 1)) > 1:
-        problem = (
-            f"{path.name} is one of {metadata['split.count']} files: merge them with gguf-split"
-        )
-        raise InvalidField(problem, field="weights")
-    if unread := sorted({t.tensor_type.name for t in reader.tensors} - {*TYPES}):
-        raise InvalidField(
-            f"{path.name} has tensors of the types {', '.join(unread)}; implemented are "
-            f"{', '.join(TYPES)}",
-            field="weights",
-        )
-    tensors = {
-        tensor.name: StoredTensor(
-            tensor.tensor_type,
-            tuple(int(size) for size in reversed(tensor.shape)),
-            int(tensor.data_offset),
-            int(tensor.n_bytes),
-        )
-        for tensor in reader.tensors
-    }
+    with refusing(path.name if path.is_file() else str(path), "weights"):
+        reader = reader_class(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        num_parts = metadata.get("split.count", 1)
+        if num_parts != 1:
+            problem = f"{path.name} is one of {num_parts} files: merge them with gguf-split"
+            raise InvalidField(problem, field="weights")
+        if unread := sorted({t.tensor_type.name for t in reader.tensors} - {*TYPES}):
+            raise InvalidField(
+                f"{path.name} has tensors of the types {', '.join(unread)}; implemented are "
+                f"{', '.join(TYPES)}",
+                field="weights",
+            )
+        tensors = {tensor.name: _stored(tensor) for tensor in reader.tensors}
     return GgufFile(path, metadata, tensors)
+
+
+def _stored(tensor: Any) -> StoredTensor:
+    """Check that a tensor's shape is that of its bytes: the library's product may wrap around."""
+    import gguf
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    if math.prod(shape) * num_bytes != int(tensor.n_bytes) * size:
+        raise ValueError(f"{tensor.name} has the shape {shape} and {tensor.n_bytes} bytes")
+    return StoredTensor(tensor.tensor_type, shape, int(tensor.data_offset), int(tensor.n_bytes))
 
 
 def _reader_class() -> Any:

@@ -11,9 +11,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.gguf.reader import GgufFile
+from legato_engine.models.untrusted import refusing
 
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # token types
 _SPACE = "\u2581"
+_MAX_TOKEN = 1024  # characters
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|\p{{N}}{{1,3}}{_REST}"
@@ -26,8 +28,13 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     """Make the one that has the same tokens for every text as the model's tokenizer.json.
 
     Raises:
-        InvalidField: the tokenizer is of another kind, or incomplete.
+        InvalidField: the tokenizer is of another kind, incomplete or damaged.
     """
+    with refusing(f"the tokenizer of {file.path.name}", "tokenizer"):
+        return _tokenizer(file)
+
+
+def _tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     tokenizer = _byte_level(file) if _get(file, "model") == "gpt2" else _byte_fallback(file)
     tokens = _tokens(file)
     for kind, special in ((_CONTROL, True), (_USER, False)):
@@ -37,7 +44,7 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
             if of == kind
         ]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
-    bos = _get(file, "bos_token_id")
+    bos = _id(file, "bos")
     if bos is not None and _adds_bos(file):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
@@ -49,13 +56,13 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     """Texts of special tokens by the names that chat templates use."""
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     tokens = _tokens(file)
-    ids = {name: _get(file, f"{key}_token_id") for name, key in keys.items()}
+    ids = {name: _id(file, key) for name, key in keys.items()}
     return {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None}
 
 
 def end_tokens(file: GgufFile) -> frozenset[int]:
     """Ids that end an answer: of a sequence, of a turn, of a message."""
-    ids = (_get(file, f"{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = (_id(file, name) for name in ("eos", "eot", "eom"))
     return frozenset(at for at in ids if at is not None)
 
 
@@ -100,7 +107,7 @@ def _byte_fallback(file: GgufFile) -> tokenizers.Tokenizer:
     tokens, scores = _tokens(file), _required(file, "scores")
     normal = [kind == _NORMAL for kind in _kinds(file)]  # no text makes a special token
     scored = zip(tokens, scores, strict=True)
-    unknown = _get(file, "unknown_token_id")
+    unknown = _id(file, "unknown")
     model = models.BPE(
         _vocabulary(file),
         _merges(dict(itertools.compress(scored, normal))),
@@ -153,7 +160,22 @@ def _adds_space(file: GgufFile) -> bool:
 
 def _tokens(file: GgufFile) -> list[str]:
     tokens: list[str] = _required(file, "tokens")
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN:  # every way to cut a token in two is tried
+        problem = f"{file.path.name} has a token of {longest} characters, more than {_MAX_TOKEN}"
+        raise InvalidField(problem, field="tokenizer")
     return tokens
+
+
+def _id(file: GgufFile, name: str) -> int | None:
+    """The id of a special token, which is one of the vocabulary."""
+    found = _get(file, f"{name}_token_id")
+    if found is None:
+        return None
+    if type(found) is not int or not 0 <= found < len(_tokens(file)):
+        problem = f"{file.path.name}: tokenizer.ggml.{name}_token_id is {found!r}, no token's id"
+        raise InvalidField(problem, field="tokenizer")
+    return found
 
 
 def _required(file: GgufFile, key: str) -> Any:

@@ -1,17 +1,15 @@
 """Adapter files to the weights of text MLPs and experts; every tensor must be used.
 
-Files are safetensors, or published fine-tunes (torch dicts with a `lora_state_dict`);
-docs/adapters.md has names and shapes.
+Files are safetensors, or published fine-tunes (torch dicts with a `lora_state_dict`), which a
+confined process turns into safetensors; docs/adapters.md has names and shapes.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import pickle
 import re
 from collections.abc import Callable, Mapping
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
@@ -19,12 +17,14 @@ from safetensors import torch as safetensors
 from legato_engine.errors import AdapterUnusable
 from legato_engine.layers.lora import AdapterWeights, BankSizes, ExpertBankSizes, MlpWeights
 from legato_engine.models.moondream.config import MoondreamConfig, TextConfig
+from legato_engine.models.untrusted import Refused, tensors_of_pickle
 
 _PARTS = ("fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
 _PUBLISHED = dict(zip(("up_a", "up_b", "down_a", "down_b"), _PARTS, strict=True))
 _OWN_NAME = re.compile(r"text\.blocks\.(\d{1,4})\.mlp\.(fc[12]\.lora_[ab])")
 _PUBLISHED_NAME = re.compile(r"(?:.*\.)?(dense|moe)\.(\d{1,4})\.(up_a|up_b|down_a|down_b)")
 _ZIP = b"PK"
+_MAX_HEADER = 1024 * 1024  # bytes of a safetensors file before its values
 
 _Key = tuple[int, str]  # layer, and one of `_PARTS`
 
@@ -58,13 +58,27 @@ def parse_adapter(
     return _stacked(tensors, sizes, rank, dtype)
 
 
+class _Header(msgspec.Struct, frozen=True):
+    """What is read here of a safetensors file's header."""
+
+    metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
+
+
 def _read_own(data: bytes, model: str) -> Mapping[str, torch.Tensor]:
+    length = int.from_bytes(data[:8], "little")
+    if length > _MAX_HEADER:
+        raise AdapterUnusable(
+            f"neither safetensors nor a torch checkpoint: a header of {length} bytes; at most "
+            f"{_MAX_HEADER} are read",
+            limit=_MAX_HEADER,
+            actual=length,
+        )
     try:
         tensors = safetensors.load(data)
-        length = int.from_bytes(data[:8], "little")
-        named = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("model", model)
-    except (SafetensorError, ValueError) as error:
+        header = msgspec.json.decode(data[8 : 8 + length], type=_Header)
+    except (SafetensorError, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise AdapterUnusable(f"neither safetensors nor a torch checkpoint: {error}") from None
+    named = (header.metadata or {}).get("model", model)
     if named != model:
         raise AdapterUnusable(f"it is for the model {named}, not {model}")
     return tensors
@@ -72,21 +86,9 @@ def _read_own(data: bytes, model: str) -> Mapping[str, torch.Tensor]:
 
 def _read_published(data: bytes) -> Mapping[str, torch.Tensor]:
     try:
-        # Without `weights_only` a file could run code.
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, KeyError) as error:
-        raise AdapterUnusable(f"the torch checkpoint cannot be read: {_line(error)}") from None
-    found = content.get("lora_state_dict") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
-        raise AdapterUnusable("the torch checkpoint has no lora_state_dict")
-    for name, tensor in found.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise AdapterUnusable(f"{name}: lora_state_dict holds named tensors only")
-    return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        return safetensors.load(tensors_of_pickle(data, "lora_state_dict"))
+    except Refused as error:
+        raise AdapterUnusable(f"the torch checkpoint {error}") from None
 
 
 def _by_key(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +13,10 @@ from legato_engine.models.budget import SamplingDefaults
 
 ARCHITECTURE = "moondream2"
 ARCHITECTURE_3 = "moondream3"
+
+_LARGEST = 2**24  # of any size, far above that of a model
+Size = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 
 
 class Gelu(enum.StrEnum):
@@ -23,15 +29,15 @@ class Gelu(enum.StrEnum):
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The vision encoder and its crops; `max_crops` up to 1: no tiles."""
 
-    dim: int
-    ff_dim: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    crop_size: int
-    max_crops: int
-    overlap_margin: int
-    proj_inner_dim: int
+    dim: Size
+    ff_dim: Size
+    num_layers: Size
+    num_heads: Size
+    patch_size: Size
+    crop_size: Size
+    max_crops: Index
+    overlap_margin: Index
+    proj_inner_dim: Size
 
     @property
     def grid(self) -> int:
@@ -58,23 +64,23 @@ class TauConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts instead of MLPs from `first_layer` on, `num_active` per token."""
 
-    first_layer: int
-    num_experts: int
-    num_active: int
-    inner_dim: int
+    first_layer: Index
+    num_experts: Size
+    num_active: Size
+    inner_dim: Size
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decoder; `tau` None: no gains; `moe` None: MLPs only."""
 
-    dim: int
-    ff_dim: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    max_context: int
-    rope_theta: float
-    rotary_dim: int
+    dim: Size
+    ff_dim: Size
+    num_layers: Size
+    num_heads: Size
+    vocab_size: Size
+    max_context: Size
+    rope_theta: Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+    rotary_dim: Size
     tau: TauConfig | None = None
     moe: MoEConfig | None = None
 
@@ -90,11 +96,11 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `coord_reaches_one`, b / (B - 1).
     """
 
-    coord_features: int
-    size_features: int
-    coord_bins: int
-    size_bins: int
-    inner_dim: int | None
+    coord_features: Size
+    size_features: Size
+    coord_bins: Size
+    size_bins: Size
+    inner_dim: Size | None
     coord_reaches_one: bool = False
 
     @property
@@ -105,8 +111,8 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Refinement of outlines by vision block `early_block` and the last, `iterations` times."""
 
-    early_block: int
-    iterations: int = 5
+    early_block: Index
+    iterations: Index = 5
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +219,7 @@ def parse_config(data: bytes) -> MoondreamConfig:
     """
     try:
         config = msgspec.json.decode(data, type=MoondreamConfig)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidField(f"config.json: {error}", field="weights") from None
     if problem := _problem(config):
         raise InvalidField(f"config.json: {problem}", field="weights")
@@ -237,6 +243,9 @@ def _problem(config: MoondreamConfig) -> str | None:
         return "early_block of refiner is no block of the vision encoder"
     if config.prefix_length >= text.max_context:
         return "an image does not fit max_context"
+    named = msgspec.to_builtins((config.tokens, config.templates, config.suppression))
+    if wrong := [each for each in _ids(named) if not 0 <= each < text.vocab_size]:
+        return f"{wrong[0]} is no id of a vocabulary of {text.vocab_size} tokens"
     return _problem_of_experts(text)
 
 
@@ -249,3 +258,12 @@ def _problem_of_experts(text: TextConfig) -> str | None:
     if not 1 <= moe.num_active <= moe.num_experts:
         return "num_active is not between 1 and num_experts"
     return None
+
+
+def _ids(value: object) -> Iterator[int]:
+    """Yield the token ids in nested settings."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _ids(each)

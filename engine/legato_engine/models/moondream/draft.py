@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from legato_engine.errors import InvalidField
@@ -26,6 +26,7 @@ from legato_engine.kernels.parameters import Affine
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.untrusted import refusing
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
 _INNER = "fc1.weight"  # [F, D]
@@ -156,12 +157,9 @@ def _affine(layer: nn.Linear | nn.LayerNorm) -> Affine:
 
 
 def _read(path: Path) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise _unusable(path, f"cannot be read: {error}") from None
+    with refusing(str(path), "draft"), safe_open(path, framework="pt") as file:
+        names: list[str] = list(file.keys())
+        return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
 
 
 def _unusable(path: Path, problem: str) -> InvalidField:

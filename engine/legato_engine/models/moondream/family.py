@@ -113,8 +113,9 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
     except OSError as error:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None
-    tokenizer = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
-    bundle = _bundle(source, config, BytePairTokenizer(tokenizer), folder)
+    path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
+    tokenizer = BytePairTokenizer(path, is_shipped=not (source.tokenizer or source.weights))
+    bundle = _bundle(source, config, tokenizer, folder)
     adapters, draft = folder / "adapters", folder / "draft.safetensors"
     return dataclasses.replace(
         bundle,

@@ -10,6 +10,7 @@ import tokenizers
 
 from legato_engine.errors import InternalError, InvalidField
 from legato_engine.models.byte_level import byte_of_letter
+from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
 
 NUM_SPECIAL = 21
 """Ids below this are special in every Moondream vocabulary."""
@@ -28,16 +29,16 @@ class Tokenizer(Protocol):
 class BytePairTokenizer:
     """A byte-level tokenizer.json."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_shipped: bool = False) -> None:
+        """Read a file, which is tried in a confined process first unless it `is_shipped`."""
         data = _read(path)
-        try:
+        if not is_shipped:
+            check_tokenizer(path)
+        with refusing(f"{path} is not a byte-level tokenizer and", "tokenizer"):
             for token in data.get("added_tokens") or ():
                 token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
             self._pieces = _pieces(self._tokenizer)
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more special
-            problem = f"{path} is not a byte-level tokenizer: {error!r}"
-            raise InvalidField(problem, field="tokenizer") from None
         self._tokenizer.encode_special_tokens = True  # ignores special tokens in text
 
     @property
@@ -45,7 +46,8 @@ class BytePairTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> tuple[int, ...]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with encoding():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if any(token_id < NUM_SPECIAL for token_id in ids):
             raise InternalError("the tokenizer made a special id out of text")
         return tuple(ids)
@@ -72,7 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
         data: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
     if not isinstance(data, dict) or not _is_byte_level(data.get("decoder")):
         raise InvalidField(f"{path} is not a byte-level tokenizer", field="tokenizer")

@@ -11,7 +11,7 @@ import torch
 
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint_files import Header, headers
+from legato_engine.models.checkpoint_files import Header, headers, require_layers
 from legato_engine.models.moondream import layouts
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
@@ -34,8 +34,9 @@ def load_weights(
     Raises:
         InvalidField: as `checkpoint.load`, or scales are missing or invalid.
     """
-    network = _empty(config, dtype)
     stored = headers(path)
+    require_layers(config.text.num_layers + config.vision.num_layers, path)
+    network = _empty(config, dtype)
     if layouts.has_fp8_experts(stored):
         network.text.use_fp8_experts()
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, kv_dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
 import sys
 import time
+import zoneinfo
 
 import pytest
 from legato_engine.errors import InvalidField
@@ -86,6 +88,20 @@ def check_refused(process, template, match="."):
 def test_python_is_out_of_reach(process, name):
     """The sandbox refuses what leads to Python's internals, to files or to the messages."""
     check_refused(process, ESCAPES[name])
+
+
+def test_templates_know_the_time(monkeypatch):
+    """The worker can read no file of time zones, and again and again has the local time."""
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    zone = zoneinfo.ZoneInfo("Asia/Kathmandu")
+    made = TemplateProcess()
+    try:
+        for _ in range(3):
+            before = f"{datetime.datetime.now(zone):%d %H:%M}"
+            said = made.render("{{ strftime_now('%d %H:%M') }}", {}, HELLO)
+            assert said in (before, f"{datetime.datetime.now(zone):%d %H:%M}")
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("name", SLOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import gguf
 import numpy as np
@@ -49,6 +50,48 @@ def write(path, model, *, tokenizer=None, kind="F32", factors=None, fields=None,
         plain = of in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
         data = values if of.name == "F32" else gguf.quantize(values, of)
         writer.add_tensor(gguf_name(name), data, raw_dtype=None if plain else of)
+    finish(writer)
+
+
+def write_small(path, fields=None, add=None):
+    """Write a Llama of one layer; `fields` replace fields by their full names."""
+    vocabulary, width = 384, 32
+    shapes = {
+        "token_embd": (vocabulary, width),
+        "output_norm": (width,),
+        "blk.0.attn_norm": (width,),
+        "blk.0.attn_q": (width, width),
+        "blk.0.attn_k": (width, width),
+        "blk.0.attn_v": (width, width),
+        "blk.0.attn_output": (width, width),
+        "blk.0.ffn_norm": (width,),
+        "blk.0.ffn_gate": (64, width),
+        "blk.0.ffn_up": (64, width),
+        "blk.0.ffn_down": (width, 64),
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if add is None:
+        add_tokenizer(writer, hub_folder.byte_level_tokenizer())
+    else:
+        add(writer)
+    adders: dict[type, Any] = {
+        str: writer.add_string,
+        float: writer.add_float32,
+        int: writer.add_uint32,
+        list: writer.add_array,
+    }
+    for name, value in (fields or {}).items():
+        writer.kv_data[0].pop(name, None)
+        adders[type(value)](name, value)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.full(shape, 0.01, np.float32))
     finish(writer)
 
 

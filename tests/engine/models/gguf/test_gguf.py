@@ -254,7 +254,7 @@ def test_a_huge_count_is_refused_at_once(path):
     data = bytearray(path.read_bytes())
     data[16:24] = (2**60).to_bytes(8, "little")  # fields of metadata
     path.write_bytes(data)
-    assert "no whole GGUF file" in refused(path)
+    assert "cannot be read: ValueError: it ends at byte" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_huge_array_is_refused_at_once(path, field, after):
     at = data.index(field) + len(field) + after  # the types of the field and its values, the count
     data[at : at + 8] = (2**60).to_bytes(8, "little")
     path.write_bytes(data)
-    assert "no whole GGUF file" in refused(path)
+    assert "cannot be read: ValueError: it ends at byte" in refused(path)
 
 
 def test_big_endian_numbers_are_refused(path):

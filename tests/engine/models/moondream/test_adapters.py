@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import resource
+import zipfile
+
 import msgspec
 import pytest
 import torch
@@ -238,6 +242,56 @@ def test_what_is_no_adapter_of_the_model_is_told(tiny_config, make, says):
     with pytest.raises(AdapterUnusable) as caught:
         parse(make(random_adapter(tiny_config.text, 4)), tiny_config)
     assert says in caught.value.message
+
+
+def zipped(*opcodes):
+    """A torch checkpoint of these opcodes."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + b"".join(opcodes) + b".")
+        archive.writestr("a/version", "3")
+    return data.getvalue()
+
+
+HUGE = b"cbuiltins\nbytearray\n(J\x00\x10\x5e\x5ftR"  # 1.6 GB of zeros
+CALL = b"cposix\nsystem\n(U\x04trueltR"
+EXPANDED = {"lora_state_dict": {"dense.0.up_a": torch.zeros(1).expand(1 << 33)}}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: zipped(HUGE), "takes more than 128 MiB"),
+        (lambda: torch_file(EXPANDED), "takes more than 128 MiB"),
+        (lambda: zipped(CALL), "cannot be read: UnpicklingError"),
+        (lambda: zipped(b"(" * 50_000 + b"t" * 50_000), "no lora_state_dict"),
+        (lambda: zipped(b"r\xff\xff\xff\xff"), "cannot be read"),
+    ],
+)
+def test_a_hostile_checkpoint_harms_no_engine(tiny_config, make, says):
+    """What it allocates or crashes is a process of its own, within limits."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(AdapterUnusable, match=says):
+        parse(make(), tiny_config)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b'{"__metadata__":null}', "no tensors"),
+        (b'{"__metadata__":{"model":7}}', "neither safetensors"),
+        (b'{"__metadata__":[]}', "neither safetensors"),
+        (b'{"a":' + b"[" * 9000 + b"]" * 9000 + b"}", "neither safetensors"),
+        (b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', "neither safetensors"),
+        (b"{}" + b" " * (1 << 20), "at most 1048576"),
+    ],
+)
+def test_an_odd_header_is_told(tiny_config, header, says):
+    """It is the file's fault, whatever its parsers raise."""
+    data = len(header).to_bytes(8, "little") + header
+    with pytest.raises(AdapterUnusable, match=says):
+        parse(data, tiny_config)
 
 
 MOE_A, MOE_B = (1, "fc1.lora_a"), (2, "fc2.lora_b")

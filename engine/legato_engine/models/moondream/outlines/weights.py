@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from legato_engine.errors import InvalidField
@@ -16,12 +14,12 @@ from legato_engine.models.checkpoint_files import Header
 from legato_engine.models.checkpoint_plan import plan
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.outlines.head import Head
+from legato_engine.models.untrusted import refusing
 
 _KEY = "head"  # of a pickled file's dict
 _PICKLED = (".pt", ".pth")
 _DIM, _NUM_MASKS = 256, 4  # of a file without mask tokens
 _DIM_STEP = 32
-_UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 
 def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
@@ -47,14 +45,11 @@ def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
     content: object
-    try:
+    with refusing(str(path), "refiner"):
         if path.suffix in _PICKLED:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         else:
             content = load_file(path)
-    except _UNREADABLE as error:
-        reason = str(error).partition("\n")[0]
-        raise _unusable(path, f"cannot be read: {reason}") from None
     if isinstance(content, dict) and isinstance(content.get(_KEY), dict):
         content = content[_KEY]
     if not isinstance(content, dict) or not all(
