@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from legato_engine.errors import InvalidRequest
 
 from legato_service.errors import MethodUnknown
+from legato_service.rpc import limits
 from legato_service.rpc.call import CURRENT
 from legato_service.rpc.context import Context
 
@@ -25,15 +26,19 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def reader(handler: Handler) -> Callable[[Any], Any]:
-    """Returns what parses a message, or each of a stream, before the handler has it.
+    """Returns what checks and parses a message, or each of a stream, before the handler has it.
 
     With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
     """
-    parse = handler.request_deserializer
+    parse: Any = handler.request_deserializer  # `FromString` of a message's class
+    if parse is None:
+        return lambda received: received
+    check = limits.kind_of(parse.__self__.DESCRIPTOR).check
 
     def message(data: bytes) -> Any:
+        check(data)
         try:
-            return parse(data) if parse else data
+            return parse(data)
         except DecodeError:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
