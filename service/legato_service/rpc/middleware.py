@@ -23,6 +23,7 @@ from legato_engine.errors import (
 )
 
 from legato_service.access.control import AccessControl
+from legato_service.access.credentials import Peer
 from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
 from legato_service.errors import Failure, failure
 from legato_service.rpc import metadata
@@ -38,6 +39,14 @@ log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
 _NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
+
+
+class _CertificateNeeded(Exception):
+    """A call without a token is let in by its connection's certificate."""
+
+
+def _no_certificate() -> NoReturn:
+    raise _CertificateNeeded
 
 
 class RpcMiddleware(grpc.GenericRpcHandler):
@@ -67,7 +76,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._starts, self._on_done = call_log.starts, call_log.on_done
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
-        self._gated: dict[str, Handler] = {}  # the same behind the gate, for unary requests
+        self._unread: dict[str, Handler] = {}  # the same, which decide before they read a request
 
     @property
     def as_server(self) -> grpc.aio.Server:
@@ -96,16 +105,33 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         CURRENT.set(call)
         if self._starts is not None:
             self._starts[method] += 1
-        if not method.startswith(_INFERENCE):
-            return wrapped
-        if (gate := self._gate) is not None:
+        is_inference = method.startswith(_INFERENCE)
+        if is_inference and (gate := self._gate) is not None:
             task = asyncio.current_task()
             assert task is not None, "gRPC runs each call in a task"
             call.place = gate.enter(task)
             if gate.is_crowded:
-                return self._gated[method]
-        self._expect()
+                return self._unread[method]
+        if self._access is not None and not self._is_let_in(call):
+            return self._unread.get(method, wrapped)
+        if is_inference:
+            self._expect()
         return wrapped
+
+    def _is_let_in(self, call: Call) -> bool:
+        """Return whether the call may be read: its credential is in its metadata and allows it.
+
+        Otherwise it is decided with the call's context, which knows the client's certificate and
+        takes the refusal.
+        """
+        try:
+            self._enter(call, _no_certificate)
+        except _CertificateNeeded:
+            return False
+        except LegatoError as error:
+            call.refusal = error.with_traceback(None)  # its frames refer to the call
+            return False
+        return True
 
     def _found(self, details: grpc.HandlerCallDetails) -> Handler | None:
         found = (each.service(details) for each in self._added)
@@ -114,8 +140,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return None
         method = details.method
         wrapped = self._wrapped[method] = self._wrap(handler)
-        if self._gate is not None and method.startswith(_INFERENCE):
-            self._gated[method] = self._wrap_gate(wrapped, self._gate)
+        gate = self._gate if method.startswith(_INFERENCE) else None
+        if not handler.request_streaming and (gate is not None or self._access is not None):
+            self._unread[method] = self._wrap_unread(wrapped, gate)
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
@@ -130,19 +157,19 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return grpc.stream_unary_rpc_method_handler(one, None, None)
         return grpc.unary_unary_rpc_method_handler(one, None, None)
 
-    def _wrap_gate(self, wrapped: Handler, gate: Gate) -> Handler:
+    def _wrap_unread(self, wrapped: Handler, gate: Gate | None) -> Handler:
         """Decide before the message is received; a handler of a stream reads it when it asks."""
         handle, streams = behaviour(wrapped), wrapped.response_streaming
-        assert not wrapped.request_streaming, "the gate reads one message"
 
-        async def at_gate(received: Any, context: Context) -> None:
+        async def unread(received: Any, context: Context) -> None:
             call = CURRENT.get()
             if self._is_refused(gate, call, context):
                 return
             message = await context.read()
             if message is grpc.aio.EOF:
                 return  # cancelled
-            self._expect()
+            if gate is not None:
+                self._expect()
             handling = handle(message, context)
             del message
             try:
@@ -154,9 +181,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 await context.write(answer)
 
         serialize = wrapped.response_serializer
-        return grpc.stream_stream_rpc_method_handler(at_gate, None, serialize)
+        return grpc.stream_stream_rpc_method_handler(unread, None, serialize)
 
-    def _is_refused(self, gate: Gate, call: Call, context: Context) -> bool:
+    def _is_refused(self, gate: Gate | None, call: Call, context: Context) -> bool:
         """Set the status of a refused call, which costs neither an exception nor a message."""
         try:
             self._identify(call, context)
@@ -165,7 +192,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             assert outcome is not None, "no cancellation"
             trailers = outcome.trailers()
         else:
-            if gate.admits(call.tenant, call.priority):
+            if gate is None or gate.admits(call.tenant, call.priority):
                 return False
             outcome, trailers = gate.refusal(call.request_id)
             self._call_log.record(call, outcome.code.name, outcome.reason)
@@ -178,19 +205,29 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         """Fill the call from credential and metadata; its tenant and priority are final then."""
         if call.is_identified:
             return
-        if self._access is not None:
-            self._enter(call, context)
+        if self._access is not None and not call.is_let_in:
+            self._enter(call, context.auth_context)
         metadata.read(call)
         call.is_identified = True
         if (place := call.place) is not None:
             place.take_name(call.tenant)
 
-    def _enter(self, call: Call, context: Context) -> None:
+    def _enter(self, call: Call, peer: Callable[[], Peer]) -> None:
         """Let the call in as its credential allows."""
         assert self._access is not None, "only called with access control"
-        metadata_given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
-        principal = self._access.authorize(call.method, metadata_given, context.auth_context)
-        call.metadata = metadata_given
+        if call.refusal is not None:
+            try:
+                raise call.refusal
+            finally:
+                call.refusal = None
+        given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
+        try:
+            principal = self._access.authorize(call.method, given, peer)
+        except _CertificateNeeded:
+            call.metadata = given
+            raise
+        call.metadata = given
+        call.is_let_in = True
         call.principal = principal
         # An operator names the tenant whose request is meant.
         if principal is not None and NEEDS.get(call.method) is not Need.ADMIN:
