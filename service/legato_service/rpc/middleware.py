@@ -20,6 +20,7 @@ from legato_engine.errors import (
     LegatoError,
     NumericError,
     Poisoned,
+    exhaustion,
 )
 
 from legato_service.access.control import AccessControl
@@ -317,6 +318,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             case Exception():
                 if isinstance(error, InternalError) and not isinstance(error, _NO_BUG_HERE):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
+                elif exhaustion(error) is not None:
+                    log.warning("resources_exhausted", request_id=call.request_id, error=str(error))
                 elif not isinstance(error, LegatoError):
                     log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
                 outcome = failure(error, call.request_id)
