@@ -7,6 +7,7 @@ closed in its own task. CancelledError is always re-raised, because gRPC leaks m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
@@ -31,7 +32,7 @@ from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.context import Context
-from legato_service.rpc.gate import Gate
+from legato_service.rpc.gate import Gate, Trailers
 from legato_service.rpc.handlers import UNKNOWN, Handler, behaviour, reader
 from legato_service.rpc.metadata import REQUEST_ID
 from legato_service.rpc.reusable_timeout import ReusableTimeout
@@ -39,6 +40,10 @@ from legato_service.rpc.reusable_timeout import ReusableTimeout
 log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_LATE = 1.0  # seconds, after which a message that has not arrived is not expected soon
+_MAX_RECEIVING = 32
+"""Unary calls whose messages gRPC may wait for. Nothing can end such a call before its message is
+there; those beyond read it themselves, with a time limit."""
 _NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
 
 
@@ -75,6 +80,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._starts, self._on_done = call_log.starts, call_log.on_done
+        self._receiving: dict[Call, asyncio.Task[Any]] = {}  # unary calls, in order
+        self._sweeping: asyncio.TimerHandle | None = None
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
         self._unread: dict[str, Handler] = {}  # the same, which decide before they read a request
@@ -106,10 +113,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         CURRENT.set(call)
         if self._starts is not None:
             self._starts[method] += 1
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
         is_inference = method.startswith(_INFERENCE)
         if is_inference and (gate := self._gate) is not None:
-            task = asyncio.current_task()
-            assert task is not None, "gRPC runs each call in a task"
             call.place = gate.enter(task)
             if gate.is_crowded:
                 return self._unread[method]
@@ -117,7 +124,37 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return self._unread.get(method, wrapped)
         if is_inference:
             self._expect()
+        if not wrapped.request_streaming:
+            if len(self._receiving) >= _MAX_RECEIVING:
+                return self._unread[method]
+            self._receive(call, task)
         return wrapped
+
+    def _receive(self, call: Call, task: asyncio.Task[Any]) -> None:
+        """Begin to wait for the message of a unary call."""
+        self._receiving[call] = task
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
+
+    def _received(self, call: Call) -> None:
+        self._receiving.pop(call, None)
+        if call.place is not None:
+            call.place.resume()
+
+    def _sweep(self) -> None:
+        """Let late messages keep nobody out."""
+        now = time.monotonic()
+        late = itertools.takewhile(
+            lambda each: now - each[0].started >= _LATE, self._receiving.items()
+        )
+        for call, task in list(late):
+            if task.done():  # the client has cancelled it
+                del self._receiving[call]
+            elif call.place is not None:
+                call.place.pause()
+        self._sweeping = None
+        if self._receiving:
+            self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
 
     def _is_let_in(self, call: Call) -> bool:
         """Return whether the call may be read: its credential is in its metadata and allows it.
@@ -142,7 +179,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         method = details.method
         wrapped = self._wrapped[method] = self._wrap(handler)
         gate = self._gate if method.startswith(_INFERENCE) else None
-        if not handler.request_streaming and (gate is not None or self._access is not None):
+        if not handler.request_streaming:
             self._unread[method] = self._wrap_unread(wrapped, gate)
         return wrapped
 
@@ -166,7 +203,20 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             call = CURRENT.get()
             if self._is_refused(gate, call, context):
                 return
-            message = await context.read()
+            task = asyncio.current_task()
+            assert task is not None, "gRPC runs each call in a task"
+            self._receive(call, task)
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    message = await context.read()
+            except TimeoutError:
+                del self._receiving[call]
+                late = ClientTooSlow(
+                    f"no message was sent for {self._stall_timeout:g} s",
+                    limit_ms=round(self._stall_timeout * 1000),
+                )
+                self._refuse(late, call, context)
+                return
             if message is grpc.aio.EOF:
                 return  # cancelled
             if gate is not None:
@@ -189,18 +239,19 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         try:
             self._identify(call, context)
         except Exception as error:  # noqa: BLE001 - as any failure of a call
-            outcome = self._failed(error, call, context)
-            assert outcome is not None, "no cancellation"
-            trailers = outcome.trailers()
-        else:
-            if gate is None or gate.admits(call.tenant, call.priority):
-                return False
-            outcome, trailers = gate.refusal(call.request_id)
-            self._call_log.record(call, outcome.code.name, outcome.reason)
-        context.set_code(outcome.code)
-        context.set_details(outcome.message)
-        context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
+            self._refuse(error, call, context)
+            return True
+        if gate is None or gate.admits(call.tenant, call.priority):
+            return False
+        outcome, trailers = gate.refusal(call.request_id)
+        self._call_log.record(call, outcome.code.name, outcome.reason)
+        _set_status(outcome, trailers, call, context)
         return True
+
+    def _refuse(self, error: Exception, call: Call, context: Context) -> None:
+        outcome = self._failed(error, call, context)
+        assert outcome is not None, "no cancellation"
+        _set_status(outcome, outcome.trailers(), call, context)
 
     def _identify(self, call: Call, context: Context) -> None:
         """Fill the call from credential and metadata; its tenant and priority are final then."""
@@ -242,9 +293,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
-                self._identify(call, context)
                 if not streams:
+                    self._received(call)
                     call.received = received
+                self._identify(call, context)
                 response = await inner(read(received), context)
                 if serialize is not None:
                     response = serialize(response)
@@ -266,6 +318,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
+                if not handler.request_streaming:
+                    self._received(call)
                 self._identify(call, context)
                 async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
@@ -326,6 +380,12 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 self._call_log.record(call, outcome.code.name, outcome.reason)
                 return outcome
         return None
+
+
+def _set_status(outcome: Failure, trailers: Trailers, call: Call, context: Context) -> None:
+    context.set_code(outcome.code)
+    context.set_details(outcome.message)
+    context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
 
 
 def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any, NoReturn]:
