@@ -26,7 +26,7 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def reader(handler: Handler) -> Callable[[Any], Any]:
-    """Returns what checks and parses a message, or each of a stream, before the handler has it.
+    """Returns what checks and parses a message, or reads a call's messages, for the handler.
 
     With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
     """
@@ -42,9 +42,12 @@ def reader(handler: Handler) -> Callable[[Any], Any]:
         except DecodeError:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
-    async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def messages(context: Context) -> AsyncIterator[Any]:
+        """Read by `read`: gRPC never frees its iterator of a call that is aborted, nor the last
+        message in it.
+        """
         principal = CURRENT.get().principal
-        async for data in received:
+        while (data := await context.read()) is not grpc.aio.EOF:
             if principal is not None:
                 principal.check()
             yield message(data)

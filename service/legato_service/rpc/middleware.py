@@ -297,7 +297,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                     self._received(call)
                     call.received = received
                 self._identify(call, context)
-                response = await inner(read(received), context)
+                response = await inner(read(context if streams else received), context)
                 if serialize is not None:
                     response = serialize(response)
             except BaseException as error:
@@ -314,14 +314,16 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
         inner, read = behaviour(handler), reader(handler)
+        streams = handler.request_streaming
 
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
-                if not handler.request_streaming:
+                if not streams:
                     self._received(call)
                 self._identify(call, context)
-                async with aclosing(inner(read(received), context)) as responses:
+                messages = read(context if streams else received)
+                async with aclosing(inner(messages, context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
                 if (outcome := self._failed(error, call, context)) is None:

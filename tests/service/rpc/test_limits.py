@@ -1,9 +1,11 @@
 """The bounds of requests, checked on their bytes."""
 
+import gc
 import math
 import random
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from legato.v1 import (
@@ -24,6 +26,7 @@ from legato_service.rpc.reflection import pb as reflection_pb2
 from tests.contract import schema
 from tests.fuzz.mutation import mutate
 from tests.fuzz.seeds import messages as seeds
+from tests.service.harness import refusal, running, until
 
 MEGABYTE = 1 << 20
 QUERY, TASK = inference_pb2.QueryRequest, task_pb2.Task
@@ -284,3 +287,28 @@ def test_the_table_is_that_of_the_contract():
     for message, fields in limits.FIELDS.items():
         assert set(fields) <= set(schema.fields(message)), message
     assert set(limits.MAX_BYTES) <= set(schema.messages())
+
+
+def held(least):
+    """Return how many objects refer to bytes of at least this length."""
+    return sum(
+        type(each) is bytes and len(each) >= least
+        for holder in gc.get_objects()
+        for each in gc.get_referents(holder)
+    )
+
+
+@pytest.mark.parametrize("method", ["SessionService/Session", "ImageService/PutImage"])
+async def test_a_refused_message_of_a_stream_is_freed(method):
+    """Nothing keeps its bytes once the call has ended, although the connection lasts."""
+    size = 3 * MEGABYTE
+    before = held(size)
+    async with running() as server:
+        kind = "stream_stream" if method.endswith("Session") else "stream_unary"
+        start = getattr(server.channel, kind)(f"/legato.v1.{method}")
+        for _ in range(3):
+            call = start(iter([b"\x0a" + bytes(size)]))
+            failed = await refusal(call.read() if method.endswith("Session") else call)
+            assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
+        del call
+        await until(lambda: held(size) == before)
