@@ -1,9 +1,9 @@
-"""Attacks on a server while others use it: `python -m tests.faults.attacks` (`make attack`).
+"""Attacks on a server while others use it: `make attack`.
 
-Four processes run one attack after the other. Meanwhile a health check and a Query of another
-caller are timed, and the memory of the service is watched. Fails when a P95 exceeds thrice the
-quiet one by more than 10 ms, or memory grows by 200 MiB. `--envoy` puts the shipped Envoy before
-the server.
+Four processes run one attack after the other. Meanwhile health checks and queries of another caller
+are timed, and the memory of the service is watched. Fails when a P95 exceeds thrice the quiet one
+before it by more than 10 ms, when calls of others fail, or when memory grows by 200 MiB. The attack
+"idle connections" does nothing: what others notice of it is the machine's.
 """
 
 from __future__ import annotations
@@ -321,7 +321,8 @@ def watch(address: str, pid: int, seconds: float, metadata: Any = ()) -> Figures
     queries: list[float] = []
     failures = [0, 0]
     with grpc.insecure_channel(address, options=options) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        check = stub.Check
         ask: Any = inference_pb2_grpc.InferenceServiceStub(channel).Query
         question = inference_pb2.QueryRequest(question="hello")
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
@@ -369,33 +370,54 @@ def attackers(address: str, name: str, count: int = ATTACKERS) -> Iterator[None]
             process.wait()
 
 
+class Attacked(NamedTuple):
+    """The figures of an attack, and of the quiet time right before it."""
+
+    quiet: Figures
+    figures: Figures
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Those of the P95 of health checks and of queries."""
+        now, then = self.figures, self.quiet
+        return now.health_p95 / then.health_p95, now.query_p95 / then.query_p95
+
+
 def run(
     address: str, pid: int, names: Sequence[str], seconds: float, metadata: Any = ()
-) -> dict[str, Figures]:
-    """The figures of quiet time, and of each attack."""
+) -> dict[str, Attacked]:
+    """The figures of each attack."""
+    found = {}
     watch(address, pid, 1.0, metadata)
-    figures = {"quiet": watch(address, pid, seconds, metadata)}
     for name in names:
+        quiet = watch(address, pid, seconds, metadata)
         with attackers(address, name):
-            figures[name] = watch(address, pid, seconds, metadata)
+            found[name] = Attacked(quiet, watch(address, pid, seconds, metadata))
         time.sleep(0.5)
-    return figures
+    return found
 
 
-def problems(figures: dict[str, Figures]) -> list[str]:
+def problems(attacked: dict[str, Attacked]) -> list[str]:
     """What other callers must not notice."""
-    quiet, found = figures["quiet"], []
-    for name, each in figures.items():
+    found = []
+    for name, (quiet, each) in attacked.items():
         for what, now, then in (
             ("health", each.health_p95, quiet.health_p95),
             ("Query", each.query_p95, quiet.query_p95),
         ):
             if now > MAX_RATIO * then + SLACK:
                 found.append(f"{name}: {what} takes {now / then:.1f} times its quiet P95")
-        if each.growth > MAX_GROWTH:
-            found.append(f"{name}: memory grows by {each.growth / 2**20:.0f} MiB")
-        if each.failures:
-            found.append(f"{name}: {each.failures} of {each.calls} calls of others failed")
+        found += harm(name, each)
+    return found
+
+
+def harm(name: str, figures: Figures) -> list[str]:
+    """What no attack may do on a machine of any speed."""
+    found = []
+    if figures.growth > MAX_GROWTH:
+        found.append(f"{name}: memory grows by {figures.growth / 2**20:.0f} MiB")
+    if figures.failures:
+        found.append(f"{name}: {figures.failures} of {figures.calls} calls of others failed")
     return found
 
 
@@ -416,7 +438,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         CONNECTIONS[name](address)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        options, metadata = ["--model", arguments.model], ()
+        options = ["--model", arguments.model]
+        metadata: Sequence[tuple[str, str]] = ()
         if arguments.tokens:
             token = Token("a", ["infer"])
             options += ["--tokens", write(folder / "tokens.toml", token)]
@@ -427,18 +450,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             (folder / "envoy").mkdir()
             envoy = stack.enter_context(Envoy(folder / "envoy", server.address))
             address = envoy.address
-        figures = run(
-            address, server.process.pid, arguments.only or ATTACKS, arguments.seconds, metadata
-        )
-    quiet = figures["quiet"]
+        names = arguments.only or ATTACKS
+        attacked = run(address, server.process.pid, names, arguments.seconds, metadata)
     lines = [f"{'':32s} health P95      Query P95       calls  failed  memory"]
-    for name, each in figures.items():
+    for name, each in attacked.items():
+        figures, (health, query) = each.figures, each.ratios
         lines.append(
-            f"{name:32s} {each.health_p95 * 1e3:6.1f} ms {each.health_p95 / quiet.health_p95:4.1f}x"
-            f" {each.query_p95 * 1e3:6.1f} ms {each.query_p95 / quiet.query_p95:4.1f}x"
-            f" {each.calls:6d} {each.failures:6d} {each.growth / 2**20:+6.0f} MiB"
+            f"{name:32s} {figures.health_p95 * 1e3:6.1f} ms {health:4.1f}x"
+            f" {figures.query_p95 * 1e3:6.1f} ms {query:4.1f}x"
+            f" {figures.calls:6d} {figures.failures:6d} {figures.growth / 2**20:+6.0f} MiB"
         )
-    found = problems(figures)
+    found = problems(attacked)
     lines += [f"PROBLEM {problem}" for problem in found]
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if found else 0

@@ -36,7 +36,7 @@ from tests.fuzz.messages import methods
 
 _MAX_PIXELS = 100_000
 _MAX_BYTES = 1 << 20
-_SKILLS = {
+_SKILLS: dict[type[Message], skills.AnySkill] = {
     inference_pb2.QueryRequest: skills.QUERY,
     inference_pb2.CaptionRequest: skills.CAPTION,
     inference_pb2.DetectRequest: skills.DETECT,

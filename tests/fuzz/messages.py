@@ -78,10 +78,10 @@ def disturbed(message: MessageT, chance: random.Random) -> MessageT:
     copy.CopyFrom(message)
     inner: Message = copy
     while inner.DESCRIPTOR.fields:
-        present = [field for field, _ in inner.ListFields()]
-        field = chance.choice(
-            present if present and chance.random() < 0.7 else inner.DESCRIPTOR.fields
-        )
+        fields: list[Any] = [each for each, _ in inner.ListFields()]
+        if not fields or chance.random() < 0.3:
+            fields = list(inner.DESCRIPTOR.fields)
+        field = chance.choice(fields)
         if field.message_type is None:
             inner.ClearField(field.name)
             if not field.is_repeated:
@@ -100,7 +100,7 @@ def disturbed(message: MessageT, chance: random.Random) -> MessageT:
     return copy
 
 
-def _value(field: FieldDescriptor, chance: random.Random) -> Any:
+def _value(field: Any, chance: random.Random) -> Any:
     if field.type == _D.TYPE_STRING:
         return chance.choice(_TEXTS)
     if field.type == _D.TYPE_BYTES:

@@ -337,14 +337,14 @@ async def test_a_broken_image_is_refused_by_its_field(rpc, source, field):
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC])
-async def test_a_host_without_room_is_busy_and_not_broken(number):
+async def test_a_host_without_room_is_busy_and_not_broken(number, monkeypatch):
     """A system call that lacks descriptors, memory or space ends a call with a time to retry."""
     async with running() as server:
 
         def full():
             raise OSError(number, os.strerror(number))
 
-        server.engine.blobs.open_writer = full
+        monkeypatch.setattr(server.engine.blobs, "open_writer", full)
         header = image_pb2.PutImageRequest(header=image_pb2.PutImageHeader())
         with structlog.testing.capture_logs() as logs:
             failed = await refusal(server.images.PutImage(iter([header])))

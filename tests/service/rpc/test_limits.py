@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from grpc_reflection.v1alpha import reflection_pb2
 from legato.v1 import (
     geometry_pb2,
     image_pb2,
@@ -21,7 +22,6 @@ from legato.v1 import (
 from legato_client._transport.wire import to_bytes
 from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 from legato_service.rpc.limits import FOREIGN_MAX_BYTES, kind_of
-from legato_service.rpc.reflection import pb as reflection_pb2
 
 from tests.contract import schema
 from tests.fuzz.mutation import mutate
@@ -180,7 +180,7 @@ def test_millions_of_entries_are_not_walked(field, data, monkeypatch):
     shape = kind_of(QUERY.DESCRIPTOR)._shape
     fields = dict(shape.fields)
 
-    class Counted(dict):
+    class Counted(dict[int, object]):
         def get(self, tag, default=None):
             nonlocal looks
             looks += 1
