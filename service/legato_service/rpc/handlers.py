@@ -11,7 +11,7 @@ from legato_engine.errors import InvalidRequest
 
 from legato_service.errors import MethodUnknown
 from legato_service.rpc import limits
-from legato_service.rpc.call import CURRENT
+from legato_service.rpc.call import CURRENT, ID_FORM
 from legato_service.rpc.context import Context
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -33,10 +33,16 @@ def reader(handler: Handler) -> Callable[[Any], Any]:
     parse: Any = handler.request_deserializer  # `FromString` of a message's class
     if parse is None:
         return lambda received: received
-    check = limits.kind_of(parse.__self__.DESCRIPTOR).check
+    kind = limits.kind_of(parse.__self__.DESCRIPTOR)
 
     def message(data: bytes) -> Any:
-        check(data)
+        try:
+            kind.check(data)
+        except InvalidRequest:
+            given = kind.request_id(data)
+            if ID_FORM.fullmatch(given):
+                CURRENT.get().adopt(given)  # as the handler would have
+            raise
         try:
             return parse(data)
         except DecodeError:

@@ -7,6 +7,7 @@ those of the contract, `legato.v1.limits`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import struct
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
-from legato.v1 import limits
+from legato.v1 import inference_pb2, limits
 from legato.v1.limits import Limit
 from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 
@@ -32,6 +33,7 @@ _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT = 10  # bytes
 _CONTINUED = bytes(range(0x80, 0x100))  # all bytes of a varint but its last
 _MAX_TIME = 64  # bytes of a duration or a timestamp
+_MAX_LOOKS, _MAX_OPTIONS = 64, 4096  # fields and bytes, on the search for a request's id
 _TIMES: dict[str, Callable[[bytes], Any]] = {
     "google.protobuf.Duration": duration_pb2.Duration.FromString,
     "google.protobuf.Timestamp": timestamp_pb2.Timestamp.FromString,
@@ -84,6 +86,25 @@ class Kind:
                 limit=self._max_bytes,
                 actual=actual,
             )
+
+    def request_id(self, data: bytes) -> str:
+        """Return the id that a refused request names itself by; empty if none is found soon."""
+        found, at, scan = "", 0, _Scan(data, "")
+        with contextlib.suppress(IndexError, InvalidRequest, DecodeError):
+            for _ in range(_MAX_LOOKS):
+                tag, at = scan.varint(at)
+                if tag & 7 == _DELIMITED:
+                    size, at = scan.varint(at)
+                    field = self._shape.fields.get(tag)
+                    if field is not None and field.name == "options" and size <= _MAX_OPTIONS:
+                        options = inference_pb2.RequestOptions.FromString(data[at : at + size])
+                        found = options.request_id or found
+                    at += size
+                elif tag & 7 == _VARINT:
+                    _, at = scan.varint(at)
+                else:
+                    at += 4 if tag & 7 == _FIXED32 else 8
+        return found
 
 
 @functools.cache
@@ -189,7 +210,7 @@ class _Scan:
             tag = data[at]
             at += 1
             if tag > 0x7F:
-                tag, at = self._varint(at - 1)
+                tag, at = self.varint(at - 1)
             field = fields.get(tag)
             self.left -= 1 if field is not None else _UNKNOWN_COST
             if self.left < 0:
@@ -204,7 +225,7 @@ class _Scan:
             value = data[at]  # or the size
             at += 1
             if value > 0x7F:
-                value, at = self._varint(at - 1)
+                value, at = self.varint(at - 1)
             if wire == _DELIMITED:
                 if at + value > end:
                     raise _malformed()
@@ -255,7 +276,7 @@ class _Scan:
             self._number(field, number, (path, field, count))
         return at + size
 
-    def _varint(self, at: int) -> tuple[int, int]:
+    def varint(self, at: int) -> tuple[int, int]:
         data, value = self.data, 0
         for shift in range(0, 7 * _MAX_VARINT, 7):
             byte = data[at]

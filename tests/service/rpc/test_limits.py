@@ -312,3 +312,17 @@ async def test_a_refused_message_of_a_stream_is_freed(method):
             assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
         del call
         await until(lambda: held(size) == before)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+async def test_a_refusal_names_the_request(place):
+    """The id that a request gives itself is known although the message is not parsed."""
+    options = QUERY(options=inference_pb2.RequestOptions(request_id="mine")).SerializeToString()
+    wrong = asking(top_p=2).SerializeToString()
+    async with running() as server:
+        call = server.channel.unary_unary("/legato.v1.InferenceService/Query")
+        failed = await refusal(call(options + wrong if place == "before" else wrong + options))
+        assert failed.details["RequestInfo"].request_id == "mine"
+        strange = QUERY(options=inference_pb2.RequestOptions(request_id="a b")).SerializeToString()
+        failed = await refusal(call(wrong + strange))
+        assert failed.details["RequestInfo"].request_id not in ("", "a b")
