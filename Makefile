@@ -42,7 +42,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -195,6 +195,9 @@ simulate: | $(STAMP) ## half a million histories of engine, callers and faults i
 
 soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --uncancelled")
 	@$(PY) -m tests.faults.soak $(ARGS)
+
+attack: | $(STAMP) ## four attackers run every attack while others call (ARGS="--envoy --seconds 10")
+	@$(PY) -m tests.faults.attacks $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from google.protobuf import descriptor_pb2 as pb
+from google.protobuf import descriptor_pool, message_factory
 
 # The files as a newcomer reads them. One that is not named here comes last.
 SUBJECTS = {
@@ -23,6 +24,7 @@ SUBJECTS = {
     "media": "Pictures and stamps",
     "geometry": "Places in a picture",
     "error": "Why a call failed",
+    "limit": "Bounds of fields",
 }
 RETRY = {
     pb.MethodOptions.IDEMPOTENCY_UNKNOWN: "no",
@@ -51,7 +53,18 @@ OTHER_WORDS = {"INTERNAL", "UNAUTHENTICATED", "UNSPECIFIED"}
 FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 4, 5, 6
 MESSAGE_FIELD, MESSAGE_ONEOF, ENUM_VALUE, SERVICE_METHOD = 2, 8, 2, 2
 
+T = pb.FieldDescriptorProto
+INTEGERS = {
+    T.TYPE_UINT32: (0, 2**32 - 1),
+    T.TYPE_UINT64: (0, 2**64 - 1),
+    T.TYPE_INT32: (-(2**31), 2**31 - 1),
+    T.TYPE_INT64: (-(2**63), 2**63 - 1),
+}
+TIMES = {".google.protobuf.Duration": " s", ".google.protobuf.Timestamp": " s since 1970"}
+
 Path = tuple[int, ...]
+Bounds = dict[str, float | int | bool]
+"""The bounds of a field that its `FieldLimit` gives, by their names there."""
 
 
 class Source(NamedTuple):
@@ -60,6 +73,7 @@ class Source(NamedTuple):
     noun: str
     file: pb.FileDescriptorProto
     comments: dict[Path, str]
+    limits: dict[str, dict[str, Bounds]]
 
     def comment(self, *path: int) -> str:
         """The comment above the element at this path, without the indent of its lines."""
@@ -68,7 +82,9 @@ class Source(NamedTuple):
 
 def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> str:
     """The whole reference of `package`; the same text for the same descriptors."""
-    sources = sorted((_source(f) for f in descriptors.file if f.package == package), key=_order)
+    bounds, _ = limits(descriptors, package)
+    own = (file for file in descriptors.file if file.package == package)
+    sources = sorted((_source(file, bounds) for file in own), key=_order)
     link = _linker(sources)
     lines = [link(INTRO), *_overview(sources)]
     for source in sources:
@@ -82,9 +98,54 @@ def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> s
     return "\n".join(lines) + "\n"
 
 
-def _source(file: pb.FileDescriptorProto) -> Source:
+def limits(
+    descriptors: pb.FileDescriptorSet, package: str = "legato.v1"
+) -> tuple[dict[str, dict[str, Bounds]], dict[str, int]]:
+    """Return the bounds of fields, by message and field, and the most bytes of messages.
+
+    A pool of its own reads the options, so that the stubs need not be imported.
+    """
+    pool = descriptor_pool.DescriptorPool()
+    waiting = {file.name: file for file in descriptors.file}
+
+    def add(name: str) -> None:
+        if (file := waiting.pop(name, None)) is not None:
+            for needed in file.dependency:
+                add(needed)
+            pool.Add(file)  # type: ignore[no-untyped-call]  # the stubs of protobuf lack it
+
+    for file in descriptors.file:
+        add(file.name)
+    field_limit = pool.FindExtensionByName(f"{package}.limit")
+    max_bytes = pool.FindExtensionByName(f"{package}.message_max_bytes")
+    field_options, message_options = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"google.protobuf.{name}"))
+        for name in ("FieldOptions", "MessageOptions")
+    )
+    fields: dict[str, dict[str, Bounds]] = {}
+    sizes: dict[str, int] = {}
+    for message in (
+        m for file in descriptors.file if file.package == package for m in file.message_type
+    ):
+        options = message_options.FromString(message.options.SerializeToString())
+        if options.HasExtension(max_bytes):
+            sizes[message.name] = options.Extensions[max_bytes]
+        for field in message.field:
+            options = field_options.FromString(field.options.SerializeToString())
+            if options.HasExtension(field_limit):
+                given = options.Extensions[field_limit].ListFields()
+                bounds = {bound.name: _plain(value) for bound, value in given}
+                fields.setdefault(message.name, {})[field.name] = bounds
+    return fields, sizes
+
+
+def _plain(value: float | int | bool) -> float | int | bool:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _source(file: pb.FileDescriptorProto, bounds: dict[str, dict[str, Bounds]]) -> Source:
     comments = {tuple(at.path): at.leading_comments for at in file.source_code_info.location}
-    return Source(file.name.rsplit("/", 1)[-1].removesuffix(".proto"), file, comments)
+    return Source(file.name.rsplit("/", 1)[-1].removesuffix(".proto"), file, comments, bounds)
 
 
 def _order(source: Source) -> tuple[int, str]:
@@ -142,6 +203,7 @@ def _message(
             yield f"| *one of* `{name}` | | | {said} |"
         inside = oneof
         said = link(_cell(source.comment(FILE_MESSAGE, i, MESSAGE_FIELD, j)))
+        said += _bounds(field, source.limits.get(message.name, {}).get(field.name, {}))
         indent = "· " if oneof is not None else ""
         yield f"| {indent}`{field.name}` | {_type(field)} | {field.number} | {said} |"
 
@@ -189,6 +251,30 @@ def _type(field: pb.FieldDescriptorProto) -> str:
     if field.label == pb.FieldDescriptorProto.LABEL_REPEATED:
         return f"repeated {name}"
     return f"optional {name}" if field.proto3_optional else name
+
+
+def _bounds(field: pb.FieldDescriptorProto, bounds: Bounds) -> str:
+    """Return the sentence about the bounds of a field, empty without any."""
+    parts = [
+        f"at most {bounds[name]} {unit}"
+        for name, unit in (
+            ("max_items", "entries"),
+            ("max_characters", "characters"),
+            ("max_bytes", "bytes"),
+        )
+        if name in bounds
+    ]
+    least, greatest = INTEGERS.get(field.type, (None, None))
+    least, greatest = bounds.get("min", least), bounds.get("max", greatest)
+    unit = TIMES.get(field.type_name, "")
+    if "above" in bounds:
+        most = "" if greatest is None else f", at most {greatest}{unit}"
+        parts.append(f"above {bounds['above']}{most}")
+    elif least is not None and bounds:
+        parts.append(
+            f"at least {least}{unit}" if greatest is None else f"{least} to {greatest}{unit}"
+        )
+    return f" *Range: {'; '.join(parts)}.*" if parts else ""
 
 
 def _cell(comment: str) -> str:

@@ -239,7 +239,14 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "short",
             [(_rate("legato_process_cpu_seconds_total", by="process"), "{{process}}")],
         ),
-        ("Event loop lag", "s", _quantiles("legato_event_loop_lag_seconds")),
+        (
+            "Event loop lag",
+            "s",
+            [
+                *_quantiles("legato_event_loop_lag_seconds"),
+                (_gauge("legato_event_loop_longest_stall_seconds"), "longest, {{process}}"),
+            ],
+        ),
         ("Open files", "short", [(_gauge("legato_process_open_fds"), "{{process}}")]),
         ("Requests in flight", "short", [(_gauge("legato_requests_in_flight"), "{{instance}}")]),
         (

@@ -35,6 +35,8 @@ by class name, so that neither side matches text.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 
 import msgspec
@@ -102,7 +104,7 @@ class Busy(LegatoError):
 
 
 class QueueFull(Busy):
-    """The waiting queue is full."""
+    """The waiting queue is full, or the host has no room for more."""
 
 
 class QuotaExceeded(Busy):
@@ -155,6 +157,26 @@ class NumericError(InternalError):
 
 class Poisoned(InternalError):
     """The engine process died whenever it ran this request, at last with nothing beside it."""
+
+
+_EXHAUSTED = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EAGAIN,  # of a new process or thread
+    }
+)
+
+
+def exhaustion(error: BaseException) -> QueueFull | None:
+    """Return the refusal where the host has no descriptors, memory or space left, else None."""
+    if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+        return None
+    return QueueFull(f"the host has no room: {os.strerror(error.errno)}", retry_after_ms=1000)
 
 
 class ErrorValue(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_time: float = 20.0
     keepalive_timeout: float = 5.0
     min_client_ping_interval: float = 10.0
+    handshake_timeout: float = 10.0  # of a connection
+    idle_timeout: float = 600.0  # of a connection without calls
     log_level: str = "info"
 
     @property

@@ -168,7 +168,8 @@ def status_mapping(kind: type[errors.LegatoError]) -> StatusMapping:
 
 def failure(error: Exception, request_id: str) -> Failure:
     """The client does not see the text of an internal error."""
-    known = error if isinstance(error, errors.LegatoError) else errors.InternalError()
+    known = error if isinstance(error, errors.LegatoError) else None
+    known = known or errors.exhaustion(error) or errors.InternalError()
     mapping = status_mapping(type(known))
     if mapping is STATUS_MAPPINGS[errors.LegatoError]:
         known = errors.InternalError("internal error; the server logged it with this request id")

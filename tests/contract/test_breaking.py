@@ -124,7 +124,7 @@ def test_a_second_baseline_is_a_failure(repository: Repository, tmp_path: Path) 
 
 def test_a_break_is_caught_without_a_tag(repository: Repository) -> None:
     """The baseline suffices: a clone without tags compares as well."""
-    repository.change("geometry", "  float y = 2;\n", "")
+    repository.change("geometry", "  float center_y = 2;\n", "")
     checked = repository.check()
     assert checked.returncode != 0
     assert "legato/v1/geometry.proto" in checked.stdout
@@ -133,7 +133,7 @@ def test_a_break_is_caught_without_a_tag(repository: Repository) -> None:
 
 def test_a_rewritten_baseline_hides_no_break(released: Repository) -> None:
     """The tag of a release is compared with, too."""
-    released.change("geometry", "  float y = 2;\n", "")
+    released.change("geometry", "  float center_y = 2;\n", "")
     assert released.check("--write", "7").returncode == 0
     released.commit()
     checked = released.check()
@@ -172,10 +172,10 @@ def test_an_addition_passes(released: Repository) -> None:
 @pytest.mark.parametrize(
     ("noun", "old", "new"),
     [
-        ("geometry", "  float y = 2;\n", ""),
-        ("geometry", "  float y_max = 4;", "  float y_max = 5;"),
-        ("geometry", "  float y_max = 4;", "  double y_max = 4;"),
-        ("geometry", "  float y_max = 4;", "  float bottom = 4;"),
+        ("geometry", "  float center_y = 2;\n", ""),
+        ("geometry", "  float height = 4;", "  float height = 5;"),
+        ("geometry", "  float height = 4;", "  double height = 4;"),
+        ("geometry", "  float height = 4;", "  float bottom = 4;"),
         ("error", "  ERROR_REASON_INTERNAL = 23;\n", ""),
         ("session", "returns (stream SessionResponse)", "returns (SessionResponse)"),
     ],
@@ -199,5 +199,5 @@ def test_a_break_is_caught_before_it_is_committed(released: Repository, tmp_path
 
 def test_a_contract_that_does_not_compile_fails(repository: Repository) -> None:
     """What cannot be compared does not pass."""
-    repository.change("geometry", "  float y = 2;\n", "  float y = ;\n")
+    repository.change("geometry", "  float center_y = 2;\n", "  float center_y = ;\n")
     assert repository.check().returncode != 0

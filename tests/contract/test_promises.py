@@ -22,6 +22,8 @@ def parts() -> dict[str, str]:
     """Fields, values of enums and words, with their comments; unspecified values say nothing."""
     found = {}
     for element in schema.elements():
+        if element.name.startswith("FieldLimit."):  # an option, which no message holds
+            continue
         if element.kind == "field" or (
             element.kind == "value" and not element.name.endswith("_UNSPECIFIED")
         ):

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import atheris
 
@@ -27,24 +28,29 @@ with atheris.instrument_imports(
     from legato_service.convert import requests, skills
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header
+    from legato_service.rpc import limits
     from legato_service.session import conversion
 
     from tests.fuzz import test_model_files as model_files
 
-from google.protobuf.message import DecodeError
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError, Message
 from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2
 
 from tests.fuzz import seeds
+from tests.fuzz.messages import methods
 
 _MAX_PIXELS = 100_000
 _MAX_BYTES = 1 << 20
-_SKILLS = (
-    (inference_pb2.QueryRequest, skills.QUERY),
-    (inference_pb2.CaptionRequest, skills.CAPTION),
-    (inference_pb2.DetectRequest, skills.DETECT),
-    (inference_pb2.PointRequest, skills.POINT),
-    (inference_pb2.SegmentRequest, skills.SEGMENT),
-)
+_SKILLS: dict[type[Message], skills.AnySkill] = {
+    inference_pb2.QueryRequest: skills.QUERY,
+    inference_pb2.CaptionRequest: skills.CAPTION,
+    inference_pb2.DetectRequest: skills.DETECT,
+    inference_pb2.PointRequest: skills.POINT,
+    inference_pb2.SegmentRequest: skills.SEGMENT,
+}
+_METHODS = {path: message_factory.GetMessageClass(each.input_type) for path, each in methods()}
+_KINDS = tuple(_METHODS.values())
 _LIMITS = UploadLimits(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS, ttl=60, max_ttl=60)
 _intake = ImageIntake(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS)
 
@@ -60,22 +66,13 @@ def images(data: bytes) -> None:
 
 
 def wire(data: bytes) -> None:
-    """Parse a message of the kind that the first byte names, and convert it."""
+    """Check, parse and convert a request of the method that the first byte names."""
     if not data:
         return
-    kind, body = data[0] % (len(_SKILLS) + 4), data[1:]
+    kind, body = _KINDS[data[0] % len(_KINDS)], data[1:]
     with suppress(LegatoError, DecodeError):
-        match kind - len(_SKILLS):
-            case 0:
-                _run_tasks(inference_pb2.RunTasksRequest.FromString(body))
-            case 1:
-                _generate(inference_pb2.GenerateRequest.FromString(body))
-            case 2:
-                read_header(image_pb2.PutImageRequest.FromString(body), _LIMITS)
-            case 3:
-                _session(session_pb2.SessionRequest.FromString(body))
-            case _:
-                _unary(kind, body)
+        limits.kind_of(kind.DESCRIPTOR).check(body)
+        _convert(kind.FromString(body))
 
 
 def _loaded_or_refused(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
@@ -86,9 +83,21 @@ def _loaded_or_refused(target: Callable[[bytes], None]) -> Callable[[bytes], Non
     return run
 
 
-def _unary(kind: int, body: bytes) -> None:
-    message_type, skill = _SKILLS[kind]
-    message = message_type.FromString(body)
+def _convert(message: Message) -> None:
+    match message:
+        case inference_pb2.RunTasksRequest():
+            _run_tasks(message)
+        case inference_pb2.GenerateRequest():
+            _generate(message)
+        case image_pb2.PutImageRequest():
+            read_header(message, _LIMITS)
+        case session_pb2.SessionRequest():
+            _session(message)
+        case _ if type(message) in _SKILLS:
+            _unary(message, _SKILLS[type(message)])
+
+
+def _unary(message: Any, skill: skills.AnySkill) -> None:
     requests.heartbeat(message.options)
     task = skill.task(message, "")
     requests.check_image(message.image, task)
@@ -127,15 +136,12 @@ def _check(image: media_pb2.Image) -> None:
 
 
 def _wire_seeds() -> list[bytes]:
-    order = ("Query", "Caption", "Detect", "Point", "Segment", "RunTasks", "Generate")
-    found = []
-    for method, messages in seeds.messages().items():
-        name = method.rpartition("/")[2]
-        kind = {"PutImage": 7, "Session": 8}.get(name)
-        kind = order.index(name) if name in order else kind
-        if kind is not None:
-            found += [bytes((kind,)) + message.SerializeToString() for message in messages]
-    return found
+    numbers = {path: bytes((number,)) for number, path in enumerate(_METHODS)}
+    return [
+        numbers[path] + message.SerializeToString()
+        for path, messages in seeds.messages().items()
+        for message in messages
+    ]
 
 
 _TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], Sequence[bytes]]]] = {

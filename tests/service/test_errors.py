@@ -1,13 +1,16 @@
 """The error table, as data and over the wire."""
 
+import errno
 import json
+import os
 
 import grpc
 import pytest
+import structlog
 from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from legato.v1 import error_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import error_pb2, image_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.client.monitor import EngineState
 from legato_engine.core.request_key import RequestKey
@@ -331,3 +334,29 @@ async def test_a_broken_image_is_refused_by_its_field(rpc, source, field):
         failed = await refusal(calls[rpc]())
     assert failed.details["BadRequest"].field_violations[0].field == field
     assert failed.details["ErrorInfo"].metadata["field"] == field
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC])
+async def test_a_host_without_room_is_busy_and_not_broken(number, monkeypatch):
+    """A system call that lacks descriptors, memory or space ends a call with a time to retry."""
+    async with running() as server:
+
+        def full():
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(server.engine.blobs, "open_writer", full)
+        header = image_pb2.PutImageRequest(header=image_pb2.PutImageHeader())
+        with structlog.testing.capture_logs() as logs:
+            failed = await refusal(server.images.PutImage(iter([header])))
+    assert failed.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert failed.reason == "QUEUE_FULL"
+    assert "RetryInfo" in failed.details
+    assert os.strerror(number) in failed.message
+    assert "resources_exhausted" in [line["event"] for line in logs]
+    assert "uncaught_exception" not in [line["event"] for line in logs]
+
+
+def test_another_failure_of_the_system_is_a_bug():
+    """A file that is gone is no lack of room."""
+    assert errors.exhaustion(FileNotFoundError(errno.ENOENT, "gone")) is None
+    assert failure(PermissionError(errno.EACCES, "no"), "r").code is grpc.StatusCode.INTERNAL

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol, cast
 
 import grpc
@@ -254,11 +255,12 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
     retry = error_details_pb2.RetryInfo()
     retry_after: float | None = None
     for detail in status.details:
-        if detail.Unpack(retry):
-            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
-            continue
-        for message in (info, request, bad_request):
-            detail.Unpack(message)  # no effect when the type differs
+        with suppress(DecodeError):  # of bytes that are damaged; the others count
+            for message in (info, request, bad_request, retry):
+                detail.Unpack(message)  # no effect when the type differs
+    with suppress(ValueError):  # out of the bounds of a duration
+        if retry.HasField("retry_delay"):
+            retry_after = max(retry.retry_delay.ToNanoseconds() / 1e9, 0.0)
     code = _CODE_NAMES.get(status.code, "UNKNOWN")
     return _class_of(code, info.reason, retry_after is not None)(
         status.message or code,

@@ -40,6 +40,7 @@ from legato_engine.errors import (
     LegatoError,
     ModelNotFound,
     TaskUnsupported,
+    exhaustion,
 )
 from legato_engine.ipc.commands import DropImage, HoldImage
 from legato_engine.ipc.figures import ImageTotals, Load
@@ -328,7 +329,7 @@ class EngineCore:
     def _fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("request_failed", request_id=request_id.name, exc_info=error)
-            error = InternalError("the request could not be prepared")
+            error = exhaustion(error) or InternalError("the request could not be prepared")
         self._sink.fail(request_id, error)
 
 

@@ -9,7 +9,7 @@ import structlog
 from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
-from legato_engine.errors import InternalError, LegatoError, to_value
+from legato_engine.errors import InternalError, LegatoError, exhaustion, to_value
 from legato_engine.images.cache import ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.ipc.commands import DropImage, HoldImage
@@ -84,5 +84,5 @@ class LeaseHandler:
     def fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
-            error = InternalError("the image could not be held")
+            error = exhaustion(error) or InternalError("the image could not be held")
         self._send(Failed(request_id=request_id, error=to_value(error)))

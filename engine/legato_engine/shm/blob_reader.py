@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from legato_engine.core.images import BlobRef
-from legato_engine.errors import InternalError
+from legato_engine.errors import InternalError, exhaustion
 from legato_engine.shm.blob_store import blob_folder, mapped, namespace_of
 from legato_engine.shm.segment_pool import (
     GENERATION,
@@ -116,6 +116,6 @@ def _open(name: str, access: int) -> int:
     try:
         descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise InternalError(f"blob {name!r} is gone") from error
+        raise exhaustion(error) or InternalError(f"blob {name!r} is gone") from error
     path.unlink(missing_ok=True)
     return descriptor

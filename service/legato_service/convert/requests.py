@@ -1,5 +1,6 @@
 """Protobuf requests to `core` values: every rule that needs neither the image nor the model.
 
+Bounds of single fields were checked before, by `rpc.limits`.
 Functions raise `InvalidField` with the path of the field; `path` is its prefix, like
 `task.detect.`.
 """
@@ -17,27 +18,21 @@ from legato_engine.errors import InvalidField
 
 from legato_service.convert import fields, skills
 
-MAX_STOPS, MAX_STOP = 8, 64
-MAX_TOP_LOGPROBS = 20
 MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds
-DEFAULT_UNSEEN, MAX_UNSEEN = 2.0, 60.0  # seconds
+DEFAULT_UNSEEN = 2.0  # seconds
 
 _ALL_DEFAULTS = SamplingParams()
 
 
 def heartbeat(
     message: inference_pb2.RequestOptions | session_pb2.SessionOpen,
-    path: str = "options.",
     default: float = math.inf,
 ) -> float:
     """Seconds of silence before a heartbeat; by default there is none."""
     if not message.HasField("heartbeat_interval"):
         return default
-    seconds = fields.seconds(message.heartbeat_interval)
-    if seconds <= 0:
-        raise InvalidField("must be above 0", field=f"{path}heartbeat_interval")
-    return max(seconds, MIN_HEARTBEAT)
+    return max(fields.seconds(message.heartbeat_interval), MIN_HEARTBEAT)
 
 
 def check_image(message: media_pb2.Image, task: TaskSpec, path: str = "") -> bool:
@@ -64,13 +59,6 @@ def request(
 ) -> Request:
     """The image and the deadline follow later."""
     logprobs = options.HasField("top_logprobs")
-    if options.top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidField(
-            f"at most {MAX_TOP_LOGPROBS} alternatives",
-            field="options.top_logprobs",
-            limit=MAX_TOP_LOGPROBS,
-            actual=options.top_logprobs,
-        )
     return Request(
         request_id=key,
         task=task,
@@ -86,19 +74,11 @@ def request(
     )
 
 
-def tracking(message: task_pb2.Tracking, path: str) -> float:
+def tracking(message: task_pb2.Tracking) -> float:
     """Seconds for which a track lives unseen."""
     if not message.HasField("max_unseen"):
         return DEFAULT_UNSEEN
-    seconds = fields.seconds(message.max_unseen)
-    if not 0 <= seconds <= MAX_UNSEEN:
-        raise InvalidField(
-            f"must be 0 to {MAX_UNSEEN:g} s",
-            field=f"{path}max_unseen",
-            limit=MAX_UNSEEN,
-            actual=seconds,
-        )
-    return seconds
+    return fields.seconds(message.max_unseen)
 
 
 def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSpec:
@@ -106,13 +86,6 @@ def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSp
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
-    if len(message.task_id) > MAX_TASK_ID:
-        raise InvalidField(
-            f"at most {MAX_TASK_ID} characters",
-            field=f"{path}.task_id",
-            limit=MAX_TASK_ID,
-            actual=len(message.task_id),
-        )
     kind_path = f"{path}.{kind}."
     if kind == "detect" and message.detect.HasField("tracking") and not standing:
         raise InvalidField(
@@ -149,36 +122,14 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> SamplingParams:
     if not message.ListFields():
         return _ALL_DEFAULTS
     prefix = f"{path}sampling."
-    temperature = message.temperature if message.HasField("temperature") else None
-    top_p = message.top_p if message.HasField("top_p") else None
-    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise InvalidField("must be finite and at least 0", field=f"{prefix}temperature")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InvalidField("must be in (0, 1]", field=f"{prefix}top_p")
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidField("must be at least 1", field=f"{prefix}max_tokens")
+    if "" in message.stop:
+        index = list(message.stop).index("")
+        raise InvalidField("must not be empty", field=f"{prefix}stop[{index}]")
     return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
         top_k=message.top_k if message.HasField("top_k") else None,
-        max_tokens=max_tokens,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         seed=message.seed if message.HasField("seed") else None,
-        stop=_stop_strings(message.stop, f"{prefix}stop"),
+        stop=tuple(message.stop),
     )
-
-
-def _stop_strings(texts: Sequence[str], field: str) -> tuple[str, ...]:
-    if len(texts) > MAX_STOPS:
-        raise InvalidField(
-            f"at most {MAX_STOPS} stop strings", field=field, limit=MAX_STOPS, actual=len(texts)
-        )
-    for index, text in enumerate(texts):
-        if not 1 <= len(text) <= MAX_STOP:
-            raise InvalidField(
-                f"1 to {MAX_STOP} characters",
-                field=f"{field}[{index}]",
-                limit=MAX_STOP,
-                actual=len(text),
-            )
-    return tuple(texts)

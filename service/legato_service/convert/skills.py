@@ -128,8 +128,8 @@ Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
 def _detect(message: Detect, path: str) -> DetectTask:
     return DetectTask(
         object=fields.text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=fields.max_objects(message, path),
-        min_confidence=fields.min_confidence(message, path),
+        max_objects=fields.max_objects(message),
+        min_confidence=message.min_confidence,
         order=fields.order(message, path),
     )
 
@@ -153,9 +153,9 @@ Point: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
 def _point(message: Point, path: str) -> PointTask:
     return PointTask(
         object=fields.text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=fields.max_objects(message, path),
+        max_objects=fields.max_objects(message),
         spatial_refs=fields.refs(message.spatial_refs, path),
-        min_confidence=fields.min_confidence(message, path),
+        min_confidence=message.min_confidence,
         order=fields.order(message, path),
     )
 

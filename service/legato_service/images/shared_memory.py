@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from legato.v1 import media_pb2
-from legato_engine.errors import InvalidField
+from legato_engine.errors import InvalidField, exhaustion
 from legato_engine.shm.blob_store import BlobStore, BlobWriter, blob_folder
 
 from legato_service.config import ServiceConfig
@@ -138,8 +138,8 @@ class SharedMemory:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would block
         try:
             region = os.open(self._folder / name, flags)
-        except OSError:
-            raise _refused(
+        except OSError as error:
+            raise exhaustion(error) or _refused(
                 name, "no such region, or it is not readable; is the client in shm_namespace?"
             ) from None
         try:

@@ -81,10 +81,7 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
 def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
     if not header.HasField("ttl"):
         return limits.ttl
-    seconds = fields.seconds(header.ttl)
-    if seconds <= 0:
-        raise InvalidField("must be above 0", field="header.ttl")
-    return min(seconds, limits.max_ttl)
+    return min(fields.seconds(header.ttl), limits.max_ttl)
 
 
 class Upload:

@@ -159,6 +159,12 @@ PROCESSES = (
         (),
         LAG_BOUNDS,
     ),
+    Metric(
+        "legato_event_loop_longest_stall_seconds",
+        _G,
+        "Longest stall of a service process's event loop in about the last minute.",
+        ("process",),
+    ),
     Metric("legato_log_lines_dropped", _C, "Log lines that could not be written."),
     Metric(
         "legato_access_reload_failures",

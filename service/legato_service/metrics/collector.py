@@ -106,10 +106,12 @@ class Collector:
             snapshot.add("legato_session_frames_dropped", count, reason.name.lower())
         snapshot.add_histogram("legato_session_frame_age_seconds", self._frame_ages)
         snapshot.add_histogram("legato_event_loop_lag_seconds", self._lag.histogram)
+        process = f"service-{self._number}"
+        snapshot.add("legato_event_loop_longest_stall_seconds", self._lag.longest_stall, process)
         snapshot.add("legato_log_lines_dropped", log_sink.lines_dropped())
         for files, count in self._reload_failures().items():
             snapshot.add("legato_access_reload_failures", count, files)
-        process_usage.write(snapshot, f"service-{self._number}", os.getpid())
+        process_usage.write(snapshot, process, os.getpid())
 
     def _take_frame_ages(self) -> None:
         ages = self._sessions.totals.ages

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from legato_service.metrics.catalogue import LAG_BOUNDS
 from legato_service.metrics.snapshot import Histogram
 
-PERIOD = 0.25  # seconds
+PERIOD = 0.02  # seconds: a stall of 50 ms cannot pass between two looks
+WINDOW = 30.0  # seconds
 
 
 class LoopLag:
@@ -18,6 +20,13 @@ class LoopLag:
         self.histogram = Histogram(LAG_BOUNDS)
         self._tick = tick
         self._timer: asyncio.TimerHandle | None = None
+        self._longest = self._longest_before = 0.0  # in this window, and in the one before it
+        self._window_ends = -math.inf
+
+    @property
+    def longest_stall(self) -> float:
+        """Seconds of the longest stall of the last half to whole minute, less up to `PERIOD`."""
+        return max(self._longest, self._longest_before)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -29,6 +38,14 @@ class LoopLag:
             self._timer.cancel()
 
     def _measure(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        self.histogram.add(max(0.0, loop.time() - due))
+        now = loop.time()
+        lag = max(0.0, now - due)
+        if now >= self._window_ends:
+            is_next = now < self._window_ends + WINDOW
+            self._longest_before = self._longest if is_next else 0.0
+            self._longest = 0.0
+            self._window_ends = now + WINDOW
+        self._longest = max(self._longest, lag)
+        self.histogram.add(lag)
         self._tick()
         self.start()

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import msgspec
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.results import Timings, Usage
-from legato_engine.errors import InvalidField
+from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.ipc.messages import Done
 
 from legato_service.access.identifiers import IDENTIFIER
@@ -54,6 +54,8 @@ class Call(msgspec.Struct, eq=False):
     client: str = ""  # name and version of its software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
+    is_let_in: bool = False  # its credential, if it needs one, allows it
+    refusal: LegatoError | None = None  # of its credential, before its message is received
     is_identified: bool = False  # its tenant and priority are final
     place: Place | None = None  # of a call that the gate counts
     received: bytes = b""  # the serialized request of a unary RPC

@@ -28,6 +28,7 @@ class Place(msgspec.Struct, eq=False):
 
     gate: Gate
     is_submitted: bool = False
+    is_paused: bool = False
     tenant: str | None = None
 
     def take_name(self, tenant: str) -> None:
@@ -41,6 +42,17 @@ class Place(msgspec.Struct, eq=False):
             self.is_submitted = True
             self.gate.num_unsubmitted -= 1
 
+    def pause(self) -> None:
+        """Keep nobody out while the call's message does not arrive."""
+        if not (self.is_paused or self.is_submitted):
+            self.is_paused = True
+            self.gate.num_unsubmitted -= 1
+
+    def resume(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            self.gate.num_unsubmitted += 1
+
     @property
     def is_over_share(self) -> bool:
         """Whether the tenant has at least its equal share of this process's calls."""
@@ -49,7 +61,7 @@ class Place(msgspec.Struct, eq=False):
 
     def leave(self, _: object) -> None:
         gate, tenant = self.gate, self.tenant
-        if not self.is_submitted:
+        if not (self.is_submitted or self.is_paused):
             gate.num_unsubmitted -= 1
         if tenant is not None:
             left = gate.calls_by_tenant[tenant] - 1

@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 from legato_engine.errors import InvalidRequest
 
 from legato_service.errors import MethodUnknown
-from legato_service.rpc.call import CURRENT
+from legato_service.rpc import limits
+from legato_service.rpc.call import CURRENT, ID_FORM
 from legato_service.rpc.context import Context
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -25,21 +26,34 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def reader(handler: Handler) -> Callable[[Any], Any]:
-    """Returns what parses a message, or each of a stream, before the handler has it.
+    """Returns what checks and parses a message, or reads a call's messages, for the handler.
 
     With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
     """
-    parse = handler.request_deserializer
+    parse: Any = handler.request_deserializer  # `FromString` of a message's class
+    if parse is None:
+        return lambda received: received
+    kind = limits.kind_of(parse.__self__.DESCRIPTOR)
 
     def message(data: bytes) -> Any:
         try:
-            return parse(data) if parse else data
+            kind.check(data)
+        except InvalidRequest:
+            given = kind.request_id(data)
+            if ID_FORM.fullmatch(given):
+                CURRENT.get().adopt(given)  # as the handler would have
+            raise
+        try:
+            return parse(data)
         except DecodeError:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
-    async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def messages(context: Context) -> AsyncIterator[Any]:
+        """Read by `read`: gRPC never frees its iterator of a call that is aborted, nor the last
+        message in it.
+        """
         principal = CURRENT.get().principal
-        async for data in received:
+        while (data := await context.read()) is not grpc.aio.EOF:
             if principal is not None:
                 principal.check()
             yield message(data)

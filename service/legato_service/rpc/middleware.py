@@ -7,6 +7,7 @@ closed in its own task. CancelledError is always re-raised, because gRPC leaks m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
@@ -20,16 +21,18 @@ from legato_engine.errors import (
     LegatoError,
     NumericError,
     Poisoned,
+    exhaustion,
 )
 
 from legato_service.access.control import AccessControl
+from legato_service.access.credentials import Peer
 from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
 from legato_service.errors import Failure, failure
 from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.context import Context
-from legato_service.rpc.gate import Gate
+from legato_service.rpc.gate import Gate, Trailers
 from legato_service.rpc.handlers import UNKNOWN, Handler, behaviour, reader
 from legato_service.rpc.metadata import REQUEST_ID
 from legato_service.rpc.reusable_timeout import ReusableTimeout
@@ -37,7 +40,19 @@ from legato_service.rpc.reusable_timeout import ReusableTimeout
 log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_LATE = 1.0  # seconds, after which a message that has not arrived is not expected soon
+_MAX_RECEIVING = 32
+"""Unary calls whose messages gRPC may wait for. Nothing can end such a call before its message is
+there; those beyond read it themselves, with a time limit."""
 _NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
+
+
+class _CertificateNeeded(Exception):
+    """A call without a token is let in by its connection's certificate."""
+
+
+def _no_certificate() -> NoReturn:
+    raise _CertificateNeeded
 
 
 class RpcMiddleware(grpc.GenericRpcHandler):
@@ -65,9 +80,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._starts, self._on_done = call_log.starts, call_log.on_done
+        self._receiving: dict[Call, asyncio.Task[Any]] = {}  # unary calls, in order
+        self._sweeping: asyncio.TimerHandle | None = None
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
-        self._gated: dict[str, Handler] = {}  # the same behind the gate, for unary requests
+        self._unread: dict[str, Handler] = {}  # the same, which decide before they read a request
 
     @property
     def as_server(self) -> grpc.aio.Server:
@@ -96,16 +113,63 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         CURRENT.set(call)
         if self._starts is not None:
             self._starts[method] += 1
-        if not method.startswith(_INFERENCE):
-            return wrapped
-        if (gate := self._gate) is not None:
-            task = asyncio.current_task()
-            assert task is not None, "gRPC runs each call in a task"
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        is_inference = method.startswith(_INFERENCE)
+        if is_inference and (gate := self._gate) is not None:
             call.place = gate.enter(task)
             if gate.is_crowded:
-                return self._gated[method]
-        self._expect()
+                return self._unread[method]
+        if self._access is not None and not self._is_let_in(call):
+            return self._unread.get(method, wrapped)
+        if is_inference:
+            self._expect()
+        if not wrapped.request_streaming:
+            if len(self._receiving) >= _MAX_RECEIVING:
+                return self._unread[method]
+            self._receive(call, task)
         return wrapped
+
+    def _receive(self, call: Call, task: asyncio.Task[Any]) -> None:
+        """Begin to wait for the message of a unary call."""
+        self._receiving[call] = task
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
+
+    def _received(self, call: Call) -> None:
+        self._receiving.pop(call, None)
+        if call.place is not None:
+            call.place.resume()
+
+    def _sweep(self) -> None:
+        """Let late messages keep nobody out."""
+        now = time.monotonic()
+        late = itertools.takewhile(
+            lambda each: now - each[0].started >= _LATE, self._receiving.items()
+        )
+        for call, task in list(late):
+            if task.done():  # the client has cancelled it
+                del self._receiving[call]
+            elif call.place is not None:
+                call.place.pause()
+        self._sweeping = None
+        if self._receiving:
+            self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
+
+    def _is_let_in(self, call: Call) -> bool:
+        """Return whether the call may be read: its credential is in its metadata and allows it.
+
+        Otherwise it is decided with the call's context, which knows the client's certificate and
+        takes the refusal.
+        """
+        try:
+            self._enter(call, _no_certificate)
+        except _CertificateNeeded:
+            return False
+        except LegatoError as error:
+            call.refusal = error.with_traceback(None)  # its frames refer to the call
+            return False
+        return True
 
     def _found(self, details: grpc.HandlerCallDetails) -> Handler | None:
         found = (each.service(details) for each in self._added)
@@ -114,8 +178,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return None
         method = details.method
         wrapped = self._wrapped[method] = self._wrap(handler)
-        if self._gate is not None and method.startswith(_INFERENCE):
-            self._gated[method] = self._wrap_gate(wrapped, self._gate)
+        gate = self._gate if method.startswith(_INFERENCE) else None
+        if not handler.request_streaming:
+            self._unread[method] = self._wrap_unread(wrapped, gate)
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
@@ -130,19 +195,32 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return grpc.stream_unary_rpc_method_handler(one, None, None)
         return grpc.unary_unary_rpc_method_handler(one, None, None)
 
-    def _wrap_gate(self, wrapped: Handler, gate: Gate) -> Handler:
+    def _wrap_unread(self, wrapped: Handler, gate: Gate | None) -> Handler:
         """Decide before the message is received; a handler of a stream reads it when it asks."""
         handle, streams = behaviour(wrapped), wrapped.response_streaming
-        assert not wrapped.request_streaming, "the gate reads one message"
 
-        async def at_gate(received: Any, context: Context) -> None:
+        async def unread(received: Any, context: Context) -> None:
             call = CURRENT.get()
             if self._is_refused(gate, call, context):
                 return
-            message = await context.read()
+            task = asyncio.current_task()
+            assert task is not None, "gRPC runs each call in a task"
+            self._receive(call, task)
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    message = await context.read()
+            except TimeoutError:
+                del self._receiving[call]
+                late = ClientTooSlow(
+                    f"no message was sent for {self._stall_timeout:g} s",
+                    limit_ms=round(self._stall_timeout * 1000),
+                )
+                self._refuse(late, call, context)
+                return
             if message is grpc.aio.EOF:
                 return  # cancelled
-            self._expect()
+            if gate is not None:
+                self._expect()
             handling = handle(message, context)
             del message
             try:
@@ -154,43 +232,54 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 await context.write(answer)
 
         serialize = wrapped.response_serializer
-        return grpc.stream_stream_rpc_method_handler(at_gate, None, serialize)
+        return grpc.stream_stream_rpc_method_handler(unread, None, serialize)
 
-    def _is_refused(self, gate: Gate, call: Call, context: Context) -> bool:
+    def _is_refused(self, gate: Gate | None, call: Call, context: Context) -> bool:
         """Set the status of a refused call, which costs neither an exception nor a message."""
         try:
             self._identify(call, context)
         except Exception as error:  # noqa: BLE001 - as any failure of a call
-            outcome = self._failed(error, call, context)
-            assert outcome is not None, "no cancellation"
-            trailers = outcome.trailers()
-        else:
-            if gate.admits(call.tenant, call.priority):
-                return False
-            outcome, trailers = gate.refusal(call.request_id)
-            self._call_log.record(call, outcome.code.name, outcome.reason)
-        context.set_code(outcome.code)
-        context.set_details(outcome.message)
-        context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
+            self._refuse(error, call, context)
+            return True
+        if gate is None or gate.admits(call.tenant, call.priority):
+            return False
+        outcome, trailers = gate.refusal(call.request_id)
+        self._call_log.record(call, outcome.code.name, outcome.reason)
+        _set_status(outcome, trailers, call, context)
         return True
+
+    def _refuse(self, error: Exception, call: Call, context: Context) -> None:
+        outcome = self._failed(error, call, context)
+        assert outcome is not None, "no cancellation"
+        _set_status(outcome, outcome.trailers(), call, context)
 
     def _identify(self, call: Call, context: Context) -> None:
         """Fill the call from credential and metadata; its tenant and priority are final then."""
         if call.is_identified:
             return
-        if self._access is not None:
-            self._enter(call, context)
+        if self._access is not None and not call.is_let_in:
+            self._enter(call, context.auth_context)
         metadata.read(call)
         call.is_identified = True
         if (place := call.place) is not None:
             place.take_name(call.tenant)
 
-    def _enter(self, call: Call, context: Context) -> None:
+    def _enter(self, call: Call, peer: Callable[[], Peer]) -> None:
         """Let the call in as its credential allows."""
         assert self._access is not None, "only called with access control"
-        metadata_given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
-        principal = self._access.authorize(call.method, metadata_given, context.auth_context)
-        call.metadata = metadata_given
+        if call.refusal is not None:
+            try:
+                raise call.refusal
+            finally:
+                call.refusal = None
+        given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
+        try:
+            principal = self._access.authorize(call.method, given, peer)
+        except _CertificateNeeded:
+            call.metadata = given
+            raise
+        call.metadata = given
+        call.is_let_in = True
         call.principal = principal
         # An operator names the tenant whose request is meant.
         if principal is not None and NEEDS.get(call.method) is not Need.ADMIN:
@@ -204,10 +293,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
-                self._identify(call, context)
                 if not streams:
+                    self._received(call)
                     call.received = received
-                response = await inner(read(received), context)
+                self._identify(call, context)
+                response = await inner(read(context if streams else received), context)
                 if serialize is not None:
                     response = serialize(response)
             except BaseException as error:
@@ -224,12 +314,16 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
         inner, read = behaviour(handler), reader(handler)
+        streams = handler.request_streaming
 
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
+                if not streams:
+                    self._received(call)
                 self._identify(call, context)
-                async with aclosing(inner(read(received), context)) as responses:
+                messages = read(context if streams else received)
+                async with aclosing(inner(messages, context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
                 if (outcome := self._failed(error, call, context)) is None:
@@ -280,12 +374,20 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             case Exception():
                 if isinstance(error, InternalError) and not isinstance(error, _NO_BUG_HERE):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
+                elif exhaustion(error) is not None:
+                    log.warning("resources_exhausted", request_id=call.request_id, error=str(error))
                 elif not isinstance(error, LegatoError):
                     log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
                 outcome = failure(error, call.request_id)
                 self._call_log.record(call, outcome.code.name, outcome.reason)
                 return outcome
         return None
+
+
+def _set_status(outcome: Failure, trailers: Trailers, call: Call, context: Context) -> None:
+    context.set_code(outcome.code)
+    context.set_details(outcome.message)
+    context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
 
 
 def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any, NoReturn]:

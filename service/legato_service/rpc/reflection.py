@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from legato_service.rpc.context import Context
@@ -24,6 +25,14 @@ class Descriptors:
     def __init__(self, documented: descriptor_pb2.FileDescriptorSet) -> None:
         self._documented = {file.name: file for file in documented.file}
         self._pool = descriptor_pool.Default()
+        # Only v1alpha has generated code.
+        text = text_format.MessageToString(self._file(pb.DESCRIPTOR.name))
+        version_1 = text_format.Parse(
+            text.replace("v1alpha", "v1"), descriptor_pb2.FileDescriptorProto()
+        )
+        self._documented[version_1.name] = version_1
+        self._more = descriptor_pool.DescriptorPool()
+        self._more.Add(version_1)
 
     @classmethod
     def of_contract(cls) -> Descriptors:
@@ -53,12 +62,12 @@ class Descriptors:
         Raises:
             KeyError: the symbol is unknown.
         """
-        try:
-            return self._pool.FindFileContainingSymbol(symbol).name
-        except KeyError:
-            parent = symbol.rpartition(".")[0]
-            if not parent:
-                raise
+        for pool in (self._pool, self._more):
+            with suppress(KeyError):
+                return pool.FindFileContainingSymbol(symbol).name
+        parent = symbol.rpartition(".")[0]
+        if not parent:
+            raise KeyError(symbol)
         return self.file_of(parent)
 
     def _file(self, name: str) -> descriptor_pb2.FileDescriptorProto:

@@ -150,7 +150,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: CallContext,
     ) -> ResponseT:
         options = request.options
-        requests.heartbeat(options)  # only checked
         task = skill.task(request, "")
         has_image = requests.check_image(request.image, task)
         sampling = requests.sampling(request.sampling)
@@ -170,7 +169,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _run_tasks(
         self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
     ) -> pb.RunTasksResponse:
-        requests.heartbeat(request.options)  # only checked
         run = TaskRun(self._dispatcher, request, key)
         with self._dispatcher.admit(key, context, self._unary_deadline) as active:
             model = run.check()

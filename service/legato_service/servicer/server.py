@@ -65,8 +65,6 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         """A page token is the offset of its page."""
-        if request.page_size < 0:
-            raise InvalidField("must not be negative", field="page_size")
         models = self._models()
         start = _offset(request.page_token, len(models))
         end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)

@@ -22,7 +22,6 @@ from legato_service.session.frame_planner import FrameRequest
 from legato_service.session.frame_tracks import fill_tracks
 from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
 
-MAX_NAME = 64  # characters
 MAX_IN_FLIGHT = 8  # frames
 QUEUED_FRAMES = 8  # under EVERY_FRAME
 DEFAULT_HEARTBEAT = 10.0  # seconds
@@ -43,20 +42,11 @@ _DROP_REASONS = {
 
 
 def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
-    if len(message.session_name) > MAX_NAME:
-        raise InvalidField(
-            f"at most {MAX_NAME} characters",
-            field="open.session_name",
-            limit=MAX_NAME,
-            actual=len(message.session_name),
-        )
     if message.frame_policy not in _POLICIES:
         raise InvalidField(
             f"{message.frame_policy} is not a frame policy", field="open.frame_policy"
         )
     max_age = fields.seconds(message.max_frame_age)
-    if max_age < 0:
-        raise InvalidField("must not be negative", field="open.max_frame_age")
     policy = _POLICIES[message.frame_policy]
     in_flight = min(message.max_in_flight or 1, MAX_IN_FLIGHT)
     return SessionSettings(
@@ -72,7 +62,7 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
 
 def heartbeat(message: pb.SessionOpen) -> float:
     """Seconds of silence before a heartbeat."""
-    return requests.heartbeat(message, "open.", DEFAULT_HEARTBEAT)
+    return requests.heartbeat(message, DEFAULT_HEARTBEAT)
 
 
 class ResponseBuilder:

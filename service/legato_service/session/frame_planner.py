@@ -16,11 +16,13 @@ from legato_engine.ipc.messages import ModelInfo
 
 from legato_service.convert import fields, requests
 from legato_service.requests.dispatcher import Dispatcher
-from legato_service.rpc import call
+from legato_service.rpc import call, limits
 from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.frame import Frame
 from legato_service.session.frame_tracks import FrameTracks
 from legato_service.tracking.tracker import Tracker
+
+_TASK = limits.kind_of(task_pb2.Task.DESCRIPTOR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class FramePlanner:
             self._request(task, message, f"{field}[{index}].")
             for index, (task, message) in enumerate(zip(tasks, messages, strict=True))
         ]
-        trackers = self._tracks.replace(messages, field)
+        trackers = self._tracks.replace(messages)
         return tuple(
             PlannedTask(message.task_id, request, tracker)
             for message, request, tracker in zip(messages, requested, trackers, strict=True)
@@ -132,6 +134,7 @@ class FramePlanner:
 
     def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:
         try:
+            _TASK.check(message.SerializeToString(), f"{path}.")
             task = requests.task(message, path)
             return PlannedTask(message.task_id, self._request(task, message, f"{path}."))
         except LegatoError as error:

@@ -21,17 +21,13 @@ class FrameTracks:
         self._ids = TrackIds(MAX_TRACKS)
         self._trackers: list[tuple[tuple[str, str], Tracker]] = []  # by task id and object
 
-    def replace(self, messages: Sequence[task_pb2.Task], field: str) -> list[Tracker | None]:
-        """The trackers of new standing tasks; a task that goes on keeps its own.
-
-        Raises:
-            InvalidField: a task's tracking is malformed.
-        """
+    def replace(self, messages: Sequence[task_pb2.Task]) -> list[Tracker | None]:
+        """Return the trackers of new standing tasks; a task that goes on keeps its own."""
         asked = [
-            requests.tracking(message.detect.tracking, f"{field}[{index}].detect.tracking.")
+            requests.tracking(message.detect.tracking)
             if message.detect.HasField("tracking")
             else None
-            for index, message in enumerate(messages)
+            for message in messages
         ]
         old, self._trackers = self._trackers, []
         trackers = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from legato.v1 import server_pb2
@@ -185,3 +187,34 @@ async def test_the_metadata_of_the_failure_is_typed(tokens):
         failed = await refusal(server.info.GetServerInfo(server_pb2.GetServerInfoRequest()))
         assert set(failed.details) == {"ErrorInfo", "RequestInfo"}
         assert "grpc-retry-pushback-ms" not in failed.trailers
+
+
+@pytest.mark.parametrize("kind", ["none", "wrong secret", "expired"])
+async def test_a_credential_is_looked_at_before_the_message(tokens, kind):
+    """A call that never sends its message is refused all the same, by every method."""
+
+    async def silent():
+        await asyncio.Event().wait()
+        yield b""
+
+    async with running(tokens=tokens) as server:
+        for path, need in NEEDS.items():
+            if need is Need.NOTHING or path == UNKNOWN_METHOD:
+                continue
+            call = server.channel.stream_unary(path)(silent(), metadata=REFUSED[kind])
+            failed = await refusal(call)
+            assert failed.code is grpc.StatusCode.UNAUTHENTICATED, path
+
+
+async def test_a_scope_is_looked_at_before_the_message(tokens):
+    """So is what the credential may do."""
+
+    async def silent():
+        await asyncio.Event().wait()
+        yield b""
+
+    async with running(tokens=tokens) as server:
+        call = server.channel.stream_unary("/legato.v1.InferenceService/Query")(
+            silent(), metadata=BY_SCOPE["upload"].metadata
+        )
+        assert (await refusal(call)).code is grpc.StatusCode.PERMISSION_DENIED

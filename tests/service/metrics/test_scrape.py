@@ -1,6 +1,7 @@
 """Scrapes of a server after known calls."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -8,6 +9,7 @@ from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.figures import Durations, ImageTotals, Load, StepTotals
+from legato_service.metrics.loop_lag import PERIOD, LoopLag
 
 from tests.service.fakes import MODEL, TIMINGS, USAGE, FakeEngine
 from tests.service.harness import image_message, refusal, running
@@ -270,3 +272,15 @@ async def test_the_admin_listener_has_the_rpc():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.admin.GetMetrics(admin_pb2.GetMetricsRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_stall_of_the_event_loop_is_reported():
+    """The longest stall is told to within the period of its measurement, and forgotten later."""
+    lag = LoopLag(lambda: None)
+    lag.start()
+    await asyncio.sleep(2 * PERIOD)
+    time.sleep(0.2)  # noqa: ASYNC251 - the stall
+    await asyncio.sleep(2 * PERIOD)
+    lag.close()
+    assert lag.longest_stall >= 0.2 - 1.5 * PERIOD
+    assert sum(lag.histogram.counts) >= 2

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import EngineLost
 from legato_service.rpc import gate as gate_module
+from legato_service.rpc import middleware
 from legato_service.rpc.gate import Gate
 from legato_service.rpc.grpc_options import MAX_CALLS_PER_CONNECTION
 
@@ -253,3 +254,59 @@ async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyP
         await end(served, calls)
         await until(lambda: bool(given))
     assert len(given) == 1
+
+
+async def silent() -> AsyncIterator[bytes]:
+    """A message that never comes."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def test_calls_whose_message_does_not_arrive_keep_nobody_out() -> None:
+    """They have their places for a second."""
+    async with small_service(fakes.answer) as served:
+        start = served.channel.stream_unary(QUERY)
+        calls = [start(silent()) for _ in range(3 * LIMIT)]
+        await until(lambda: gate_of(served).num_unsubmitted >= LIMIT)
+        await until(lambda: gate_of(served).num_unsubmitted == 0)
+        await served.inference.Query(QUESTION)
+        for call in calls:
+            call.cancel()
+        await until(lambda: not gate_of(served).calls_by_tenant)
+        assert gate_of(served).num_unsubmitted == 0
+
+
+async def test_of_many_calls_without_a_message_most_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond those that gRPC itself waits for, a call has `stall_timeout` to bring its message."""
+    monkeypatch.setattr(middleware, "_MAX_RECEIVING", 2)
+    async with running(FakeEngine(fakes.answer), stall_timeout=0.5) as served:
+        start = served.channel.stream_unary(QUERY)
+        calls = [start(silent()) for _ in range(6)]
+        await until(lambda: sum(call.done() for call in calls) == 4)
+        for call in calls:
+            if call.done():
+                assert (await refusal(call)).reason == "CLIENT_TOO_SLOW"
+        await served.inference.Query(QUESTION)
+        assert (await served.health.Check(health_pb2.HealthCheckRequest())).status
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_message_that_arrives_late_is_answered() -> None:
+    """Its call has a place again when it is read."""
+    begun = asyncio.Event()
+
+    async def late() -> AsyncIterator[bytes]:
+        await begun.wait()
+        await until(lambda: gate_of(served).num_unsubmitted == 0)
+        yield QUESTION.SerializeToString()
+
+    async with running(FakeEngine(fakes.answer)) as served:
+        call = served.channel.stream_unary(QUERY)(late())
+        await until(lambda: gate_of(served).num_unsubmitted == 1)
+        begun.set()
+        response = inference_pb2.QueryResponse.FromString(await call)
+        assert response.answer
+        assert gate_of(served).num_unsubmitted == 0

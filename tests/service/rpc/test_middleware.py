@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import structlog
 from legato.v1 import inference_pb2, server_pb2, task_pb2
 from legato_service.arguments import parse
-from legato_service.rpc import trace_context
+from legato_service.rpc import grpc_options, trace_context
 
+from tests.faults.attacks import Http2
 from tests.service.fakes import FakeEngine, begin
 from tests.service.harness import image_message, refusal, running, until
 
@@ -248,13 +250,13 @@ async def test_an_unknown_method_is_unimplemented():
 
 
 async def test_a_message_over_the_limit_is_refused_with_details():
-    """The transport takes up to twice the limit, so that the refusal has details."""
+    """The transport takes a megabyte more than the limit, so that the refusal has details."""
     image = image_message()
     image.encoded.data += bytes(70_000)
     async with running(max_request_bytes=65_536) as server:
         failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))
         assert failed.reason == "IMAGE_TOO_LARGE"
-        image.encoded.data += bytes(70_000)
+        image.encoded.data += bytes(1 << 20)
         failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))
         assert failed.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -337,3 +339,55 @@ def test_arguments_reach_the_configuration():
     assert (adapters.adapters, adapters.adapter_slots, adapters.max_adapter_rank) == ("a", 3, 512)
     assert parse(["--listen", "0.0.0.0:1", "--insecure"]).insecure
     assert parse(["--drain-delay", "7.5"]).drain_delay == 7.5
+
+
+def ended(connection):
+    """Read a socket until the server ends it."""
+    connection.settimeout(60)
+    while connection.recv(4096):
+        pass
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01"])
+async def test_a_connection_that_does_not_begin_is_closed(said):
+    """Whatever part of a beginning it sends."""
+    async with running(handshake_timeout=0.3) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(said)
+            await asyncio.to_thread(ended, connection)
+
+
+async def test_a_connection_without_calls_is_closed():
+    """It began well, and is told so by GOAWAY; one with a call stays."""
+    async with running(idle_timeout=1) as server:
+        address = f"127.0.0.1:{server.port}"
+        idle, busy = Http2(address), Http2(address)
+        busy.open(QUERY)
+
+        def read_all():
+            while True:
+                idle.read()
+
+        with pytest.raises(ConnectionResetError):
+            await asyncio.to_thread(read_all)
+        busy.send(6, 0, 0, bytes(8))  # a ping
+        await asyncio.to_thread(busy.read)
+        for each in (idle, busy):
+            each.close()
+
+
+async def test_connections_beyond_the_limit_are_closed(monkeypatch):
+    """Those that are open stay, and another one is taken when one of them ends."""
+    monkeypatch.setattr(grpc_options, "MAX_CONNECTIONS", 2)
+    async with running() as server:
+        address = ("127.0.0.1", server.port)
+        first, second = (Http2(f"127.0.0.1:{server.port}") for _ in range(2))
+        for each in (first, second):
+            await asyncio.to_thread(each.read)
+        with socket.create_connection(address) as third:
+            await asyncio.to_thread(ended, third)
+        for each in (first, second):
+            each.send(6, 0, 0, bytes(8))
+            await asyncio.to_thread(each.read)
+            each.close()
+        await server.inference.Query(QUESTION, wait_for_ready=True)

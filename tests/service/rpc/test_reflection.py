@@ -83,3 +83,19 @@ async def test_an_unknown_symbol_does_not_end_the_stream():
             response = await ask(server, **request)
             assert response.error_response.error_code == 5
             assert response.HasField("original_request")
+
+
+async def test_every_listed_service_can_be_described():
+    """A client that describes what it was listed finds all of it, reflection itself included."""
+    async with running() as server:
+        response = await ask(server, list_services="*")
+        for listed in response.list_services_response.service:
+            files = files_of(await ask(server, file_containing_symbol=listed.name))
+            package, _, name = listed.name.rpartition(".")
+            assert any(
+                file.package == package and name in [service.name for service in file.service]
+                for file in files.values()
+            ), listed.name
+            for file in files.values():
+                again = await ask(server, file_by_filename=file.name)
+                assert not again.HasField("error_response"), file.name

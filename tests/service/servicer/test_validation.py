@@ -111,14 +111,14 @@ TABLE: dict[str, list[Any]] = {
         ("object", cup(object=" \n")),
         ("max_objects", cup(max_objects=0)),
         ("spatial_refs[0]", placed()),
-        ("spatial_refs[0].point", placed(point={"x": 1.1})),
-        ("spatial_refs[0].point", placed(point={"x": math.nan})),
+        ("spatial_refs[0].point.x", placed(point={"x": 1.1})),
+        ("spatial_refs[0].point.x", placed(point={"x": math.nan})),
         ("spatial_refs", cup(spatial_refs=[{"point": {}}] * 65)),
     ],
     "Segment": [
         ("object", cup(object="x" * 2000), TOO_LONG),
         ("spatial_refs[0].box", placed(box={"x_min": 0.5, "x_max": 0.4})),
-        ("spatial_refs[0].box", placed(box={"y_min": -0.1, "y_max": 0.4})),
+        ("spatial_refs[0].box.y_min", placed(box={"y_min": -0.1, "y_max": 0.4})),
     ],
     "Generate": [
         ("task", file(PNG)),

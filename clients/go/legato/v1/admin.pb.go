@@ -1195,7 +1195,7 @@ var File_legato_v1_admin_proto protoreflect.FileDescriptor
 
 const file_legato_v1_admin_proto_rawDesc = "" +
 	"\n" +
-	"\x15legato/v1/admin.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n" +
+	"\x15legato/v1/admin.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15legato/v1/limit.proto\"\x10\n" +
 	"\x0eGetLoadRequest\"\xf7\x02\n" +
 	"\x0fGetLoadResponse\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\rR\arunning\x12\x18\n" +
@@ -1238,30 +1238,30 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"blockingMs\x12!\n" +
 	"\fzombie_ratio\x18\v \x01(\x02R\vzombieRatio\x12%\n" +
 	"\x0epredicted_gain\x18\f \x01(\x02R\rpredictedGain\x12#\n" +
-	"\robserved_gain\x18\r \x01(\x02R\fobservedGain\"n\n" +
-	"\fAbortRequest\x12\x1f\n" +
+	"\robserved_gain\x18\r \x01(\x02R\fobservedGain\"~\n" +
+	"\fAbortRequest\x12'\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x12\x1f\n" +
+	"request_id\x18\x01 \x01(\tB\x06ʶ\x1c\x02(@H\x00R\trequestId\x12'\n" +
 	"\n" +
-	"session_id\x18\x02 \x01(\tH\x00R\tsessionId\x12\x12\n" +
+	"session_id\x18\x02 \x01(\tB\x06ʶ\x1c\x02(@H\x00R\tsessionId\x12\x12\n" +
 	"\x03all\x18\x03 \x01(\bH\x00R\x03allB\b\n" +
 	"\x06target\"T\n" +
 	"\rAbortResponse\x12\x18\n" +
 	"\aaborted\x18\x01 \x01(\rR\aaborted\x12)\n" +
-	"\x10already_finished\x18\x02 \x01(\rR\x0falreadyFinished\"?\n" +
-	"\fDrainRequest\x12/\n" +
-	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"_\n" +
+	"\x10already_finished\x18\x02 \x01(\rR\x0falreadyFinished\"W\n" +
+	"\fDrainRequest\x12G\n" +
+	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\x05grace\"_\n" +
 	"\rDrainResponse\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\rR\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\rR\awaiting\x12\x1a\n" +
-	"\bsessions\x18\x03 \x01(\rR\bsessions\"+\n" +
-	"\x11GetMetricsRequest\x12\x16\n" +
-	"\x06accept\x18\x01 \x01(\tR\x06accept\"K\n" +
+	"\bsessions\x18\x03 \x01(\rR\bsessions\"4\n" +
+	"\x11GetMetricsRequest\x12\x1f\n" +
+	"\x06accept\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\bR\x06accept\"K\n" +
 	"\x12GetMetricsResponse\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12!\n" +
-	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"M\n" +
-	"\x14WatchTimelineRequest\x125\n" +
-	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\xb4\x02\n" +
+	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"e\n" +
+	"\x14WatchTimelineRequest\x12M\n" +
+	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\bduration\"\xb4\x02\n" +
 	"\x15WatchTimelineResponse\x12-\n" +
 	"\x05spans\x18\x01 \x03(\v2\x17.legato.v1.TimelineSpanR\x05spans\x129\n" +
 	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x16\n" +
@@ -1282,9 +1282,9 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x06riding\x18\b \x01(\rR\x06riding\x12\x18\n" +
 	"\azombies\x18\t \x01(\rR\azombies\x12\x16\n" +
 	"\x06tokens\x18\n" +
-	" \x01(\rR\x06tokens\"/\n" +
-	"\x17SetPipelineDepthRequest\x12\x14\n" +
-	"\x05depth\x18\x01 \x01(\rR\x05depth\"\x1a\n" +
+	" \x01(\rR\x06tokens\"G\n" +
+	"\x17SetPipelineDepthRequest\x12,\n" +
+	"\x05depth\x18\x01 \x01(\rB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00\x00@R\x05depth\"\x1a\n" +
 	"\x18SetPipelineDepthResponse2\xe4\x03\n" +
 	"\fAdminService\x12E\n" +
 	"\aGetLoad\x12\x19.legato.v1.GetLoadRequest\x1a\x1a.legato.v1.GetLoadResponse\"\x03\x90\x02\x01\x12?\n" +
@@ -1360,6 +1360,7 @@ func file_legato_v1_admin_proto_init() {
 	if File_legato_v1_admin_proto != nil {
 		return
 	}
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_admin_proto_msgTypes[4].OneofWrappers = []any{
 		(*AbortRequest_RequestId)(nil),
 		(*AbortRequest_SessionId)(nil),

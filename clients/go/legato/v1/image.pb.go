@@ -335,24 +335,24 @@ var File_legato_v1_image_proto protoreflect.FileDescriptor
 
 const file_legato_v1_image_proto_rawDesc = "" +
 	"\n" +
-	"\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/media.proto\"\xc1\x01\n" +
-	"\x0ePutImageHeader\x12\x1b\n" +
-	"\tmime_type\x18\x01 \x01(\tR\bmimeType\x12.\n" +
-	"\x06layout\x18\x02 \x01(\v2\x16.legato.v1.PixelLayoutR\x06layout\x12\x1d\n" +
+	"\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\"\xf9\x01\n" +
+	"\x0ePutImageHeader\x12$\n" +
+	"\tmime_type\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x01R\bmimeType\x12.\n" +
+	"\x06layout\x18\x02 \x01(\v2\x16.legato.v1.PixelLayoutR\x06layout\x12,\n" +
 	"\n" +
-	"size_bytes\x18\x03 \x01(\x04R\tsizeBytes\x12\x16\n" +
-	"\x06sha256\x18\x04 \x01(\fR\x06sha256\x12+\n" +
-	"\x03ttl\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"f\n" +
+	"size_bytes\x18\x03 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\tsizeBytes\x12\x1e\n" +
+	"\x06sha256\x18\x04 \x01(\fB\x06ʶ\x1c\x020 R\x06sha256\x12C\n" +
+	"\x03ttl\x18\x05 \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\x03ttl\"n\n" +
 	"\x0fPutImageRequest\x123\n" +
-	"\x06header\x18\x01 \x01(\v2\x19.legato.v1.PutImageHeaderH\x00R\x06header\x12\x16\n" +
-	"\x05chunk\x18\x02 \x01(\fH\x00R\x05chunkB\x06\n" +
+	"\x06header\x18\x01 \x01(\v2\x19.legato.v1.PutImageHeaderH\x00R\x06header\x12\x1e\n" +
+	"\x05chunk\x18\x02 \x01(\fB\x06ʶ\x1c\x028\x01H\x00R\x05chunkB\x06\n" +
 	"\x04part\"{\n" +
 	"\x10PutImageResponse\x12*\n" +
 	"\x05image\x18\x01 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12;\n" +
 	"\vexpire_time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"expireTime\"/\n" +
-	"\x12DeleteImageRequest\x12\x19\n" +
-	"\bimage_id\x18\x01 \x01(\tR\aimageId\"\x15\n" +
+	"expireTime\"8\n" +
+	"\x12DeleteImageRequest\x12\"\n" +
+	"\bimage_id\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x01R\aimageId\"\x15\n" +
 	"\x13DeleteImageResponse2\xdc\x01\n" +
 	"\fImageService\x12\\\n" +
 	"\bPutImage\x12\x1a.legato.v1.PutImageRequest\x1a\x1b.legato.v1.PutImageResponse\"\x15\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
@@ -405,6 +405,7 @@ func file_legato_v1_image_proto_init() {
 	if File_legato_v1_image_proto != nil {
 		return
 	}
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_media_proto_init()
 	file_legato_v1_image_proto_msgTypes[1].OneofWrappers = []any{
 		(*PutImageRequest_Header)(nil),

@@ -2411,17 +2411,17 @@ var File_legato_v1_inference_proto protoreflect.FileDescriptor
 
 const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xbd\x02\n" +
-	"\x0eRequestOptions\x12\x1d\n" +
+	"\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\x87\x03\n" +
+	"\x0eRequestOptions\x12%\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
-	"\x05model\x18\x02 \x01(\tR\x05model\x12\x18\n" +
-	"\aadapter\x18\x03 \x01(\tR\aadapter\x12$\n" +
+	"request_id\x18\x01 \x01(\tB\x06ʶ\x1c\x02(@R\trequestId\x12\x1d\n" +
+	"\x05model\x18\x02 \x01(\tB\aʶ\x1c\x03(\x80\x02R\x05model\x12!\n" +
+	"\aadapter\x18\x03 \x01(\tB\aʶ\x1c\x03(\x80\x02R\aadapter\x12$\n" +
 	"\vcache_image\x18\x04 \x01(\bH\x00R\n" +
 	"cacheImage\x88\x01\x01\x12#\n" +
-	"\rreturn_tokens\x18\x05 \x01(\bR\freturnTokens\x12&\n" +
-	"\ftop_logprobs\x18\x06 \x01(\rH\x01R\vtopLogprobs\x88\x01\x01\x12H\n" +
-	"\x12heartbeat_interval\x18\a \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatIntervalB\x0e\n" +
+	"\rreturn_tokens\x18\x05 \x01(\bR\freturnTokens\x12>\n" +
+	"\ftop_logprobs\x18\x06 \x01(\rB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x004@H\x01R\vtopLogprobs\x88\x01\x01\x12`\n" +
+	"\x12heartbeat_interval\x18\a \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\x11heartbeatIntervalB\x0e\n" +
 	"\f_cache_imageB\x0f\n" +
 	"\r_top_logprobs\"\xfc\x02\n" +
 	"\fResponseInfo\x12\x1d\n" +
@@ -2434,16 +2434,17 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
 	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\x12 \n" +
-	"\vresumptions\x18\t \x01(\rR\vresumptions\"\xf1\x02\n" +
+	"\vresumptions\x18\t \x01(\rR\vresumptions\"\x96\x03\n" +
 	"\fQueryRequest\x12&\n" +
-	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x1a\n" +
-	"\bquestion\x18\x02 \x01(\tR\bquestion\x12\x1c\n" +
-	"\treasoning\x18\x03 \x01(\bR\treasoning\x128\n" +
-	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12/\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12&\n" +
+	"\bquestion\x18\x02 \x01(\tB\n" +
+	"ʶ\x1c\x06(\x80\x80\x10@\x01R\bquestion\x12\x1c\n" +
+	"\treasoning\x18\x03 \x01(\bR\treasoning\x12@\n" +
+	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x05 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x122\n" +
-	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"\x88\x01\n" +
+	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12;\n" +
+	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages:\x06ж\x1c\x80\x80@\"\x88\x01\n" +
 	"\rQueryResponse\x12\x16\n" +
 	"\x06answer\x18\x01 \x01(\tR\x06answer\x122\n" +
 	"\treasoning\x18\x02 \x01(\v2\x14.legato.v1.ReasoningR\treasoning\x12+\n" +
@@ -2456,57 +2457,57 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x05 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"X\n" +
 	"\x0fCaptionResponse\x12\x18\n" +
 	"\acaption\x18\x01 \x01(\tR\acaption\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x85\x03\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xb7\x03\n" +
 	"\rDetectRequest\x12&\n" +
-	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x16\n" +
-	"\x06object\x18\x02 \x01(\tR\x06object\x12$\n" +
-	"\vmax_objects\x18\x03 \x01(\rH\x00R\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12!\n" +
+	"\x06object\x18\x02 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x123\n" +
+	"\vmax_objects\x18\x03 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x00R\n" +
 	"maxObjects\x88\x01\x01\x12/\n" +
 	"\bsampling\x18\x04 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x05 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12*\n" +
-	"\x0emin_confidence\x18\a \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12B\n" +
+	"\x0emin_confidence\x18\a \x01(\x02B\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
 	"\x05order\x18\b \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
 	"\f_max_objectsB\x11\n" +
 	"\x0f_min_confidence\"r\n" +
 	"\x0eDetectResponse\x123\n" +
 	"\aobjects\x18\x01 \x03(\v2\x19.legato.v1.DetectedObjectR\aobjects\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xbe\x03\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xf8\x03\n" +
 	"\fPointRequest\x12&\n" +
-	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x16\n" +
-	"\x06object\x18\x02 \x01(\tR\x06object\x12$\n" +
-	"\vmax_objects\x18\x03 \x01(\rH\x00R\n" +
-	"maxObjects\x88\x01\x01\x128\n" +
-	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12/\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12!\n" +
+	"\x06object\x18\x02 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x123\n" +
+	"\vmax_objects\x18\x03 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x00R\n" +
+	"maxObjects\x88\x01\x01\x12@\n" +
+	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x05 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12*\n" +
-	"\x0emin_confidence\x18\b \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12B\n" +
+	"\x0emin_confidence\x18\b \x01(\x02B\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
 	"\x05order\x18\t \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
 	"\f_max_objectsB\x11\n" +
 	"\x0f_min_confidence\"n\n" +
 	"\rPointResponse\x120\n" +
 	"\x06points\x18\x01 \x03(\v2\x18.legato.v1.PointedObjectR\x06points\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x9d\x02\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xb0\x02\n" +
 	"\x0eSegmentRequest\x12&\n" +
-	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x16\n" +
-	"\x06object\x18\x02 \x01(\tR\x06object\x128\n" +
-	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12/\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12!\n" +
+	"\x06object\x18\x02 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x12@\n" +
+	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x04 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x05 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
 	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"n\n" +
 	"\x0fSegmentResponse\x12.\n" +
 	"\bsegments\x18\x01 \x03(\v2\x12.legato.v1.OutlineR\bsegments\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xc2\x01\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xd2\x01\n" +
 	"\x0fRunTasksRequest\x12&\n" +
-	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12%\n" +
-	"\x05tasks\x18\x02 \x03(\v2\x0f.legato.v1.TaskR\x05tasks\x123\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12-\n" +
+	"\x05tasks\x18\x02 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\x05tasks\x123\n" +
 	"\aoptions\x18\x03 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"\x9f\x01\n" +
+	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp:\x06ж\x1c\x80\x80@\"\x9f\x01\n" +
 	"\x10RunTasksResponse\x12/\n" +
 	"\aresults\x18\x01 \x03(\v2\x15.legato.v1.TaskResultR\aresults\x12+\n" +
 	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\x12-\n" +
-	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\x9a\x02\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\xa2\x02\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12#\n" +
 	"\x04task\x18\x02 \x01(\v2\x0f.legato.v1.TaskR\x04task\x123\n" +
@@ -2514,16 +2515,16 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12 \n" +
 	"\vcheckpoints\x18\x05 \x01(\bR\vcheckpoints\x126\n" +
 	"\vresume_from\x18\x06 \x01(\v2\x15.legato.v1.CheckpointR\n" +
-	"resumeFrom\"\xd9\x01\n" +
+	"resumeFrom:\x06ж\x1c\x80\x80@\"\xde\x02\n" +
 	"\n" +
-	"Checkpoint\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model\x12\x17\n" +
-	"\x04seed\x18\x02 \x01(\x04H\x00R\x04seed\x88\x01\x01\x12\x1b\n" +
-	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x16\n" +
-	"\x06values\x18\x04 \x03(\x02R\x06values\x12\x1a\n" +
-	"\blogprobs\x18\x05 \x03(\x02R\blogprobs\x12 \n" +
-	"\vresumptions\x18\x06 \x01(\rR\vresumptions\x12 \n" +
-	"\vcertainties\x18\a \x03(\x02R\vcertaintiesB\a\n" +
+	"Checkpoint\x12\x1d\n" +
+	"\x05model\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x02R\x05model\x12&\n" +
+	"\x04seed\x18\x02 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\x04seed\x88\x01\x01\x12.\n" +
+	"\ttoken_ids\x18\x03 \x03(\rB\x11ʶ\x1c\r\t\x00\x00\x00\x00\x00\x00\x00\x00 \x80\x80\x02R\btokenIds\x122\n" +
+	"\x06values\x18\x04 \x03(\x02B\x1aʶ\x1c\x16\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0? \x80\x80\x04R\x06values\x12$\n" +
+	"\blogprobs\x18\x05 \x03(\x02B\bʶ\x1c\x04 \x80\x80\x02R\blogprobs\x128\n" +
+	"\vresumptions\x18\x06 \x01(\rB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@R\vresumptions\x12<\n" +
+	"\vcertainties\x18\a \x03(\x02B\x1aʶ\x1c\x16\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0? \x80\x80\x04R\vcertaintiesB\a\n" +
 	"\x05_seed\"f\n" +
 	"\x06Queued\x12\x1a\n" +
 	"\bposition\x18\x01 \x01(\rR\bposition\x12@\n" +
@@ -2778,6 +2779,7 @@ func file_legato_v1_inference_proto_init() {
 		return
 	}
 	file_legato_v1_geometry_proto_init()
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_media_proto_init()
 	file_legato_v1_task_proto_init()
 	file_legato_v1_inference_proto_msgTypes[0].OneofWrappers = []any{}

@@ -707,40 +707,40 @@ var File_legato_v1_media_proto protoreflect.FileDescriptor
 
 const file_legato_v1_media_proto_rawDesc = "" +
 	"\n" +
-	"\x15legato/v1/media.proto\x12\tlegato.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbe\x01\n" +
+	"\x15legato/v1/media.proto\x12\tlegato.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\"\xc7\x01\n" +
 	"\x05Image\x123\n" +
 	"\aencoded\x18\x01 \x01(\v2\x17.legato.v1.EncodedImageH\x00R\aencoded\x12'\n" +
-	"\x03raw\x18\x02 \x01(\v2\x13.legato.v1.RawImageH\x00R\x03raw\x12\x1b\n" +
-	"\bimage_id\x18\x03 \x01(\tH\x00R\aimageId\x120\n" +
+	"\x03raw\x18\x02 \x01(\v2\x13.legato.v1.RawImageH\x00R\x03raw\x12$\n" +
+	"\bimage_id\x18\x03 \x01(\tB\aʶ\x1c\x03(\x80\x01H\x00R\aimageId\x120\n" +
 	"\x06shared\x18\x04 \x01(\v2\x16.legato.v1.SharedImageH\x00R\x06sharedB\b\n" +
-	"\x06source\"?\n" +
-	"\fEncodedImage\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\x12\x1b\n" +
-	"\tmime_type\x18\x02 \x01(\tR\bmimeType\"\x95\x01\n" +
-	"\vPixelLayout\x12\x14\n" +
-	"\x05width\x18\x01 \x01(\rR\x05width\x12\x16\n" +
-	"\x06height\x18\x02 \x01(\rR\x06height\x12(\n" +
-	"\x10row_stride_bytes\x18\x03 \x01(\rR\x0erowStrideBytes\x12.\n" +
-	"\x06format\x18\x04 \x01(\x0e2\x16.legato.v1.PixelFormatR\x06format\"N\n" +
+	"\x06source\"P\n" +
+	"\fEncodedImage\x12\x1a\n" +
+	"\x04data\x18\x01 \x01(\fB\x06ʶ\x1c\x028\x01R\x04data\x12$\n" +
+	"\tmime_type\x18\x02 \x01(\tB\aʶ\x1c\x03(\x80\x01R\bmimeType\"\xc2\x01\n" +
+	"\vPixelLayout\x12#\n" +
+	"\x05width\x18\x01 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?R\x05width\x12%\n" +
+	"\x06height\x18\x02 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?R\x06height\x127\n" +
+	"\x10row_stride_bytes\x18\x03 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\x0erowStrideBytes\x12.\n" +
+	"\x06format\x18\x04 \x01(\x0e2\x16.legato.v1.PixelFormatR\x06format\"V\n" +
 	"\bRawImage\x12.\n" +
-	"\x06layout\x18\x01 \x01(\v2\x16.legato.v1.PixelLayoutR\x06layout\x12\x12\n" +
-	"\x04data\x18\x02 \x01(\fR\x04data\"\xd8\x01\n" +
-	"\vSharedImage\x12\x16\n" +
-	"\x06region\x18\x01 \x01(\tR\x06region\x12\x16\n" +
-	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x1d\n" +
+	"\x06layout\x18\x01 \x01(\v2\x16.legato.v1.PixelLayoutR\x06layout\x12\x1a\n" +
+	"\x04data\x18\x02 \x01(\fB\x06ʶ\x1c\x028\x01R\x04data\"\x97\x02\n" +
+	"\vSharedImage\x12\x1f\n" +
+	"\x06region\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x02R\x06region\x12%\n" +
+	"\x06offset\x18\x02 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00P@R\x06offset\x12,\n" +
 	"\n" +
-	"size_bytes\x18\x03 \x01(\x04R\tsizeBytes\x12\x1e\n" +
+	"size_bytes\x18\x03 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?R\tsizeBytes\x12-\n" +
 	"\n" +
-	"generation\x18\x04 \x01(\x04R\n" +
+	"generation\x18\x04 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00@R\n" +
 	"generation\x120\n" +
-	"\x06layout\x18\x05 \x01(\v2\x16.legato.v1.PixelLayoutH\x00R\x06layout\x12\x1d\n" +
-	"\tmime_type\x18\x06 \x01(\tH\x00R\bmimeTypeB\t\n" +
-	"\acontent\"\x82\x01\n" +
+	"\x06layout\x18\x05 \x01(\v2\x16.legato.v1.PixelLayoutH\x00R\x06layout\x12&\n" +
+	"\tmime_type\x18\x06 \x01(\tB\aʶ\x1c\x03(\x80\x01H\x00R\bmimeTypeB\t\n" +
+	"\acontent\"\xb2\x01\n" +
 	"\n" +
-	"FrameStamp\x12\x19\n" +
-	"\bframe_id\x18\x01 \x01(\tR\aframeId\x12=\n" +
-	"\fcapture_time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\vcaptureTime\x12\x1a\n" +
-	"\bsequence\x18\x03 \x01(\x04R\bsequence\"q\n" +
+	"FrameStamp\x12\"\n" +
+	"\bframe_id\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x02R\aframeId\x12U\n" +
+	"\fcapture_time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampB\x16ʶ\x1c\x12\t\x00\x00\x00\xee#\xef,\xc2\x19\x00\x80\xbf \xfa\x7fMBR\vcaptureTime\x12)\n" +
+	"\bsequence\x18\x03 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\bsequence\"q\n" +
 	"\tImageInfo\x12\x19\n" +
 	"\bimage_id\x18\x01 \x01(\tR\aimageId\x12\x14\n" +
 	"\x05width\x18\x02 \x01(\rR\x05width\x12\x16\n" +
@@ -801,6 +801,7 @@ func file_legato_v1_media_proto_init() {
 	if File_legato_v1_media_proto != nil {
 		return
 	}
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_media_proto_msgTypes[0].OneofWrappers = []any{
 		(*Image_Encoded)(nil),
 		(*Image_Raw)(nil),

@@ -561,7 +561,7 @@ var File_legato_v1_server_proto protoreflect.FileDescriptor
 
 const file_legato_v1_server_proto_rawDesc = "" +
 	"\n" +
-	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n" +
+	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\"\x16\n" +
 	"\x14GetServerInfoRequest\"\xe3\x02\n" +
 	"\x06Limits\x12*\n" +
 	"\x11max_request_bytes\x18\x01 \x01(\x04R\x0fmaxRequestBytes\x12(\n" +
@@ -598,11 +598,11 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\x12max_context_tokens\x18\x05 \x01(\rR\x10maxContextTokens\x125\n" +
 	"\n" +
 	"confidence\x18\x06 \x01(\v2\x15.legato.v1.ConfidenceR\n" +
-	"confidence\"O\n" +
-	"\x11ListModelsRequest\x12\x1b\n" +
-	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"confidence\"g\n" +
+	"\x11ListModelsRequest\x12*\n" +
+	"\tpage_size\x18\x01 \x01(\x05B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\bpageSize\x12&\n" +
 	"\n" +
-	"page_token\x18\x02 \x01(\tR\tpageToken\"f\n" +
+	"page_token\x18\x02 \x01(\tB\aʶ\x1c\x03(\x80\x02R\tpageToken\"f\n" +
 	"\x12ListModelsResponse\x12(\n" +
 	"\x06models\x18\x01 \x03(\v2\x10.legato.v1.ModelR\x06models\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\xdc\x01\n" +
@@ -659,6 +659,7 @@ func file_legato_v1_server_proto_init() {
 	if File_legato_v1_server_proto != nil {
 		return
 	}
+	file_legato_v1_limit_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -1288,40 +1288,40 @@ var File_legato_v1_session_proto protoreflect.FileDescriptor
 
 const file_legato_v1_session_proto_rawDesc = "" +
 	"\n" +
-	"\x17legato/v1/session.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19legato/v1/inference.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xd0\x03\n" +
-	"\vSessionOpen\x12!\n" +
-	"\fsession_name\x18\x01 \x01(\tR\vsessionName\x12\x14\n" +
-	"\x05model\x18\x02 \x01(\tR\x05model\x12\x18\n" +
-	"\aadapter\x18\x03 \x01(\tR\aadapter\x126\n" +
-	"\x0estanding_tasks\x18\x04 \x03(\v2\x0f.legato.v1.TaskR\rstandingTasks\x129\n" +
-	"\fframe_policy\x18\x05 \x01(\x0e2\x16.legato.v1.FramePolicyR\vframePolicy\x12\"\n" +
-	"\rmax_in_flight\x18\x06 \x01(\rR\vmaxInFlight\x12=\n" +
-	"\rmax_frame_age\x18\a \x01(\v2\x19.google.protobuf.DurationR\vmaxFrameAge\x12H\n" +
-	"\x12heartbeat_interval\x18\b \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatInterval\x12#\n" +
-	"\rstream_deltas\x18\t \x01(\bR\fstreamDeltas\x12)\n" +
+	"\x17legato/v1/session.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19legato/v1/inference.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xc0\x04\n" +
+	"\vSessionOpen\x12)\n" +
+	"\fsession_name\x18\x01 \x01(\tB\x06ʶ\x1c\x02(@R\vsessionName\x12\x1d\n" +
+	"\x05model\x18\x02 \x01(\tB\aʶ\x1c\x03(\x80\x02R\x05model\x12!\n" +
+	"\aadapter\x18\x03 \x01(\tB\aʶ\x1c\x03(\x80\x02R\aadapter\x12>\n" +
+	"\x0estanding_tasks\x18\x04 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\rstandingTasks\x129\n" +
+	"\fframe_policy\x18\x05 \x01(\x0e2\x16.legato.v1.FramePolicyR\vframePolicy\x121\n" +
+	"\rmax_in_flight\x18\x06 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\vmaxInFlight\x12U\n" +
+	"\rmax_frame_age\x18\a \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\vmaxFrameAge\x12`\n" +
+	"\x12heartbeat_interval\x18\b \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\x11heartbeatInterval\x12#\n" +
+	"\rstream_deltas\x18\t \x01(\bR\fstreamDeltas\x128\n" +
 	"\x10response_credits\x18\n" +
-	" \x01(\rR\x0fresponseCredits\"\xd9\x01\n" +
+	" \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\x0fresponseCredits\"\xe1\x01\n" +
 	"\x05Frame\x12+\n" +
 	"\x05stamp\x18\x01 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12&\n" +
-	"\x05image\x18\x02 \x01(\v2\x10.legato.v1.ImageR\x05image\x120\n" +
-	"\vextra_tasks\x18\x03 \x03(\v2\x0f.legato.v1.TaskR\n" +
+	"\x05image\x18\x02 \x01(\v2\x10.legato.v1.ImageR\x05image\x128\n" +
+	"\vextra_tasks\x18\x03 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\n" +
 	"extraTasks\x12.\n" +
 	"\x13skip_standing_tasks\x18\x04 \x01(\bR\x11skipStandingTasks\x12\x19\n" +
-	"\bmust_run\x18\x05 \x01(\bR\amustRun\"P\n" +
-	"\vCancelFrame\x12\x1c\n" +
-	"\bsequence\x18\x01 \x01(\x04H\x00R\bsequence\x12\x19\n" +
-	"\atask_id\x18\x02 \x01(\tH\x00R\x06taskIdB\b\n" +
-	"\x06target\",\n" +
-	"\fGrantCredits\x12\x1c\n" +
-	"\tresponses\x18\x01 \x01(\rR\tresponses\"E\n" +
-	"\vUpdateTasks\x126\n" +
-	"\x0estanding_tasks\x18\x01 \x03(\v2\x0f.legato.v1.TaskR\rstandingTasks\"\x88\x02\n" +
+	"\bmust_run\x18\x05 \x01(\bR\amustRun\"g\n" +
+	"\vCancelFrame\x12+\n" +
+	"\bsequence\x18\x01 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\bsequence\x12!\n" +
+	"\atask_id\x18\x02 \x01(\tB\x06ʶ\x1c\x02(@H\x00R\x06taskIdB\b\n" +
+	"\x06target\";\n" +
+	"\fGrantCredits\x12+\n" +
+	"\tresponses\x18\x01 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?R\tresponses\"M\n" +
+	"\vUpdateTasks\x12>\n" +
+	"\x0estanding_tasks\x18\x01 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\rstandingTasks\"\x90\x02\n" +
 	"\x0eSessionRequest\x12,\n" +
 	"\x04open\x18\x01 \x01(\v2\x16.legato.v1.SessionOpenH\x00R\x04open\x12(\n" +
 	"\x05frame\x18\x02 \x01(\v2\x10.legato.v1.FrameH\x00R\x05frame\x120\n" +
 	"\x06cancel\x18\x03 \x01(\v2\x16.legato.v1.CancelFrameH\x00R\x06cancel\x12/\n" +
 	"\x05grant\x18\x04 \x01(\v2\x17.legato.v1.GrantCreditsH\x00R\x05grant\x120\n" +
-	"\x06update\x18\x05 \x01(\v2\x16.legato.v1.UpdateTasksH\x00R\x06updateB\t\n" +
+	"\x06update\x18\x05 \x01(\v2\x16.legato.v1.UpdateTasksH\x00R\x06update:\x06ж\x1c\x80\x80@B\t\n" +
 	"\amessage\"\x84\x02\n" +
 	"\rSessionOpened\x12\x1d\n" +
 	"\n" +
@@ -1464,6 +1464,7 @@ func file_legato_v1_session_proto_init() {
 		return
 	}
 	file_legato_v1_inference_proto_init()
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_media_proto_init()
 	file_legato_v1_task_proto_init()
 	file_legato_v1_session_proto_msgTypes[2].OneofWrappers = []any{

@@ -1810,62 +1810,64 @@ var File_legato_v1_task_proto protoreflect.FileDescriptor
 
 const file_legato_v1_task_proto_rawDesc = "" +
 	"\n" +
-	"\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\"\xf2\x01\n" +
-	"\bSampling\x12%\n" +
-	"\vtemperature\x18\x01 \x01(\x02H\x00R\vtemperature\x88\x01\x01\x12\x18\n" +
-	"\x05top_p\x18\x02 \x01(\x02H\x01R\x04topP\x88\x01\x01\x12\x18\n" +
-	"\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x12\"\n" +
+	"\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/limit.proto\"\xd0\x02\n" +
+	"\bSampling\x124\n" +
+	"\vtemperature\x18\x01 \x01(\x02B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\vtemperature\x88\x01\x01\x120\n" +
+	"\x05top_p\x18\x02 \x01(\x02B\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\x04topP\x88\x01\x01\x12'\n" +
+	"\x05top_k\x18\x03 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x02R\x04topK\x88\x01\x01\x121\n" +
 	"\n" +
-	"max_tokens\x18\x04 \x01(\rH\x03R\tmaxTokens\x88\x01\x01\x12\x17\n" +
-	"\x04seed\x18\x05 \x01(\x04H\x04R\x04seed\x88\x01\x01\x12\x12\n" +
-	"\x04stop\x18\x06 \x03(\tR\x04stopB\x0e\n" +
+	"max_tokens\x18\x04 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x03R\tmaxTokens\x88\x01\x01\x12&\n" +
+	"\x04seed\x18\x05 \x01(\x04B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x04R\x04seed\x88\x01\x01\x12\x1c\n" +
+	"\x04stop\x18\x06 \x03(\tB\bʶ\x1c\x04 \b(@R\x04stopB\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_top_pB\b\n" +
 	"\x06_top_kB\r\n" +
 	"\v_max_tokensB\a\n" +
 	"\x05_seed\"\v\n" +
-	"\tImagePart\"V\n" +
-	"\bChatPart\x12\x14\n" +
-	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12,\n" +
+	"\tImagePart\"b\n" +
+	"\bChatPart\x12 \n" +
+	"\x04text\x18\x01 \x01(\tB\n" +
+	"ʶ\x1c\x06(\x80\x80\x10@\x01H\x00R\x04text\x12,\n" +
 	"\x05image\x18\x02 \x01(\v2\x14.legato.v1.ImagePartH\x00R\x05imageB\x06\n" +
-	"\x04part\"a\n" +
+	"\x04part\"i\n" +
 	"\vChatMessage\x12'\n" +
-	"\x04role\x18\x01 \x01(\x0e2\x13.legato.v1.ChatRoleR\x04role\x12)\n" +
-	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartR\x05parts\"\xb3\x01\n" +
-	"\tQueryTask\x12\x1a\n" +
-	"\bquestion\x18\x01 \x01(\tR\bquestion\x12\x1c\n" +
-	"\treasoning\x18\x02 \x01(\bR\treasoning\x128\n" +
-	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x122\n" +
-	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"?\n" +
+	"\x04role\x18\x01 \x01(\x0e2\x13.legato.v1.ChatRoleR\x04role\x121\n" +
+	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartB\x06ʶ\x1c\x02 @R\x05parts\"\xd0\x01\n" +
+	"\tQueryTask\x12&\n" +
+	"\bquestion\x18\x01 \x01(\tB\n" +
+	"ʶ\x1c\x06(\x80\x80\x10@\x01R\bquestion\x12\x1c\n" +
+	"\treasoning\x18\x02 \x01(\bR\treasoning\x12@\n" +
+	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12;\n" +
+	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\"?\n" +
 	"\vCaptionTask\x120\n" +
-	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"D\n" +
-	"\bTracking\x128\n" +
+	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"\\\n" +
+	"\bTracking\x12P\n" +
 	"\n" +
-	"max_unseen\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\tmaxUnseen\"\xf8\x01\n" +
+	"max_unseen\x18\x01 \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00N@R\tmaxUnseen\"\xaa\x02\n" +
 	"\n" +
-	"DetectTask\x12\x16\n" +
-	"\x06object\x18\x01 \x01(\tR\x06object\x12$\n" +
-	"\vmax_objects\x18\x02 \x01(\rH\x00R\n" +
-	"maxObjects\x88\x01\x01\x12*\n" +
-	"\x0emin_confidence\x18\x03 \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"DetectTask\x12!\n" +
+	"\x06object\x18\x01 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x123\n" +
+	"\vmax_objects\x18\x02 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x00R\n" +
+	"maxObjects\x88\x01\x01\x12B\n" +
+	"\x0emin_confidence\x18\x03 \x01(\x02B\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
 	"\x05order\x18\x04 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05order\x12/\n" +
 	"\btracking\x18\x05 \x01(\v2\x13.legato.v1.TrackingR\btrackingB\x0e\n" +
 	"\f_max_objectsB\x11\n" +
-	"\x0f_min_confidence\"\x80\x02\n" +
-	"\tPointTask\x12\x16\n" +
-	"\x06object\x18\x01 \x01(\tR\x06object\x12$\n" +
-	"\vmax_objects\x18\x02 \x01(\rH\x00R\n" +
-	"maxObjects\x88\x01\x01\x128\n" +
-	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12*\n" +
-	"\x0emin_confidence\x18\x04 \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x0f_min_confidence\"\xba\x02\n" +
+	"\tPointTask\x12!\n" +
+	"\x06object\x18\x01 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x123\n" +
+	"\vmax_objects\x18\x02 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x00R\n" +
+	"maxObjects\x88\x01\x01\x12@\n" +
+	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12B\n" +
+	"\x0emin_confidence\x18\x04 \x01(\x02B\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
 	"\x05order\x18\x05 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
 	"\f_max_objectsB\x11\n" +
-	"\x0f_min_confidence\"_\n" +
-	"\vSegmentTask\x12\x16\n" +
-	"\x06object\x18\x01 \x01(\tR\x06object\x128\n" +
-	"\fspatial_refs\x18\x02 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\"\xcd\x02\n" +
-	"\x04Task\x12\x17\n" +
-	"\atask_id\x18\x01 \x01(\tR\x06taskId\x12,\n" +
+	"\x0f_min_confidence\"r\n" +
+	"\vSegmentTask\x12!\n" +
+	"\x06object\x18\x01 \x01(\tB\tʶ\x1c\x05(\x80\b@\x01R\x06object\x12@\n" +
+	"\fspatial_refs\x18\x02 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\"\xd5\x02\n" +
+	"\x04Task\x12\x1f\n" +
+	"\atask_id\x18\x01 \x01(\tB\x06ʶ\x1c\x02(@R\x06taskId\x12,\n" +
 	"\x05query\x18\x02 \x01(\v2\x14.legato.v1.QueryTaskH\x00R\x05query\x122\n" +
 	"\acaption\x18\x03 \x01(\v2\x16.legato.v1.CaptionTaskH\x00R\acaption\x12/\n" +
 	"\x06detect\x18\x04 \x01(\v2\x15.legato.v1.DetectTaskH\x00R\x06detect\x12,\n" +
@@ -2046,6 +2048,7 @@ func file_legato_v1_task_proto_init() {
 		return
 	}
 	file_legato_v1_geometry_proto_init()
+	file_legato_v1_limit_proto_init()
 	file_legato_v1_task_proto_msgTypes[0].OneofWrappers = []any{}
 	file_legato_v1_task_proto_msgTypes[2].OneofWrappers = []any{
 		(*ChatPart_Text)(nil),

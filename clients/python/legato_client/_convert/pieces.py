@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.descriptor import EnumDescriptor
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 
+from legato_client._errors import InternalError
 from legato_client._values import results
 from legato_client._values.motion import BoxAxes, Motion
 from legato_client._values.tasks import SpatialRef
@@ -149,11 +150,24 @@ def image_info(message: media_pb2.ImageInfo) -> results.ImageInfo:
     return results.ImageInfo(message.image_id, message.width, message.height, message.cache_hit)
 
 
+def moment(message: timestamp_pb2.Timestamp) -> timestamp_pb2.Timestamp:
+    """Return the timestamp, which then converts without an error.
+
+    Raises:
+        InternalError: it is out of the bounds of timestamps.
+    """
+    try:
+        message.ToNanoseconds()
+    except ValueError as error:
+        raise InternalError(f"the server's answer is malformed: {error}") from None
+    return message
+
+
 def stamp(message: media_pb2.FrameStamp) -> results.FrameStamp:
     capture_time = message.capture_time if message.HasField("capture_time") else None
     return results.FrameStamp(
         frame_id=message.frame_id,
-        capture_time_ns=capture_time.ToNanoseconds() if capture_time else None,
+        capture_time_ns=moment(capture_time).ToNanoseconds() if capture_time else None,
         sequence=message.sequence,
     )
 

@@ -6,7 +6,7 @@ import datetime
 
 from legato.v1 import image_pb2, server_pb2
 
-from legato_client._convert.pieces import seconds
+from legato_client._convert.pieces import moment, seconds
 from legato_client._images.sources import HeldImage
 from legato_client._values import server
 
@@ -42,7 +42,7 @@ def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[server.ModelI
 def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
     image, expires = response.image, None
     if response.HasField("expire_time"):
-        expires = response.expire_time.ToDatetime(datetime.UTC)
+        expires = moment(response.expire_time).ToDatetime(datetime.UTC)
     return HeldImage(image.image_id, image.width, image.height, expires)
 
 
@@ -64,7 +64,7 @@ def _model(message: server_pb2.Model) -> server.ModelInfo:
 def _confidence(message: server_pb2.Confidence) -> server.ConfidenceInfo:
     fitted_at = None
     if message.HasField("fitted_at"):
-        fitted_at = message.fitted_at.ToDatetime(datetime.UTC)
+        fitted_at = moment(message.fitted_at).ToDatetime(datetime.UTC)
     return server.ConfidenceInfo(
         tuple(message.tasks), tuple(message.calibrated_tasks), message.fitted_on, fitted_at
     )

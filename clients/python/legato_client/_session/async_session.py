@@ -29,7 +29,7 @@ from legato_client._values.results import FrameStamp
 from legato_client._values.session import Answer, SessionStats, SessionTerms
 from legato_client._values.tracks import TrackNow
 
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, session_pb2.SessionResponse]"
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class AsyncSession:
@@ -78,11 +78,8 @@ class AsyncSession:
         return self._state.credits_left
 
     async def __aenter__(self) -> AsyncSession:
-        start: grpc.aio.StreamStreamMultiCallable[Any, session_pb2.SessionResponse] = (
-            self._connection.channel.stream_stream(
-                methods.SESSION_PATH,
-                response_deserializer=session_pb2.SessionResponse.FromString,
-            )
+        start: grpc.aio.StreamStreamMultiCallable[Any, bytes] = (
+            self._connection.channel.stream_stream(methods.SESSION_PATH)
         )
         near = affinity.of(self._plan.opening)
         self._call = call = start(metadata=self._connection.metadata(near))
@@ -277,11 +274,12 @@ class AsyncSession:
         while True:
             try:
                 async with asyncio.timeout(self._state.patience):
-                    message = await anext(messages, None)
+                    data = await anext(messages, None)
             except TimeoutError:
                 raise self._state.silence() from None
-            if message is None:
+            if data is None:
                 return
+            message = methods.message_of(session_pb2.SessionResponse, data)
             answer = self._state.receive(message)
             if answer is not None:
                 self._answers.put_nowait(answer)

@@ -75,11 +75,8 @@ class Session:
         return self._state.credits_left
 
     def __enter__(self) -> Session:
-        start: grpc.StreamStreamMultiCallable[bytes, session_pb2.SessionResponse] = (
-            self._connection.channel.stream_stream(
-                methods.SESSION_PATH,
-                response_deserializer=session_pb2.SessionResponse.FromString,
-            )
+        start: grpc.StreamStreamMultiCallable[bytes, bytes] = (
+            self._connection.channel.stream_stream(methods.SESSION_PATH)
         )
         self._requests.put(self._plan.first_message())
         metadata = self._connection.metadata(affinity.of(self._plan.opening))
@@ -262,8 +259,8 @@ class Session:
     def _read(self) -> None:
         error: LegatoError | None = self._state.broken()
         try:
-            for message in self._call:
-                self._receive(message)
+            for data in self._call:
+                self._receive(methods.message_of(session_pb2.SessionResponse, data))
             error = None
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from legato_client._errors import from_rpc_error
 from legato_client._transport.async_status import ServerStatus
-from legato_client._transport.methods import Method
+from legato_client._transport.methods import Method, message_of
 from legato_client._transport.settings import CallMetadata, Settings
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -38,12 +38,11 @@ class AsyncTransport:
     ) -> ResponseT:
         start = self._starts.get(method.path)
         if start is None:
-            start = self._starts[method.path] = self.channel.unary_unary(
-                method.path, response_deserializer=method.response.FromString
-            )
+            start = self._starts[method.path] = self.channel.unary_unary(method.path)
         try:
             metadata = self.metadata(affinity)
-            return cast("ResponseT", await start(request, timeout=timeout, metadata=metadata))
+            data = await start(request, timeout=timeout, metadata=metadata)
+            return message_of(method.response, cast("bytes", data))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -54,26 +53,26 @@ class AsyncTransport:
         timeout: float,
         affinity: str,
     ) -> ResponseT:
-        start: grpc.aio.StreamUnaryMultiCallable[Any, ResponseT] = self.channel.stream_unary(
-            method.path, response_deserializer=method.response.FromString
+        start: grpc.aio.StreamUnaryMultiCallable[Any, bytes] = self.channel.stream_unary(
+            method.path
         )
         call = start(requests, timeout=timeout, metadata=self.metadata(affinity))
         status = ServerStatus(call)
         try:
-            return await call
+            return message_of(method.response, await call)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(await status.instead_of(error)) from error
 
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
-        start: grpc.aio.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
-            method.path, response_deserializer=method.response.FromString
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self.channel.unary_stream(
+            method.path
         )
         call = start(request, timeout=timeout, metadata=self.metadata(affinity))
         try:
             async for message in call:
-                yield message
+                yield message_of(method.response, message)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         finally:

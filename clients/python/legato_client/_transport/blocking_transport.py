@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from legato_client._errors import from_rpc_error
 from legato_client._transport.channel import Metadata
-from legato_client._transport.methods import Method
+from legato_client._transport.methods import Method, message_of
 from legato_client._transport.settings import CallMetadata, Settings
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -51,12 +51,11 @@ class BlockingTransport:
     ) -> ResponseT:
         start = self._starts.get(method.path)
         if start is None:
-            start = self._starts[method.path] = self.channel.unary_unary(
-                method.path, response_deserializer=method.response.FromString
-            )
+            start = self._starts[method.path] = self.channel.unary_unary(method.path)
         try:
             metadata = self.metadata(affinity)
-            return cast("ResponseT", start(request, timeout=timeout, metadata=metadata))
+            data = start(request, timeout=timeout, metadata=metadata)
+            return message_of(method.response, cast("bytes", data))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -67,24 +66,21 @@ class BlockingTransport:
         timeout: float,
         affinity: str,
     ) -> ResponseT:
-        start: grpc.StreamUnaryMultiCallable[bytes, ResponseT] = self.channel.stream_unary(
-            method.path, response_deserializer=method.response.FromString
-        )
+        start: grpc.StreamUnaryMultiCallable[bytes, bytes] = self.channel.stream_unary(method.path)
         try:
-            return start(requests, timeout=timeout, metadata=self.metadata(affinity))
+            data = start(requests, timeout=timeout, metadata=self.metadata(affinity))
+            return message_of(method.response, data)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
-        start: grpc.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
-            method.path, response_deserializer=method.response.FromString
-        )
+        start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self.channel.unary_stream(method.path)
         call = start(request, timeout=timeout, metadata=self.metadata(affinity))
         try:
             for message in call:
-                yield message
+                yield message_of(method.response, message)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         finally:

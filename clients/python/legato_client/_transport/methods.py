@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
 
 from legato_client._convert import admin, pieces, responses, server, skills
+from legato_client._errors import InternalError
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -23,6 +24,18 @@ class Method(Generic[ResponseT, ValueT]):
     path: str
     response: type[ResponseT]
     parse: Callable[[ResponseT], ValueT]
+
+
+def message_of(kind: type[ResponseT], data: bytes) -> ResponseT:
+    """Parse a response. gRPC's own parsing gives None for damaged bytes in asyncio.
+
+    Raises:
+        InternalError: the bytes are no message.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InternalError("the server's answer is malformed") from None
 
 
 def _answer(skill: skills.AnySkill, response: Any) -> Any:

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/admin.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n\x0eGetLoadRequest\"\x90\x02\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x15\n\rkv_used_ratio\x18\x04 \x01(\x02\x12\x31\n\x0e\x65stimated_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65ngine_state\x18\x06 \x01(\t\x12\x13\n\x0b\x65ngine_step\x18\x07 \x01(\x04\x12,\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12&\n\x07\x65ngines\x18\t \x03(\x0b\x32\x15.legato.v1.EngineLoad\"\xfd\x01\n\nEngineLoad\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rkv_used_ratio\x18\x05 \x01(\x02\x12\x31\n\x0e\x65stimated_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12,\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12\x10\n\x08restarts\x18\t \x01(\r\x12\x16\n\x0epipeline_depth\x18\n \x01(\r\"\x88\x02\n\x0b\x44\x65\x63odeSteps\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x02\x12\x0f\n\x07step_ms\x18\x04 \x01(\x02\x12\x12\n\nforward_ms\x18\x05 \x01(\x02\x12\x13\n\x0bsampling_ms\x18\x06 \x01(\x02\x12\x16\n\x0e\x62ookkeeping_ms\x18\x07 \x01(\x02\x12\x0f\n\x07wait_ms\x18\x08 \x01(\x02\x12\x0f\n\x07idle_ms\x18\t \x01(\x02\x12\x13\n\x0b\x62locking_ms\x18\n \x01(\x02\x12\x14\n\x0czombie_ratio\x18\x0b \x01(\x02\x12\x16\n\x0epredicted_gain\x18\x0c \x01(\x02\x12\x15\n\robserved_gain\x18\r \x01(\x02\"S\n\x0c\x41\x62ortRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x14\n\nsession_id\x18\x02 \x01(\tH\x00\x12\r\n\x03\x61ll\x18\x03 \x01(\x08H\x00\x42\x08\n\x06target\":\n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\x12\x18\n\x10\x61lready_finished\x18\x02 \x01(\r\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\"#\n\x11GetMetricsRequest\x12\x0e\n\x06\x61\x63\x63\x65pt\x18\x01 \x01(\t\"8\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t\"C\n\x14WatchTimelineRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdd\x01\n\x15WatchTimelineResponse\x12&\n\x05spans\x18\x01 \x03(\x0b\x32\x17.legato.v1.TimelineSpan\x12,\n\x0c\x64\x65\x63ode_steps\x18\x02 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\r\x12\x19\n\x11\x65ngine_started_ns\x18\x04 \x01(\x04\x12\x15\n\rlost_launches\x18\x05 \x01(\x04\x12\x16\n\x0epipeline_depth\x18\x06 \x01(\r\x12\x14\n\x0c\x64\x65pth_switch\x18\x07 \x01(\x08\"\xae\x01\n\x0cTimelineSpan\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x04\x12\x0e\n\x06launch\x18\x05 \x01(\x04\x12\x0c\n\x04kind\x18\x06 \x01(\t\x12\x0c\n\x04rows\x18\x07 \x01(\r\x12\x0e\n\x06riding\x18\x08 \x01(\r\x12\x0f\n\x07zombies\x18\t \x01(\r\x12\x0e\n\x06tokens\x18\n \x01(\r\"(\n\x17SetPipelineDepthRequest\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\"\x1a\n\x18SetPipelineDepthResponse2\xe4\x03\n\x0c\x41\x64minService\x12\x45\n\x07GetLoad\x12\x19.legato.v1.GetLoadRequest\x1a\x1a.legato.v1.GetLoadResponse\"\x03\x90\x02\x01\x12?\n\x05\x41\x62ort\x12\x17.legato.v1.AbortRequest\x1a\x18.legato.v1.AbortResponse\"\x03\x90\x02\x02\x12?\n\x05\x44rain\x12\x17.legato.v1.DrainRequest\x1a\x18.legato.v1.DrainResponse\"\x03\x90\x02\x02\x12N\n\nGetMetrics\x12\x1c.legato.v1.GetMetricsRequest\x1a\x1d.legato.v1.GetMetricsResponse\"\x03\x90\x02\x01\x12Y\n\rWatchTimeline\x12\x1f.legato.v1.WatchTimelineRequest\x1a .legato.v1.WatchTimelineResponse\"\x03\x90\x02\x01\x30\x01\x12`\n\x10SetPipelineDepth\x12\".legato.v1.SetPipelineDepthRequest\x1a#.legato.v1.SetPipelineDepthResponse\"\x03\x90\x02\x02\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/admin.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15legato/v1/limit.proto\"\x10\n\x0eGetLoadRequest\"\x90\x02\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x15\n\rkv_used_ratio\x18\x04 \x01(\x02\x12\x31\n\x0e\x65stimated_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65ngine_state\x18\x06 \x01(\t\x12\x13\n\x0b\x65ngine_step\x18\x07 \x01(\x04\x12,\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12&\n\x07\x65ngines\x18\t \x03(\x0b\x32\x15.legato.v1.EngineLoad\"\xfd\x01\n\nEngineLoad\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rkv_used_ratio\x18\x05 \x01(\x02\x12\x31\n\x0e\x65stimated_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12,\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12\x10\n\x08restarts\x18\t \x01(\r\x12\x16\n\x0epipeline_depth\x18\n \x01(\r\"\x88\x02\n\x0b\x44\x65\x63odeSteps\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x02\x12\x0f\n\x07step_ms\x18\x04 \x01(\x02\x12\x12\n\nforward_ms\x18\x05 \x01(\x02\x12\x13\n\x0bsampling_ms\x18\x06 \x01(\x02\x12\x16\n\x0e\x62ookkeeping_ms\x18\x07 \x01(\x02\x12\x0f\n\x07wait_ms\x18\x08 \x01(\x02\x12\x0f\n\x07idle_ms\x18\t \x01(\x02\x12\x13\n\x0b\x62locking_ms\x18\n \x01(\x02\x12\x14\n\x0czombie_ratio\x18\x0b \x01(\x02\x12\x16\n\x0epredicted_gain\x18\x0c \x01(\x02\x12\x15\n\robserved_gain\x18\r \x01(\x02\"c\n\x0c\x41\x62ortRequest\x12\x1c\n\nrequest_id\x18\x01 \x01(\tB\x06\xca\xb6\x1c\x02(@H\x00\x12\x1c\n\nsession_id\x18\x02 \x01(\tB\x06\xca\xb6\x1c\x02(@H\x00\x12\r\n\x03\x61ll\x18\x03 \x01(\x08H\x00\x42\x08\n\x06target\":\n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\x12\x18\n\x10\x61lready_finished\x18\x02 \x01(\r\"P\n\x0c\x44rainRequest\x12@\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RB\"C\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\",\n\x11GetMetricsRequest\x12\x17\n\x06\x61\x63\x63\x65pt\x18\x01 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x08\"8\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t\"[\n\x14WatchTimelineRequest\x12\x43\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xca\xb6\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RB\"\xdd\x01\n\x15WatchTimelineResponse\x12&\n\x05spans\x18\x01 \x03(\x0b\x32\x17.legato.v1.TimelineSpan\x12,\n\x0c\x64\x65\x63ode_steps\x18\x02 \x01(\x0b\x32\x16.legato.v1.DecodeSteps\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\r\x12\x19\n\x11\x65ngine_started_ns\x18\x04 \x01(\x04\x12\x15\n\rlost_launches\x18\x05 \x01(\x04\x12\x16\n\x0epipeline_depth\x18\x06 \x01(\r\x12\x14\n\x0c\x64\x65pth_switch\x18\x07 \x01(\x08\"\xae\x01\n\x0cTimelineSpan\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x04\x12\x0e\n\x06launch\x18\x05 \x01(\x04\x12\x0c\n\x04kind\x18\x06 \x01(\t\x12\x0c\n\x04rows\x18\x07 \x01(\r\x12\x0e\n\x06riding\x18\x08 \x01(\r\x12\x0f\n\x07zombies\x18\t \x01(\r\x12\x0e\n\x06tokens\x18\n \x01(\r\"@\n\x17SetPipelineDepthRequest\x12%\n\x05\x64\x65pth\x18\x01 \x01(\rB\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00\x00@\"\x1a\n\x18SetPipelineDepthResponse2\xe4\x03\n\x0c\x41\x64minService\x12\x45\n\x07GetLoad\x12\x19.legato.v1.GetLoadRequest\x1a\x1a.legato.v1.GetLoadResponse\"\x03\x90\x02\x01\x12?\n\x05\x41\x62ort\x12\x17.legato.v1.AbortRequest\x1a\x18.legato.v1.AbortResponse\"\x03\x90\x02\x02\x12?\n\x05\x44rain\x12\x17.legato.v1.DrainRequest\x1a\x18.legato.v1.DrainResponse\"\x03\x90\x02\x02\x12N\n\nGetMetrics\x12\x1c.legato.v1.GetMetricsRequest\x1a\x1d.legato.v1.GetMetricsResponse\"\x03\x90\x02\x01\x12Y\n\rWatchTimeline\x12\x1f.legato.v1.WatchTimelineRequest\x1a .legato.v1.WatchTimelineResponse\"\x03\x90\x02\x01\x30\x01\x12`\n\x10SetPipelineDepth\x12\".legato.v1.SetPipelineDepthRequest\x1a#.legato.v1.SetPipelineDepthResponse\"\x03\x90\x02\x02\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +34,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.admin_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
+  _globals['_ABORTREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\266\034\002(@'
+  _globals['_ABORTREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['session_id']._serialized_options = b'\312\266\034\002(@'
+  _globals['_DRAINREQUEST'].fields_by_name['grace']._loaded_options = None
+  _globals['_DRAINREQUEST'].fields_by_name['grace']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\200\347r^RB'
+  _globals['_GETMETRICSREQUEST'].fields_by_name['accept']._loaded_options = None
+  _globals['_GETMETRICSREQUEST'].fields_by_name['accept']._serialized_options = b'\312\266\034\003(\200\010'
+  _globals['_WATCHTIMELINEREQUEST'].fields_by_name['duration']._loaded_options = None
+  _globals['_WATCHTIMELINEREQUEST'].fields_by_name['duration']._serialized_options = b'\312\266\034\022\021\000\000\000\000\000\000\000\000\031\000\000\200\347r^RB'
+  _globals['_SETPIPELINEDEPTHREQUEST'].fields_by_name['depth']._loaded_options = None
+  _globals['_SETPIPELINEDEPTHREQUEST'].fields_by_name['depth']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\360?\031\000\000\000\000\000\000\000@'
   _globals['_ADMINSERVICE'].methods_by_name['GetLoad']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['GetLoad']._serialized_options = b'\220\002\001'
   _globals['_ADMINSERVICE'].methods_by_name['Abort']._loaded_options = None
@@ -45,36 +58,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINSERVICE'].methods_by_name['WatchTimeline']._serialized_options = b'\220\002\001'
   _globals['_ADMINSERVICE'].methods_by_name['SetPipelineDepth']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['SetPipelineDepth']._serialized_options = b'\220\002\002'
-  _globals['_GETLOADREQUEST']._serialized_start=68
-  _globals['_GETLOADREQUEST']._serialized_end=84
-  _globals['_GETLOADRESPONSE']._serialized_start=87
-  _globals['_GETLOADRESPONSE']._serialized_end=359
-  _globals['_ENGINELOAD']._serialized_start=362
-  _globals['_ENGINELOAD']._serialized_end=615
-  _globals['_DECODESTEPS']._serialized_start=618
-  _globals['_DECODESTEPS']._serialized_end=882
-  _globals['_ABORTREQUEST']._serialized_start=884
-  _globals['_ABORTREQUEST']._serialized_end=967
-  _globals['_ABORTRESPONSE']._serialized_start=969
-  _globals['_ABORTRESPONSE']._serialized_end=1027
-  _globals['_DRAINREQUEST']._serialized_start=1029
-  _globals['_DRAINREQUEST']._serialized_end=1085
-  _globals['_DRAINRESPONSE']._serialized_start=1087
-  _globals['_DRAINRESPONSE']._serialized_end=1154
-  _globals['_GETMETRICSREQUEST']._serialized_start=1156
-  _globals['_GETMETRICSREQUEST']._serialized_end=1191
-  _globals['_GETMETRICSRESPONSE']._serialized_start=1193
-  _globals['_GETMETRICSRESPONSE']._serialized_end=1249
-  _globals['_WATCHTIMELINEREQUEST']._serialized_start=1251
-  _globals['_WATCHTIMELINEREQUEST']._serialized_end=1318
-  _globals['_WATCHTIMELINERESPONSE']._serialized_start=1321
-  _globals['_WATCHTIMELINERESPONSE']._serialized_end=1542
-  _globals['_TIMELINESPAN']._serialized_start=1545
-  _globals['_TIMELINESPAN']._serialized_end=1719
-  _globals['_SETPIPELINEDEPTHREQUEST']._serialized_start=1721
-  _globals['_SETPIPELINEDEPTHREQUEST']._serialized_end=1761
-  _globals['_SETPIPELINEDEPTHRESPONSE']._serialized_start=1763
-  _globals['_SETPIPELINEDEPTHRESPONSE']._serialized_end=1789
-  _globals['_ADMINSERVICE']._serialized_start=1792
-  _globals['_ADMINSERVICE']._serialized_end=2276
+  _globals['_GETLOADREQUEST']._serialized_start=91
+  _globals['_GETLOADREQUEST']._serialized_end=107
+  _globals['_GETLOADRESPONSE']._serialized_start=110
+  _globals['_GETLOADRESPONSE']._serialized_end=382
+  _globals['_ENGINELOAD']._serialized_start=385
+  _globals['_ENGINELOAD']._serialized_end=638
+  _globals['_DECODESTEPS']._serialized_start=641
+  _globals['_DECODESTEPS']._serialized_end=905
+  _globals['_ABORTREQUEST']._serialized_start=907
+  _globals['_ABORTREQUEST']._serialized_end=1006
+  _globals['_ABORTRESPONSE']._serialized_start=1008
+  _globals['_ABORTRESPONSE']._serialized_end=1066
+  _globals['_DRAINREQUEST']._serialized_start=1068
+  _globals['_DRAINREQUEST']._serialized_end=1148
+  _globals['_DRAINRESPONSE']._serialized_start=1150
+  _globals['_DRAINRESPONSE']._serialized_end=1217
+  _globals['_GETMETRICSREQUEST']._serialized_start=1219
+  _globals['_GETMETRICSREQUEST']._serialized_end=1263
+  _globals['_GETMETRICSRESPONSE']._serialized_start=1265
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1321
+  _globals['_WATCHTIMELINEREQUEST']._serialized_start=1323
+  _globals['_WATCHTIMELINEREQUEST']._serialized_end=1414
+  _globals['_WATCHTIMELINERESPONSE']._serialized_start=1417
+  _globals['_WATCHTIMELINERESPONSE']._serialized_end=1638
+  _globals['_TIMELINESPAN']._serialized_start=1641
+  _globals['_TIMELINESPAN']._serialized_end=1815
+  _globals['_SETPIPELINEDEPTHREQUEST']._serialized_start=1817
+  _globals['_SETPIPELINEDEPTHREQUEST']._serialized_end=1881
+  _globals['_SETPIPELINEDEPTHRESPONSE']._serialized_start=1883
+  _globals['_SETPIPELINEDEPTHRESPONSE']._serialized_end=1909
+  _globals['_ADMINSERVICE']._serialized_start=1912
+  _globals['_ADMINSERVICE']._serialized_end=2396
 # @@protoc_insertion_point(module_scope)

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18legato/v1/geometry.proto\x12\tlegato.v1\"\x1d\n\x05Point\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"A\n\x03\x42ox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"%\n\x04Size\x12\r\n\x05width\x18\x01 \x01(\x02\x12\x0e\n\x06height\x18\x02 \x01(\x02\"U\n\nSpatialRef\x12!\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.PointH\x00\x12\x1d\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.BoxH\x00\x42\x05\n\x03ref\"L\n\x07\x42oxAxes\x12\x10\n\x08\x63\x65nter_x\x18\x01 \x01(\x02\x12\x10\n\x08\x63\x65nter_y\x18\x02 \x01(\x02\x12\r\n\x05width\x18\x03 \x01(\x02\x12\x0e\n\x06height\x18\x04 \x01(\x02\"\x92\x02\n\x06Motion\x12$\n\x08position\x18\x01 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12$\n\x08velocity\x18\x02 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12(\n\x0c\x61\x63\x63\x65leration\x18\x03 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12.\n\x12position_deviation\x18\x04 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12.\n\x12velocity_deviation\x18\x05 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12\x32\n\x16\x61\x63\x63\x65leration_deviation\x18\x06 \x01(\x0b\x32\x12.legato.v1.BoxAxes\"\x99\x01\n\x0e\x44\x65tectedObject\x12\x1b\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08track_id\x18\x04 \x01(\t\x12!\n\x06motion\x18\x05 \x01(\x0b\x32\x11.legato.v1.MotionB\r\n\x0b_confidence\"g\n\rPointedObject\x12\x1f\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.Point\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"{\n\x07Outline\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x03 \x01(\t\x12\x17\n\nconfidence\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06\x63oarse\x18\x05 \x01(\x08\x42\r\n\x0b_confidenceB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18legato/v1/geometry.proto\x12\tlegato.v1\x1a\x15legato/v1/limit.proto\"M\n\x05Point\x12!\n\x01x\x18\x01 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\x12!\n\x01y\x18\x02 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\"\xa1\x01\n\x03\x42ox\x12%\n\x05x_min\x18\x01 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\x12%\n\x05y_min\x18\x02 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\x12%\n\x05x_max\x18\x03 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\x12%\n\x05y_max\x18\x04 \x01(\x02\x42\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?\"%\n\x04Size\x12\r\n\x05width\x18\x01 \x01(\x02\x12\x0e\n\x06height\x18\x02 \x01(\x02\"U\n\nSpatialRef\x12!\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.PointH\x00\x12\x1d\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.BoxH\x00\x42\x05\n\x03ref\"L\n\x07\x42oxAxes\x12\x10\n\x08\x63\x65nter_x\x18\x01 \x01(\x02\x12\x10\n\x08\x63\x65nter_y\x18\x02 \x01(\x02\x12\r\n\x05width\x18\x03 \x01(\x02\x12\x0e\n\x06height\x18\x04 \x01(\x02\"\x92\x02\n\x06Motion\x12$\n\x08position\x18\x01 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12$\n\x08velocity\x18\x02 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12(\n\x0c\x61\x63\x63\x65leration\x18\x03 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12.\n\x12position_deviation\x18\x04 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12.\n\x12velocity_deviation\x18\x05 \x01(\x0b\x32\x12.legato.v1.BoxAxes\x12\x32\n\x16\x61\x63\x63\x65leration_deviation\x18\x06 \x01(\x0b\x32\x12.legato.v1.BoxAxes\"\x99\x01\n\x0e\x44\x65tectedObject\x12\x1b\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08track_id\x18\x04 \x01(\t\x12!\n\x06motion\x18\x05 \x01(\x0b\x32\x11.legato.v1.MotionB\r\n\x0b_confidence\"g\n\rPointedObject\x12\x1f\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.Point\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"{\n\x07Outline\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x03 \x01(\t\x12\x17\n\nconfidence\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06\x63oarse\x18\x05 \x01(\x08\x42\r\n\x0b_confidenceB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,22 +33,34 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.geometry_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
-  _globals['_POINT']._serialized_start=39
-  _globals['_POINT']._serialized_end=68
-  _globals['_BOX']._serialized_start=70
-  _globals['_BOX']._serialized_end=135
-  _globals['_SIZE']._serialized_start=137
-  _globals['_SIZE']._serialized_end=174
-  _globals['_SPATIALREF']._serialized_start=176
-  _globals['_SPATIALREF']._serialized_end=261
-  _globals['_BOXAXES']._serialized_start=263
-  _globals['_BOXAXES']._serialized_end=339
-  _globals['_MOTION']._serialized_start=342
-  _globals['_MOTION']._serialized_end=616
-  _globals['_DETECTEDOBJECT']._serialized_start=619
-  _globals['_DETECTEDOBJECT']._serialized_end=772
-  _globals['_POINTEDOBJECT']._serialized_start=774
-  _globals['_POINTEDOBJECT']._serialized_end=877
-  _globals['_OUTLINE']._serialized_start=879
-  _globals['_OUTLINE']._serialized_end=1002
+  _globals['_POINT'].fields_by_name['x']._loaded_options = None
+  _globals['_POINT'].fields_by_name['x']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_POINT'].fields_by_name['y']._loaded_options = None
+  _globals['_POINT'].fields_by_name['y']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_BOX'].fields_by_name['x_min']._loaded_options = None
+  _globals['_BOX'].fields_by_name['x_min']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_BOX'].fields_by_name['y_min']._loaded_options = None
+  _globals['_BOX'].fields_by_name['y_min']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_BOX'].fields_by_name['x_max']._loaded_options = None
+  _globals['_BOX'].fields_by_name['x_max']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_BOX'].fields_by_name['y_max']._loaded_options = None
+  _globals['_BOX'].fields_by_name['y_max']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_POINT']._serialized_start=62
+  _globals['_POINT']._serialized_end=139
+  _globals['_BOX']._serialized_start=142
+  _globals['_BOX']._serialized_end=303
+  _globals['_SIZE']._serialized_start=305
+  _globals['_SIZE']._serialized_end=342
+  _globals['_SPATIALREF']._serialized_start=344
+  _globals['_SPATIALREF']._serialized_end=429
+  _globals['_BOXAXES']._serialized_start=431
+  _globals['_BOXAXES']._serialized_end=507
+  _globals['_MOTION']._serialized_start=510
+  _globals['_MOTION']._serialized_end=784
+  _globals['_DETECTEDOBJECT']._serialized_start=787
+  _globals['_DETECTEDOBJECT']._serialized_end=940
+  _globals['_POINTEDOBJECT']._serialized_start=942
+  _globals['_POINTEDOBJECT']._serialized_end=1045
+  _globals['_OUTLINE']._serialized_start=1047
+  _globals['_OUTLINE']._serialized_end=1170
 # @@protoc_insertion_point(module_scope)

@@ -25,10 +25,11 @@ _sym_db = _symbol_database.Default()
 from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 from legato.v1 import media_pb2 as legato_dot_v1_dot_media__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/media.proto\"\x97\x01\n\x0ePutImageHeader\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.legato.v1.PixelLayout\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x0fPutImageRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.legato.v1.PutImageHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"h\n\x10PutImageResponse\x12#\n\x05image\x18\x01 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"&\n\x12\x44\x65leteImageRequest\x12\x10\n\x08image_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteImageResponse2\xdc\x01\n\x0cImageService\x12\\\n\x08PutImage\x12\x1a.legato.v1.PutImageRequest\x1a\x1b.legato.v1.PutImageResponse\"\x15\x82\xd3\xe4\x93\x02\x0f\"\n/v1/images:\x01*(\x01\x12n\n\x0b\x44\x65leteImage\x12\x1d.legato.v1.DeleteImageRequest\x1a\x1e.legato.v1.DeleteImageResponse\" \x90\x02\x02\x82\xd3\xe4\x93\x02\x17*\x15/v1/images/{image_id}B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\"\xcf\x01\n\x0ePutImageHeader\x12\x1a\n\tmime_type\x18\x01 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x01\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.legato.v1.PixelLayout\x12!\n\nsize_bytes\x18\x03 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\x12\x16\n\x06sha256\x18\x04 \x01(\x0c\x42\x06\xca\xb6\x1c\x02\x30 \x12>\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xca\xb6\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RB\"_\n\x0fPutImageRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.legato.v1.PutImageHeaderH\x00\x12\x17\n\x05\x63hunk\x18\x02 \x01(\x0c\x42\x06\xca\xb6\x1c\x02\x38\x01H\x00\x42\x06\n\x04part\"h\n\x10PutImageResponse\x12#\n\x05image\x18\x01 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"/\n\x12\x44\x65leteImageRequest\x12\x19\n\x08image_id\x18\x01 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x01\"\x15\n\x13\x44\x65leteImageResponse2\xdc\x01\n\x0cImageService\x12\\\n\x08PutImage\x12\x1a.legato.v1.PutImageRequest\x1a\x1b.legato.v1.PutImageResponse\"\x15\x82\xd3\xe4\x93\x02\x0f\"\n/v1/images:\x01*(\x01\x12n\n\x0b\x44\x65leteImage\x12\x1d.legato.v1.DeleteImageRequest\x1a\x1e.legato.v1.DeleteImageResponse\" \x90\x02\x02\x82\xd3\xe4\x93\x02\x17*\x15/v1/images/{image_id}B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,20 +37,32 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.image_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
+  _globals['_PUTIMAGEHEADER'].fields_by_name['mime_type']._loaded_options = None
+  _globals['_PUTIMAGEHEADER'].fields_by_name['mime_type']._serialized_options = b'\312\266\034\003(\200\001'
+  _globals['_PUTIMAGEHEADER'].fields_by_name['size_bytes']._loaded_options = None
+  _globals['_PUTIMAGEHEADER'].fields_by_name['size_bytes']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_PUTIMAGEHEADER'].fields_by_name['sha256']._loaded_options = None
+  _globals['_PUTIMAGEHEADER'].fields_by_name['sha256']._serialized_options = b'\312\266\034\0020 '
+  _globals['_PUTIMAGEHEADER'].fields_by_name['ttl']._loaded_options = None
+  _globals['_PUTIMAGEHEADER'].fields_by_name['ttl']._serialized_options = b'\312\266\034\022\021\000\000\000\000\000\000\000\000\031\000\000\200\347r^RB'
+  _globals['_PUTIMAGEREQUEST'].fields_by_name['chunk']._loaded_options = None
+  _globals['_PUTIMAGEREQUEST'].fields_by_name['chunk']._serialized_options = b'\312\266\034\0028\001'
+  _globals['_DELETEIMAGEREQUEST'].fields_by_name['image_id']._loaded_options = None
+  _globals['_DELETEIMAGEREQUEST'].fields_by_name['image_id']._serialized_options = b'\312\266\034\003(\200\001'
   _globals['_IMAGESERVICE'].methods_by_name['PutImage']._loaded_options = None
   _globals['_IMAGESERVICE'].methods_by_name['PutImage']._serialized_options = b'\202\323\344\223\002\017\"\n/v1/images:\001*'
   _globals['_IMAGESERVICE'].methods_by_name['DeleteImage']._loaded_options = None
   _globals['_IMAGESERVICE'].methods_by_name['DeleteImage']._serialized_options = b'\220\002\002\202\323\344\223\002\027*\025/v1/images/{image_id}'
-  _globals['_PUTIMAGEHEADER']._serialized_start=155
-  _globals['_PUTIMAGEHEADER']._serialized_end=306
-  _globals['_PUTIMAGEREQUEST']._serialized_start=308
-  _globals['_PUTIMAGEREQUEST']._serialized_end=395
-  _globals['_PUTIMAGERESPONSE']._serialized_start=397
-  _globals['_PUTIMAGERESPONSE']._serialized_end=501
-  _globals['_DELETEIMAGEREQUEST']._serialized_start=503
-  _globals['_DELETEIMAGEREQUEST']._serialized_end=541
-  _globals['_DELETEIMAGERESPONSE']._serialized_start=543
-  _globals['_DELETEIMAGERESPONSE']._serialized_end=564
-  _globals['_IMAGESERVICE']._serialized_start=567
-  _globals['_IMAGESERVICE']._serialized_end=787
+  _globals['_PUTIMAGEHEADER']._serialized_start=178
+  _globals['_PUTIMAGEHEADER']._serialized_end=385
+  _globals['_PUTIMAGEREQUEST']._serialized_start=387
+  _globals['_PUTIMAGEREQUEST']._serialized_end=482
+  _globals['_PUTIMAGERESPONSE']._serialized_start=484
+  _globals['_PUTIMAGERESPONSE']._serialized_end=588
+  _globals['_DELETEIMAGEREQUEST']._serialized_start=590
+  _globals['_DELETEIMAGEREQUEST']._serialized_end=637
+  _globals['_DELETEIMAGERESPONSE']._serialized_start=639
+  _globals['_DELETEIMAGERESPONSE']._serialized_end=660
+  _globals['_IMAGESERVICE']._serialized_start=663
+  _globals['_IMAGESERVICE']._serialized_end=883
 # @@protoc_insertion_point(module_scope)

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/media.proto\x12\tlegato.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9f\x01\n\x05Image\x12*\n\x07\x65ncoded\x18\x01 \x01(\x0b\x32\x17.legato.v1.EncodedImageH\x00\x12\"\n\x03raw\x18\x02 \x01(\x0b\x32\x13.legato.v1.RawImageH\x00\x12\x12\n\x08image_id\x18\x03 \x01(\tH\x00\x12(\n\x06shared\x18\x04 \x01(\x0b\x32\x16.legato.v1.SharedImageH\x00\x42\x08\n\x06source\"/\n\x0c\x45ncodedImage\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x11\n\tmime_type\x18\x02 \x01(\t\"n\n\x0bPixelLayout\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\x18\n\x10row_stride_bytes\x18\x03 \x01(\r\x12&\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x16.legato.v1.PixelFormat\"@\n\x08RawImage\x12&\n\x06layout\x18\x01 \x01(\x0b\x32\x16.legato.v1.PixelLayout\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x9f\x01\n\x0bSharedImage\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12(\n\x06layout\x18\x05 \x01(\x0b\x32\x16.legato.v1.PixelLayoutH\x00\x12\x13\n\tmime_type\x18\x06 \x01(\tH\x00\x42\t\n\x07\x63ontent\"b\n\nFrameStamp\x12\x10\n\x08\x66rame_id\x18\x01 \x01(\t\x12\x30\n\x0c\x63\x61pture_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"O\n\tImageInfo\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06height\x18\x03 \x01(\r\x12\x11\n\tcache_hit\x18\x04 \x01(\x08*\xcf\x01\n\x0bPixelFormat\x12\x1c\n\x18PIXEL_FORMAT_UNSPECIFIED\x10\x00\x12\x15\n\x11PIXEL_FORMAT_RGB8\x10\x01\x12\x15\n\x11PIXEL_FORMAT_BGR8\x10\x02\x12\x16\n\x12PIXEL_FORMAT_RGBA8\x10\x03\x12\x16\n\x12PIXEL_FORMAT_BGRA8\x10\x04\x12\x16\n\x12PIXEL_FORMAT_MONO8\x10\x05\x12\x15\n\x11PIXEL_FORMAT_NV12\x10\x06\x12\x15\n\x11PIXEL_FORMAT_YUYV\x10\x07\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15legato/v1/media.proto\x12\tlegato.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\"\xa8\x01\n\x05Image\x12*\n\x07\x65ncoded\x18\x01 \x01(\x0b\x32\x17.legato.v1.EncodedImageH\x00\x12\"\n\x03raw\x18\x02 \x01(\x0b\x32\x13.legato.v1.RawImageH\x00\x12\x1b\n\x08image_id\x18\x03 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x01H\x00\x12(\n\x06shared\x18\x04 \x01(\x0b\x32\x16.legato.v1.SharedImageH\x00\x42\x08\n\x06source\"@\n\x0c\x45ncodedImage\x12\x14\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x42\x06\xca\xb6\x1c\x02\x38\x01\x12\x1a\n\tmime_type\x18\x02 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x01\"\x9b\x01\n\x0bPixelLayout\x12\x1c\n\x05width\x18\x01 \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x1d\n\x06height\x18\x02 \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\'\n\x10row_stride_bytes\x18\x03 \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\x12&\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x16.legato.v1.PixelFormat\"H\n\x08RawImage\x12&\n\x06layout\x18\x01 \x01(\x0b\x32\x16.legato.v1.PixelLayout\x12\x14\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x42\x06\xca\xb6\x1c\x02\x38\x01\"\xde\x01\n\x0bSharedImage\x12\x17\n\x06region\x18\x01 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x02\x12\x1d\n\x06offset\x18\x02 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00P@\x12!\n\nsize_bytes\x18\x03 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12!\n\ngeneration\x18\x04 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00@\x12(\n\x06layout\x18\x05 \x01(\x0b\x32\x16.legato.v1.PixelLayoutH\x00\x12\x1c\n\tmime_type\x18\x06 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x01H\x00\x42\t\n\x07\x63ontent\"\x92\x01\n\nFrameStamp\x12\x19\n\x08\x66rame_id\x18\x01 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x02\x12H\n\x0c\x63\x61pture_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x16\xca\xb6\x1c\x12\t\x00\x00\x00\xee#\xef,\xc2\x19\x00\x80\xbf \xfa\x7fMB\x12\x1f\n\x08sequence\x18\x03 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\"O\n\tImageInfo\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0e\n\x06height\x18\x03 \x01(\r\x12\x11\n\tcache_hit\x18\x04 \x01(\x08*\xcf\x01\n\x0bPixelFormat\x12\x1c\n\x18PIXEL_FORMAT_UNSPECIFIED\x10\x00\x12\x15\n\x11PIXEL_FORMAT_RGB8\x10\x01\x12\x15\n\x11PIXEL_FORMAT_BGR8\x10\x02\x12\x16\n\x12PIXEL_FORMAT_RGBA8\x10\x03\x12\x16\n\x12PIXEL_FORMAT_BGRA8\x10\x04\x12\x16\n\x12PIXEL_FORMAT_MONO8\x10\x05\x12\x15\n\x11PIXEL_FORMAT_NV12\x10\x06\x12\x15\n\x11PIXEL_FORMAT_YUYV\x10\x07\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +34,50 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.media_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
-  _globals['_PIXELFORMAT']._serialized_start=802
-  _globals['_PIXELFORMAT']._serialized_end=1009
-  _globals['_IMAGE']._serialized_start=70
-  _globals['_IMAGE']._serialized_end=229
-  _globals['_ENCODEDIMAGE']._serialized_start=231
-  _globals['_ENCODEDIMAGE']._serialized_end=278
-  _globals['_PIXELLAYOUT']._serialized_start=280
-  _globals['_PIXELLAYOUT']._serialized_end=390
-  _globals['_RAWIMAGE']._serialized_start=392
-  _globals['_RAWIMAGE']._serialized_end=456
-  _globals['_SHAREDIMAGE']._serialized_start=459
-  _globals['_SHAREDIMAGE']._serialized_end=618
-  _globals['_FRAMESTAMP']._serialized_start=620
-  _globals['_FRAMESTAMP']._serialized_end=718
-  _globals['_IMAGEINFO']._serialized_start=720
-  _globals['_IMAGEINFO']._serialized_end=799
+  _globals['_IMAGE'].fields_by_name['image_id']._loaded_options = None
+  _globals['_IMAGE'].fields_by_name['image_id']._serialized_options = b'\312\266\034\003(\200\001'
+  _globals['_ENCODEDIMAGE'].fields_by_name['data']._loaded_options = None
+  _globals['_ENCODEDIMAGE'].fields_by_name['data']._serialized_options = b'\312\266\034\0028\001'
+  _globals['_ENCODEDIMAGE'].fields_by_name['mime_type']._loaded_options = None
+  _globals['_ENCODEDIMAGE'].fields_by_name['mime_type']._serialized_options = b'\312\266\034\003(\200\001'
+  _globals['_PIXELLAYOUT'].fields_by_name['width']._loaded_options = None
+  _globals['_PIXELLAYOUT'].fields_by_name['width']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\360?'
+  _globals['_PIXELLAYOUT'].fields_by_name['height']._loaded_options = None
+  _globals['_PIXELLAYOUT'].fields_by_name['height']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\360?'
+  _globals['_PIXELLAYOUT'].fields_by_name['row_stride_bytes']._loaded_options = None
+  _globals['_PIXELLAYOUT'].fields_by_name['row_stride_bytes']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_RAWIMAGE'].fields_by_name['data']._loaded_options = None
+  _globals['_RAWIMAGE'].fields_by_name['data']._serialized_options = b'\312\266\034\0028\001'
+  _globals['_SHAREDIMAGE'].fields_by_name['region']._loaded_options = None
+  _globals['_SHAREDIMAGE'].fields_by_name['region']._serialized_options = b'\312\266\034\003(\200\002'
+  _globals['_SHAREDIMAGE'].fields_by_name['offset']._loaded_options = None
+  _globals['_SHAREDIMAGE'].fields_by_name['offset']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000P@'
+  _globals['_SHAREDIMAGE'].fields_by_name['size_bytes']._loaded_options = None
+  _globals['_SHAREDIMAGE'].fields_by_name['size_bytes']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\360?'
+  _globals['_SHAREDIMAGE'].fields_by_name['generation']._loaded_options = None
+  _globals['_SHAREDIMAGE'].fields_by_name['generation']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000@'
+  _globals['_SHAREDIMAGE'].fields_by_name['mime_type']._loaded_options = None
+  _globals['_SHAREDIMAGE'].fields_by_name['mime_type']._serialized_options = b'\312\266\034\003(\200\001'
+  _globals['_FRAMESTAMP'].fields_by_name['frame_id']._loaded_options = None
+  _globals['_FRAMESTAMP'].fields_by_name['frame_id']._serialized_options = b'\312\266\034\003(\200\002'
+  _globals['_FRAMESTAMP'].fields_by_name['capture_time']._loaded_options = None
+  _globals['_FRAMESTAMP'].fields_by_name['capture_time']._serialized_options = b'\312\266\034\022\t\000\000\000\356#\357,\302\031\000\200\277 \372\177MB'
+  _globals['_FRAMESTAMP'].fields_by_name['sequence']._loaded_options = None
+  _globals['_FRAMESTAMP'].fields_by_name['sequence']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_PIXELFORMAT']._serialized_start=1017
+  _globals['_PIXELFORMAT']._serialized_end=1224
+  _globals['_IMAGE']._serialized_start=93
+  _globals['_IMAGE']._serialized_end=261
+  _globals['_ENCODEDIMAGE']._serialized_start=263
+  _globals['_ENCODEDIMAGE']._serialized_end=327
+  _globals['_PIXELLAYOUT']._serialized_start=330
+  _globals['_PIXELLAYOUT']._serialized_end=485
+  _globals['_RAWIMAGE']._serialized_start=487
+  _globals['_RAWIMAGE']._serialized_end=559
+  _globals['_SHAREDIMAGE']._serialized_start=562
+  _globals['_SHAREDIMAGE']._serialized_end=784
+  _globals['_FRAMESTAMP']._serialized_start=787
+  _globals['_FRAMESTAMP']._serialized_end=933
+  _globals['_IMAGEINFO']._serialized_start=935
+  _globals['_IMAGEINFO']._serialized_end=1014
 # @@protoc_insertion_point(module_scope)

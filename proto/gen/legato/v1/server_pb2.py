@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xe9\x01\n\x06Limits\x12\x19\n\x11max_request_bytes\x18\x01 \x01(\x04\x12\x18\n\x10max_image_pixels\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x06 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x33\n\x10\x64\x65\x66\x61ult_deadline\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd7\x01\n\x15GetServerInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x04 \x01(\r\x12\x1f\n\x17minimum_client_revision\x18\x05 \x01(\r\x12!\n\x06limits\x18\x06 \x01(\x0b\x32\x11.legato.v1.Limits\x12\x14\n\x0c\x63\x61pabilities\x18\x07 \x03(\t\x12\x15\n\rshm_namespace\x18\x08 \x01(\t\"w\n\nConfidence\x12\r\n\x05tasks\x18\x01 \x03(\t\x12\x18\n\x10\x63\x61librated_tasks\x18\x02 \x03(\t\x12\x11\n\tfitted_on\x18\x03 \x01(\t\x12-\n\tfitted_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x97\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x19\n\x11streaming_regions\x18\x04 \x01(\x08\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12)\n\nconfidence\x18\x06 \x01(\x0b\x32\x15.legato.v1.Confidence\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.legato.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xdc\x01\n\rServerService\x12i\n\rGetServerInfo\x12\x1f.legato.v1.GetServerInfoRequest\x1a .legato.v1.GetServerInfoResponse\"\x15\x90\x02\x01\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/server\x12`\n\nListModels\x12\x1c.legato.v1.ListModelsRequest\x1a\x1d.legato.v1.ListModelsResponse\"\x15\x90\x02\x01\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/modelsB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/limit.proto\"\x16\n\x14GetServerInfoRequest\"\xe9\x01\n\x06Limits\x12\x19\n\x11max_request_bytes\x18\x01 \x01(\x04\x12\x18\n\x10max_image_pixels\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x06 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x33\n\x10\x64\x65\x66\x61ult_deadline\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd7\x01\n\x15GetServerInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x04 \x01(\r\x12\x1f\n\x17minimum_client_revision\x18\x05 \x01(\r\x12!\n\x06limits\x18\x06 \x01(\x0b\x32\x11.legato.v1.Limits\x12\x14\n\x0c\x63\x61pabilities\x18\x07 \x03(\t\x12\x15\n\rshm_namespace\x18\x08 \x01(\t\"w\n\nConfidence\x12\r\n\x05tasks\x18\x01 \x03(\t\x12\x18\n\x10\x63\x61librated_tasks\x18\x02 \x03(\t\x12\x11\n\tfitted_on\x18\x03 \x01(\t\x12-\n\tfitted_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x97\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x19\n\x11streaming_regions\x18\x04 \x01(\x08\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12)\n\nconfidence\x18\x06 \x01(\x0b\x32\x15.legato.v1.Confidence\"R\n\x11ListModelsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\x12\x1b\n\npage_token\x18\x02 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x02\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.legato.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xdc\x01\n\rServerService\x12i\n\rGetServerInfo\x12\x1f.legato.v1.GetServerInfoRequest\x1a .legato.v1.GetServerInfoResponse\"\x15\x90\x02\x01\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/server\x12`\n\nListModels\x12\x1c.legato.v1.ListModelsRequest\x1a\x1d.legato.v1.ListModelsResponse\"\x15\x90\x02\x01\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/modelsB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +36,28 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.server_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_size']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_token']._loaded_options = None
+  _globals['_LISTMODELSREQUEST'].fields_by_name['page_token']._serialized_options = b'\312\266\034\003(\200\002'
   _globals['_SERVERSERVICE'].methods_by_name['GetServerInfo']._loaded_options = None
   _globals['_SERVERSERVICE'].methods_by_name['GetServerInfo']._serialized_options = b'\220\002\001\202\323\344\223\002\014\022\n/v1/server'
   _globals['_SERVERSERVICE'].methods_by_name['ListModels']._loaded_options = None
   _globals['_SERVERSERVICE'].methods_by_name['ListModels']._serialized_options = b'\220\002\001\202\323\344\223\002\014\022\n/v1/models'
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=132
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=154
-  _globals['_LIMITS']._serialized_start=157
-  _globals['_LIMITS']._serialized_end=390
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=393
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=608
-  _globals['_CONFIDENCE']._serialized_start=610
-  _globals['_CONFIDENCE']._serialized_end=729
-  _globals['_MODEL']._serialized_start=732
-  _globals['_MODEL']._serialized_end=883
-  _globals['_LISTMODELSREQUEST']._serialized_start=885
-  _globals['_LISTMODELSREQUEST']._serialized_end=943
-  _globals['_LISTMODELSRESPONSE']._serialized_start=945
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1024
-  _globals['_SERVERSERVICE']._serialized_start=1027
-  _globals['_SERVERSERVICE']._serialized_end=1247
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=155
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=177
+  _globals['_LIMITS']._serialized_start=180
+  _globals['_LIMITS']._serialized_end=413
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=416
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=631
+  _globals['_CONFIDENCE']._serialized_start=633
+  _globals['_CONFIDENCE']._serialized_end=752
+  _globals['_MODEL']._serialized_start=755
+  _globals['_MODEL']._serialized_end=906
+  _globals['_LISTMODELSREQUEST']._serialized_start=908
+  _globals['_LISTMODELSREQUEST']._serialized_end=990
+  _globals['_LISTMODELSRESPONSE']._serialized_start=992
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1071
+  _globals['_SERVERSERVICE']._serialized_start=1074
+  _globals['_SERVERSERVICE']._serialized_end=1294
 # @@protoc_insertion_point(module_scope)

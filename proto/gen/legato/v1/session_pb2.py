@@ -25,11 +25,12 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from legato.v1 import inference_pb2 as legato_dot_v1_dot_inference__pb2
+from legato.v1 import limit_pb2 as legato_dot_v1_dot_limit__pb2
 from legato.v1 import media_pb2 as legato_dot_v1_dot_media__pb2
 from legato.v1 import task_pb2 as legato_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17legato/v1/session.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19legato/v1/inference.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xcb\x02\n\x0bSessionOpen\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\'\n\x0estanding_tasks\x18\x04 \x03(\x0b\x32\x0f.legato.v1.Task\x12,\n\x0c\x66rame_policy\x18\x05 \x01(\x0e\x32\x16.legato.v1.FramePolicy\x12\x15\n\rmax_in_flight\x18\x06 \x01(\r\x12\x30\n\rmax_frame_age\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rstream_deltas\x18\t \x01(\x08\x12\x18\n\x10response_credits\x18\n \x01(\r\"\xa3\x01\n\x05\x46rame\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12\x1f\n\x05image\x18\x02 \x01(\x0b\x32\x10.legato.v1.Image\x12$\n\x0b\x65xtra_tasks\x18\x03 \x03(\x0b\x32\x0f.legato.v1.Task\x12\x1b\n\x13skip_standing_tasks\x18\x04 \x01(\x08\x12\x10\n\x08must_run\x18\x05 \x01(\x08\">\n\x0b\x43\x61ncelFrame\x12\x12\n\x08sequence\x18\x01 \x01(\x04H\x00\x12\x11\n\x07task_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06target\"!\n\x0cGrantCredits\x12\x11\n\tresponses\x18\x01 \x01(\r\"6\n\x0bUpdateTasks\x12\'\n\x0estanding_tasks\x18\x01 \x03(\x0b\x32\x0f.legato.v1.Task\"\xe4\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.legato.v1.SessionOpenH\x00\x12!\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x10.legato.v1.FrameH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.legato.v1.CancelFrameH\x00\x12(\n\x05grant\x18\x04 \x01(\x0b\x32\x17.legato.v1.GrantCreditsH\x00\x12(\n\x06update\x18\x05 \x01(\x0b\x32\x16.legato.v1.UpdateTasksH\x00\x42\t\n\x07message\"\xb2\x01\n\rSessionOpened\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rframe_credits\x18\x03 \x01(\r\x12\x15\n\rmax_in_flight\x18\x04 \x01(\r\x12\x35\n\x12heartbeat_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ontract_revision\x18\x06 \x01(\r\"8\n\rFrameAccepted\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rframe_credits\x18\x02 \x01(\r\"u\n\x0c\x46rameDropped\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.legato.v1.DropReason\x12\x15\n\rframe_credits\x18\x03 \x01(\r\x12\x15\n\rdropped_total\x18\x04 \x01(\x04\"[\n\nFrameDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12*\n\x05\x65vent\x18\x03 \x01(\x0b\x32\x1b.legato.v1.GenerateResponse\"\xbf\x01\n\x0b\x46rameResult\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x15.legato.v1.TaskResult\x12#\n\x05image\x18\x03 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12\x16\n\x0elast_for_frame\x18\x04 \x01(\x08\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"a\n\rSessionGoAway\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x06reason\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xdb\x02\n\x0fSessionResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.legato.v1.SessionOpenedH\x00\x12,\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x18.legato.v1.FrameAcceptedH\x00\x12*\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x17.legato.v1.FrameDroppedH\x00\x12&\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x15.legato.v1.FrameDeltaH\x00\x12(\n\x06result\x18\x06 \x01(\x0b\x32\x16.legato.v1.FrameResultH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.legato.v1.HeartbeatH\x00\x12+\n\x07go_away\x18\x08 \x01(\x0b\x32\x18.legato.v1.SessionGoAwayH\x00\x42\t\n\x07message*\x81\x01\n\x0b\x46ramePolicy\x12\x1c\n\x18\x46RAME_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46RAME_POLICY_LATEST_WINS\x10\x01\x12\x1c\n\x18\x46RAME_POLICY_EVERY_FRAME\x10\x02\x12\x18\n\x14\x46RAME_POLICY_PREEMPT\x10\x03*\xb1\x01\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44ROP_REASON_SUPERSEDED\x10\x01\x12\x17\n\x13\x44ROP_REASON_TOO_OLD\x10\x02\x12\x1a\n\x16\x44ROP_REASON_OVERLOADED\x10\x03\x12\x19\n\x15\x44ROP_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x44ROP_REASON_GOING_AWAY\x10\x05\x32V\n\x0eSessionService\x12\x44\n\x07Session\x12\x19.legato.v1.SessionRequest\x1a\x1a.legato.v1.SessionResponse(\x01\x30\x01\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17legato/v1/session.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x19legato/v1/inference.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xbb\x03\n\x0bSessionOpen\x12\x1c\n\x0csession_name\x18\x01 \x01(\tB\x06\xca\xb6\x1c\x02(@\x12\x16\n\x05model\x18\x02 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x02\x12\x18\n\x07\x61\x64\x61pter\x18\x03 \x01(\tB\x07\xca\xb6\x1c\x03(\x80\x02\x12/\n\x0estanding_tasks\x18\x04 \x03(\x0b\x32\x0f.legato.v1.TaskB\x06\xca\xb6\x1c\x02  \x12,\n\x0c\x66rame_policy\x18\x05 \x01(\x0e\x32\x16.legato.v1.FramePolicy\x12$\n\rmax_in_flight\x18\x06 \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\x12H\n\rmax_frame_age\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xca\xb6\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RB\x12M\n\x12heartbeat_interval\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xca\xb6\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RB\x12\x15\n\rstream_deltas\x18\t \x01(\x08\x12\'\n\x10response_credits\x18\n \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00\"\xab\x01\n\x05\x46rame\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12\x1f\n\x05image\x18\x02 \x01(\x0b\x32\x10.legato.v1.Image\x12,\n\x0b\x65xtra_tasks\x18\x03 \x03(\x0b\x32\x0f.legato.v1.TaskB\x06\xca\xb6\x1c\x02  \x12\x1b\n\x13skip_standing_tasks\x18\x04 \x01(\x08\x12\x10\n\x08must_run\x18\x05 \x01(\x08\"U\n\x0b\x43\x61ncelFrame\x12!\n\x08sequence\x18\x01 \x01(\x04\x42\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x12\x19\n\x07task_id\x18\x02 \x01(\tB\x06\xca\xb6\x1c\x02(@H\x00\x42\x08\n\x06target\"0\n\x0cGrantCredits\x12 \n\tresponses\x18\x01 \x01(\rB\r\xca\xb6\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?\">\n\x0bUpdateTasks\x12/\n\x0estanding_tasks\x18\x01 \x03(\x0b\x32\x0f.legato.v1.TaskB\x06\xca\xb6\x1c\x02  \"\xec\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.legato.v1.SessionOpenH\x00\x12!\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x10.legato.v1.FrameH\x00\x12(\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x16.legato.v1.CancelFrameH\x00\x12(\n\x05grant\x18\x04 \x01(\x0b\x32\x17.legato.v1.GrantCreditsH\x00\x12(\n\x06update\x18\x05 \x01(\x0b\x32\x16.legato.v1.UpdateTasksH\x00:\x06\xd0\xb6\x1c\x80\x80@B\t\n\x07message\"\xb2\x01\n\rSessionOpened\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rframe_credits\x18\x03 \x01(\r\x12\x15\n\rmax_in_flight\x18\x04 \x01(\r\x12\x35\n\x12heartbeat_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ontract_revision\x18\x06 \x01(\r\"8\n\rFrameAccepted\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rframe_credits\x18\x02 \x01(\r\"u\n\x0c\x46rameDropped\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.legato.v1.DropReason\x12\x15\n\rframe_credits\x18\x03 \x01(\r\x12\x15\n\rdropped_total\x18\x04 \x01(\x04\"[\n\nFrameDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12*\n\x05\x65vent\x18\x03 \x01(\x0b\x32\x1b.legato.v1.GenerateResponse\"\xbf\x01\n\x0b\x46rameResult\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12%\n\x06result\x18\x02 \x01(\x0b\x32\x15.legato.v1.TaskResult\x12#\n\x05image\x18\x03 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12\x16\n\x0elast_for_frame\x18\x04 \x01(\x08\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"a\n\rSessionGoAway\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x06reason\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\xdb\x02\n\x0fSessionResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.legato.v1.SessionOpenedH\x00\x12,\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x18.legato.v1.FrameAcceptedH\x00\x12*\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x17.legato.v1.FrameDroppedH\x00\x12&\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x15.legato.v1.FrameDeltaH\x00\x12(\n\x06result\x18\x06 \x01(\x0b\x32\x16.legato.v1.FrameResultH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.legato.v1.HeartbeatH\x00\x12+\n\x07go_away\x18\x08 \x01(\x0b\x32\x18.legato.v1.SessionGoAwayH\x00\x42\t\n\x07message*\x81\x01\n\x0b\x46ramePolicy\x12\x1c\n\x18\x46RAME_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46RAME_POLICY_LATEST_WINS\x10\x01\x12\x1c\n\x18\x46RAME_POLICY_EVERY_FRAME\x10\x02\x12\x18\n\x14\x46RAME_POLICY_PREEMPT\x10\x03*\xb1\x01\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44ROP_REASON_SUPERSEDED\x10\x01\x12\x17\n\x13\x44ROP_REASON_TOO_OLD\x10\x02\x12\x1a\n\x16\x44ROP_REASON_OVERLOADED\x10\x03\x12\x19\n\x15\x44ROP_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x44ROP_REASON_GOING_AWAY\x10\x05\x32V\n\x0eSessionService\x12\x44\n\x07Session\x12\x19.legato.v1.SessionRequest\x1a\x1a.legato.v1.SessionResponse(\x01\x30\x01\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,36 +38,64 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.session_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
-  _globals['_FRAMEPOLICY']._serialized_start=2148
-  _globals['_FRAMEPOLICY']._serialized_end=2277
-  _globals['_DROPREASON']._serialized_start=2280
-  _globals['_DROPREASON']._serialized_end=2457
-  _globals['_SESSIONOPEN']._serialized_start=168
-  _globals['_SESSIONOPEN']._serialized_end=499
-  _globals['_FRAME']._serialized_start=502
-  _globals['_FRAME']._serialized_end=665
-  _globals['_CANCELFRAME']._serialized_start=667
-  _globals['_CANCELFRAME']._serialized_end=729
-  _globals['_GRANTCREDITS']._serialized_start=731
-  _globals['_GRANTCREDITS']._serialized_end=764
-  _globals['_UPDATETASKS']._serialized_start=766
-  _globals['_UPDATETASKS']._serialized_end=820
-  _globals['_SESSIONREQUEST']._serialized_start=823
-  _globals['_SESSIONREQUEST']._serialized_end=1051
-  _globals['_SESSIONOPENED']._serialized_start=1054
-  _globals['_SESSIONOPENED']._serialized_end=1232
-  _globals['_FRAMEACCEPTED']._serialized_start=1234
-  _globals['_FRAMEACCEPTED']._serialized_end=1290
-  _globals['_FRAMEDROPPED']._serialized_start=1292
-  _globals['_FRAMEDROPPED']._serialized_end=1409
-  _globals['_FRAMEDELTA']._serialized_start=1411
-  _globals['_FRAMEDELTA']._serialized_end=1502
-  _globals['_FRAMERESULT']._serialized_start=1505
-  _globals['_FRAMERESULT']._serialized_end=1696
-  _globals['_SESSIONGOAWAY']._serialized_start=1698
-  _globals['_SESSIONGOAWAY']._serialized_end=1795
-  _globals['_SESSIONRESPONSE']._serialized_start=1798
-  _globals['_SESSIONRESPONSE']._serialized_end=2145
-  _globals['_SESSIONSERVICE']._serialized_start=2459
-  _globals['_SESSIONSERVICE']._serialized_end=2545
+  _globals['_SESSIONOPEN'].fields_by_name['session_name']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['session_name']._serialized_options = b'\312\266\034\002(@'
+  _globals['_SESSIONOPEN'].fields_by_name['model']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['model']._serialized_options = b'\312\266\034\003(\200\002'
+  _globals['_SESSIONOPEN'].fields_by_name['adapter']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['adapter']._serialized_options = b'\312\266\034\003(\200\002'
+  _globals['_SESSIONOPEN'].fields_by_name['standing_tasks']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['standing_tasks']._serialized_options = b'\312\266\034\002  '
+  _globals['_SESSIONOPEN'].fields_by_name['max_in_flight']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['max_in_flight']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_SESSIONOPEN'].fields_by_name['max_frame_age']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['max_frame_age']._serialized_options = b'\312\266\034\022\t\000\000\000\000\000\000\000\000\031\000\000\200\347r^RB'
+  _globals['_SESSIONOPEN'].fields_by_name['heartbeat_interval']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['heartbeat_interval']._serialized_options = b'\312\266\034\022\021\000\000\000\000\000\000\000\000\031\000\000\200\347r^RB'
+  _globals['_SESSIONOPEN'].fields_by_name['response_credits']._loaded_options = None
+  _globals['_SESSIONOPEN'].fields_by_name['response_credits']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_FRAME'].fields_by_name['extra_tasks']._loaded_options = None
+  _globals['_FRAME'].fields_by_name['extra_tasks']._serialized_options = b'\312\266\034\002  '
+  _globals['_CANCELFRAME'].fields_by_name['sequence']._loaded_options = None
+  _globals['_CANCELFRAME'].fields_by_name['sequence']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\000\000'
+  _globals['_CANCELFRAME'].fields_by_name['task_id']._loaded_options = None
+  _globals['_CANCELFRAME'].fields_by_name['task_id']._serialized_options = b'\312\266\034\002(@'
+  _globals['_GRANTCREDITS'].fields_by_name['responses']._loaded_options = None
+  _globals['_GRANTCREDITS'].fields_by_name['responses']._serialized_options = b'\312\266\034\t\t\000\000\000\000\000\000\360?'
+  _globals['_UPDATETASKS'].fields_by_name['standing_tasks']._loaded_options = None
+  _globals['_UPDATETASKS'].fields_by_name['standing_tasks']._serialized_options = b'\312\266\034\002  '
+  _globals['_SESSIONREQUEST']._loaded_options = None
+  _globals['_SESSIONREQUEST']._serialized_options = b'\320\266\034\200\200@'
+  _globals['_FRAMEPOLICY']._serialized_start=2345
+  _globals['_FRAMEPOLICY']._serialized_end=2474
+  _globals['_DROPREASON']._serialized_start=2477
+  _globals['_DROPREASON']._serialized_end=2654
+  _globals['_SESSIONOPEN']._serialized_start=191
+  _globals['_SESSIONOPEN']._serialized_end=634
+  _globals['_FRAME']._serialized_start=637
+  _globals['_FRAME']._serialized_end=808
+  _globals['_CANCELFRAME']._serialized_start=810
+  _globals['_CANCELFRAME']._serialized_end=895
+  _globals['_GRANTCREDITS']._serialized_start=897
+  _globals['_GRANTCREDITS']._serialized_end=945
+  _globals['_UPDATETASKS']._serialized_start=947
+  _globals['_UPDATETASKS']._serialized_end=1009
+  _globals['_SESSIONREQUEST']._serialized_start=1012
+  _globals['_SESSIONREQUEST']._serialized_end=1248
+  _globals['_SESSIONOPENED']._serialized_start=1251
+  _globals['_SESSIONOPENED']._serialized_end=1429
+  _globals['_FRAMEACCEPTED']._serialized_start=1431
+  _globals['_FRAMEACCEPTED']._serialized_end=1487
+  _globals['_FRAMEDROPPED']._serialized_start=1489
+  _globals['_FRAMEDROPPED']._serialized_end=1606
+  _globals['_FRAMEDELTA']._serialized_start=1608
+  _globals['_FRAMEDELTA']._serialized_end=1699
+  _globals['_FRAMERESULT']._serialized_start=1702
+  _globals['_FRAMERESULT']._serialized_end=1893
+  _globals['_SESSIONGOAWAY']._serialized_start=1895
+  _globals['_SESSIONGOAWAY']._serialized_end=1992
+  _globals['_SESSIONRESPONSE']._serialized_start=1995
+  _globals['_SESSIONRESPONSE']._serialized_end=2342
+  _globals['_SESSIONSERVICE']._serialized_start=2656
+  _globals['_SESSIONSERVICE']._serialized_end=2742
 # @@protoc_insertion_point(module_scope)

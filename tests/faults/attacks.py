@@ -1,0 +1,470 @@
+"""Attacks on a server while others use it: `make attack`.
+
+Four processes run one attack after the other. Meanwhile health checks and queries of another caller
+are timed, and the memory of the service is watched. Fails when a P95 exceeds thrice the quiet one
+before it by more than 10 ms, when calls of others fail, or when memory grows by 200 MiB. The attack
+"idle connections" does nothing: what others notice of it is the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from legato.v1 import inference_pb2, inference_pb2_grpc, session_pb2
+
+from tests.deploy.envoy import Envoy
+from tests.e2e.server import INFERENCE, Server
+from tests.service.access.tokens import Token, write
+
+ATTACKERS = 4
+MAX_RATIO = 3.0
+SLACK = 0.010  # seconds: of the scheduler, with more processes than cores
+MAX_GROWTH = 200 * 1024 * 1024
+_PAUSE = 0.01  # seconds between two calls that are timed
+_SIZE = 16 * 1024 * 1024 - 64
+_QUERY = "/legato.v1.InferenceService/Query"
+_BOGUS = (("authorization", "Bearer legato_nobody_" + "x" * 43),)
+
+
+# ---------------------------------------------------------------- attacks: whole messages
+
+
+def field(number: int, body: bytes) -> bytes:
+    """A length-delimited field."""
+    return _varint(number << 3 | 2) + _varint(len(body)) + body
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*digits, value))
+
+
+def _empties(number: int) -> bytes:
+    return field(number, b"") * (_SIZE // len(field(number, b"")))
+
+
+def _late_session() -> list[bytes]:
+    opening = session_pb2.SessionRequest(open=session_pb2.SessionOpen())
+    frame = session_pb2.SessionRequest()
+    frame.frame.stamp.capture_time.seconds = 2**62
+    return [opening.SerializeToString(), frame.SerializeToString()]
+
+
+MESSAGES: dict[str, tuple[str, Callable[[], list[bytes]]]] = {
+    "empty parts": (_QUERY, lambda: [field(8, _empties(2))]),
+    "empty messages": (_QUERY, lambda: [_empties(8)]),
+    "empty references": (_QUERY, lambda: [_empties(4)]),
+    "empty tasks": ("/legato.v1.InferenceService/RunTasks", lambda: [_empties(2)]),
+    "unknown fields": (_QUERY, lambda: [_empties(15)]),
+    "repeated scalars": (_QUERY, lambda: [field(5, b"\x18\x01" * (_SIZE // 2))]),
+    "a long frame_id": (_QUERY, lambda: [field(7, field(1, b"x" * _SIZE))]),
+    "a long question": (_QUERY, lambda: [field(2, b"x" * _SIZE)]),
+    "most fields allowed": (_QUERY, lambda: [field(8, field(2, b"\x0a\x00") * 63) * 127]),
+    "a large GetServerInfo": ("/legato.v1.ServerService/GetServerInfo", lambda: [_empties(15)]),
+    "a large health check": ("/grpc.health.v1.Health/Check", lambda: [field(1, b"x" * _SIZE)]),
+    "a late capture_time": ("/legato.v1.SessionService/Session", _late_session),
+    "empty standing tasks": (
+        "/legato.v1.SessionService/Session",
+        lambda: [field(1, _empties(4)[: _SIZE - 8])],
+    ),
+}
+
+
+def send_messages(address: str, name: str) -> None:
+    """Send the message again and again."""
+    method, make = MESSAGES[name]
+    sent = make()
+    options = [("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        is_stream = method.endswith("Session")
+        start: Any = channel.stream_stream(method) if is_stream else channel.unary_unary(method)
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                if is_stream:
+                    for _ in start(iter(sent), timeout=10):
+                        pass
+                else:
+                    start(sent[0], timeout=10)
+
+
+# ---------------------------------------------------------------- attacks: HTTP/2
+
+_DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+class Http2:
+    """A connection that sends what it wants to, within the windows of flow control."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), 10)
+        self._socket.settimeout(5)
+        self._initial = 65_535
+        self._max_frame = 16_384
+        self.window = 65_535
+        self.windows: dict[int, int] = {}
+        self._next = 1
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self.send(_SETTINGS, 0, 0, b"")
+
+    def send(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        """Send a frame."""
+        self._socket.sendall(
+            struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
+        )
+
+    def open(self, path: str, metadata: Sequence[tuple[str, str]] = ()) -> int:
+        """Begin a call."""
+        stream, self._next = self._next, self._next + 2
+        headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "x"),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+            *metadata,
+        ]
+        block = b"".join(
+            b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+            for name, value in headers
+        )
+        self.windows[stream] = self._initial
+        self.send(_HEADERS, _END_HEADERS, stream, block)
+        return stream
+
+    def write(self, stream: int, size: int, head: bytes = b"") -> int:
+        """Send as many zeros of `size` as the windows allow; return how many bytes went."""
+        room = min(self.window, self.windows.get(stream, 0), self._max_frame)
+        body = (head + bytes(max(0, min(size, room - len(head)))))[: max(room, 0)]
+        if body:
+            self.send(_DATA, 0, stream, body)
+            self.window -= len(body)
+            self.windows[stream] -= len(body)
+        return len(body)
+
+    def read(self) -> None:
+        """Take a frame.
+
+        Raises:
+            OSError: the connection has ended, or is silent.
+        """
+        head = self._exactly(9)
+        size = int.from_bytes(head[:3], "big")
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        body = self._exactly(size)
+        if kind == _WINDOW:
+            (more,) = struct.unpack(">I", body)
+            if stream:
+                self.windows[stream] = self.windows.get(stream, 0) + more
+            else:
+                self.window += more
+        elif kind == _SETTINGS and not flags & 1:
+            self._take_settings(body)
+        elif kind == _PING and not flags & 1:
+            self.send(_PING, 1, 0, body)
+        elif kind == _RST or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
+            self.windows.pop(stream, None)
+        elif kind == _GOAWAY:
+            raise ConnectionResetError
+
+    def _take_settings(self, body: bytes) -> None:
+        for name, value in struct.iter_unpack(">HI", body):
+            if name == 4:
+                for each in self.windows:
+                    self.windows[each] += value - self._initial
+                self._initial = value
+            elif name == 5:
+                self._max_frame = min(value, 1 << 18)
+        self.send(_SETTINGS, 1, 0, b"")
+
+    def _exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._socket.recv(size - len(parts))
+            if not part:
+                raise ConnectionResetError
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _connected(address: str, attack: Callable[[Http2], None]) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            connection = Http2(address)
+            try:
+                connection.read()
+                attack(connection)
+            finally:
+                connection.close()
+        time.sleep(0.05)
+
+
+def _incomplete(size: int, metadata: Sequence[tuple[str, str]] = ()) -> Callable[[str], None]:
+    """Sixteen messages of `size` bytes on one connection, of which the last byte is never sent."""
+
+    def attack(connection: Http2) -> None:
+        left: dict[int, int] = {}
+        while True:
+            while len(left) < 16:
+                left[connection.open(_QUERY, metadata)] = size
+            went = 0
+            for stream in list(left):
+                if stream not in connection.windows:
+                    del left[stream]
+                    continue
+                is_new = left[stream] == size
+                head = struct.pack(">BI", 0, size) if is_new else b""
+                sent = connection.write(stream, left[stream] - 1, head)
+                left[stream] -= max(0, sent - len(head))
+                went += sent
+            if went == 0 or any(stream not in connection.windows for stream in left):
+                with contextlib.suppress(TimeoutError):
+                    connection.read()
+
+    return lambda address: _connected(address, attack)
+
+
+def _resets(address: str) -> None:
+    """Thousands of calls that are reset as soon as they begin."""
+
+    def attack(connection: Http2) -> None:
+        for _ in range(2500):
+            stream = connection.open(_QUERY)
+            connection.send(_RST, 0, stream, struct.pack(">I", 8))
+            del connection.windows[stream]
+        connection.send(_PING, 0, 0, bytes(8))
+        connection.read()
+        time.sleep(2)
+
+    _connected(address, attack)
+
+
+def _idle_connections(address: str) -> None:
+    """A hundred connections that say nothing, or half of what they have to."""
+    while True:
+        kept = []
+        with contextlib.suppress(OSError):
+            host, _, port = address.rpartition(":")
+            for number in range(100):
+                kept.append(socket.create_connection((host, int(port)), 10))
+                if number % 2:
+                    kept[-1].sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            time.sleep(5)
+        for each in kept:
+            each.close()
+
+
+CONNECTIONS: dict[str, Callable[[str], None]] = {
+    "incomplete messages of 33 MB": _incomplete(33_000_000),
+    "incomplete messages of 16 MiB": _incomplete(16 * 1024 * 1024),
+    "the same without a credential": _incomplete(16 * 1024 * 1024, _BOGUS),
+    "resets": _resets,
+    "idle connections": _idle_connections,
+}
+ATTACKS = (*MESSAGES, *CONNECTIONS)
+
+
+# ---------------------------------------------------------------- what others notice
+
+
+class Figures(NamedTuple):
+    """What other callers and the host saw for a while."""
+
+    health_p95: float  # seconds
+    query_p95: float
+    calls: int
+    failures: int
+    growth: int  # bytes
+
+
+def _timed(call: Callable[[], Any], until: float, times: list[float]) -> int:
+    failures = 0
+    while time.monotonic() < until:
+        begin = time.monotonic()
+        try:
+            call()
+        except grpc.RpcError:
+            failures += 1
+        times.append(time.monotonic() - begin)
+        time.sleep(_PAUSE)
+    return failures
+
+
+def watch(address: str, pid: int, seconds: float, metadata: Any = ()) -> Figures:
+    """Time calls of a caller of its own, and watch the memory of the process."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    before = peak = _resident(pid)
+    health: list[float] = []
+    queries: list[float] = []
+    failures = [0, 0]
+    with grpc.insecure_channel(address, options=options) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        check = stub.Check
+        ask: Any = inference_pb2_grpc.InferenceServiceStub(channel).Query
+        question = inference_pb2.QueryRequest(question="hello")
+        request = health_pb2.HealthCheckRequest(service=INFERENCE)
+        until = time.monotonic() + seconds
+
+        def checking() -> None:
+            failures[0] = _timed(lambda: check(request, timeout=10), until, health)
+
+        def asking() -> None:
+            call = lambda: ask(question, timeout=10, metadata=metadata)  # noqa: E731
+            failures[1] = _timed(call, until, queries)
+
+        threads = [threading.Thread(target=each) for each in (checking, asking)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            peak = max(peak, _resident(pid))
+            time.sleep(0.02)
+    return Figures(
+        sorted(health)[len(health) * 95 // 100],
+        sorted(queries)[len(queries) * 95 // 100],
+        len(health) + len(queries),
+        sum(failures),
+        peak - before,
+    )
+
+
+def _resident(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def attackers(address: str, name: str, count: int = ATTACKERS) -> Iterator[None]:
+    """Run the attack in processes of its own for the length of the block."""
+    command = [sys.executable, "-m", "tests.faults.attacks", "--attack", name, address]
+    running = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        time.sleep(1.0)  # to import, and to make the messages
+        yield
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+        for process in running:
+            process.wait()
+
+
+class Attacked(NamedTuple):
+    """The figures of an attack, and of the quiet time right before it."""
+
+    quiet: Figures
+    figures: Figures
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Those of the P95 of health checks and of queries."""
+        now, then = self.figures, self.quiet
+        return now.health_p95 / then.health_p95, now.query_p95 / then.query_p95
+
+
+def run(
+    address: str, pid: int, names: Sequence[str], seconds: float, metadata: Any = ()
+) -> dict[str, Attacked]:
+    """The figures of each attack."""
+    found = {}
+    watch(address, pid, 1.0, metadata)
+    for name in names:
+        quiet = watch(address, pid, seconds, metadata)
+        with attackers(address, name):
+            found[name] = Attacked(quiet, watch(address, pid, seconds, metadata))
+        time.sleep(0.5)
+    return found
+
+
+def problems(attacked: dict[str, Attacked]) -> list[str]:
+    """What other callers must not notice."""
+    found = []
+    for name, (quiet, each) in attacked.items():
+        for what, now, then in (
+            ("health", each.health_p95, quiet.health_p95),
+            ("Query", each.query_p95, quiet.query_p95),
+        ):
+            if now > MAX_RATIO * then + SLACK:
+                found.append(f"{name}: {what} takes {now / then:.1f} times its quiet P95")
+        found += harm(name, each)
+    return found
+
+
+def harm(name: str, figures: Figures) -> list[str]:
+    """What no attack may do on a machine of any speed."""
+    found = []
+    if figures.growth > MAX_GROWTH:
+        found.append(f"{name}: memory grows by {figures.growth / 2**20:.0f} MiB")
+    if figures.failures:
+        found.append(f"{name}: {figures.failures} of {figures.calls} calls of others failed")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="attacks", description=__doc__)
+    parser.add_argument("--seconds", default=5.0, type=float, help="of each attack")
+    parser.add_argument("--only", action="append", choices=ATTACKS, help="this attack")
+    parser.add_argument("--model", default="null")
+    parser.add_argument("--tokens", action="store_true", help="the server asks for credentials")
+    parser.add_argument("--envoy", action="store_true", help="through the shipped Envoy")
+    parser.add_argument("--attack", nargs=2, metavar=("NAME", "ADDRESS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.attack:
+        name, address = arguments.attack
+        os.nice(19)
+        if name in MESSAGES:
+            send_messages(address, name)
+        CONNECTIONS[name](address)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options = ["--model", arguments.model]
+        metadata: Sequence[tuple[str, str]] = ()
+        if arguments.tokens:
+            token = Token("a", ["infer"])
+            options += ["--tokens", write(folder / "tokens.toml", token)]
+            metadata = token.metadata
+        server = stack.enter_context(Server(folder, *options))
+        address = server.address
+        if arguments.envoy:
+            (folder / "envoy").mkdir()
+            envoy = stack.enter_context(Envoy(folder / "envoy", server.address))
+            address = envoy.address
+        names = arguments.only or ATTACKS
+        attacked = run(address, server.process.pid, names, arguments.seconds, metadata)
+    lines = [f"{'':32s} health P95      Query P95       calls  failed  memory"]
+    for name, each in attacked.items():
+        figures, (health, query) = each.figures, each.ratios
+        lines.append(
+            f"{name:32s} {figures.health_p95 * 1e3:6.1f} ms {health:4.1f}x"
+            f" {figures.query_p95 * 1e3:6.1f} ms {query:4.1f}x"
+            f" {figures.calls:6d} {figures.failures:6d} {figures.growth / 2**20:+6.0f} MiB"
+        )
+    found = problems(attacked)
+    lines += [f"PROBLEM {problem}" for problem in found]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
