@@ -78,14 +78,16 @@ class AsyncSession:
         return self._state.credits_left
 
     async def __aenter__(self) -> AsyncSession:
+        pooled = self._connection.channel()
         start: grpc.aio.StreamStreamMultiCallable[Any, session_pb2.SessionResponse] = (
-            self._connection.channel.stream_stream(
+            pooled.channel.stream_stream(
                 methods.SESSION_PATH,
                 response_deserializer=session_pb2.SessionResponse.FromString,
             )
         )
         near = affinity.of(self._plan.opening)
         self._call = call = start(metadata=self._connection.metadata(near))
+        pooled.carry(call)
         self._requests.put_nowait(self._plan.first_message())
         self._tasks = [
             asyncio.create_task(self._read(call)),
