@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -64,6 +65,7 @@ class GuardedConnection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _since = 0.0
     _begun: object = None
+    _discards = False
 
     @property
     def turn_of_client(self) -> bool:
@@ -87,12 +89,25 @@ class GuardedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._discards:
+            return
         super().data_received(data)
         if self.cycle is not self._begun:
             self._begin_request()
         self._follow()
 
     def on_response_complete(self) -> None:
+        """Keep the connection, unless its client sends ahead of the answers or goes on with a body.
+
+        The rest of a body is discarded unparsed for a while: a connection that is cut while bytes
+        arrive is reset, and its client may never see the answer.
+        """
+        if self.conn.their_state is h11.SEND_BODY and self.transport.can_write_eof():
+            self._discards = True
+            with contextlib.suppress(OSError):  # the client has left
+                self.transport.write_eof()
+        elif self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.transport.close()
         super().on_response_complete()
         self._follow()
 
@@ -186,8 +201,9 @@ class Acceptor:
         self._listening.setblocking(False)
         try:
             while True:
-                while self._num_connections >= self._limits.connections:
+                if len(self._open) + len(self._opening) >= self._limits.connections:
                     await asyncio.sleep(0 if self._evict() else _FULL_PAUSE)
+                    continue
                 try:
                     accepted, _ = await loop.sock_accept(self._listening)
                 except ConnectionAbortedError:
@@ -216,10 +232,6 @@ class Acceptor:
             )
         except OSError:  # the client left, or does not speak TLS
             accepted.close()
-
-    @property
-    def _num_connections(self) -> int:
-        return len(self._open) + len(self._opening)
 
     def _evict(self) -> bool:
         """Abort the connection that has waited longest for its client; False if none waits."""

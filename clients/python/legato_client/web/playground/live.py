@@ -43,7 +43,7 @@ _OPEN_TIMEOUT = 30.0  # seconds until the page says what the session is for
 
 
 class Sessions:
-    """Serves a limited number of sessions, each from the page's `open` until either side ends it."""
+    """Serves a limited number of sessions, each from its `open` until either side ends it."""
 
     def __init__(self, limit: int = _MAX_SESSIONS) -> None:
         self._limit = limit
