@@ -274,6 +274,11 @@ def measure(target: Target, seconds: float) -> Times:
     return times
 
 
+def _say(name: str, line: str) -> None:
+    sys.stdout.write(f"{name:25} {line}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Print a line in quiet, and one for each attack with tokens that are refused and accepted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -291,16 +296,16 @@ def main() -> None:
             caller = dataclasses.replace(stranger, token=ROBOT.text)
             measure(caller, 2.0)
             memory = Memory(pid)
-            print(f"{'quiet':25}", measure(caller, args.seconds).line(), flush=True)
+            _say("quiet", measure(caller, args.seconds).line())
             for name in args.attacks or ATTACKS:
                 for kind, attacker in (("refused", stranger), ("accepted", caller)):
                     memory.forget()
                     with attacking(name, [attacker] * ATTACKERS):
                         times = measure(caller, args.seconds)
                     growth = f"+{memory.growth / MIB:.0f} MiB"
-                    print(f"{name + ' ' + kind:25}", times.line() + ",", growth, flush=True)
+                    _say(f"{name} {kind}", f"{times.line()}, {growth}")
                     time.sleep(1.0)
-            print(f"{'quiet':25}", measure(caller, args.seconds).line(), flush=True)
+            _say("quiet", measure(caller, args.seconds).line())
 
 
 if __name__ == "__main__":

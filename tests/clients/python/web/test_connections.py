@@ -18,7 +18,7 @@ from legato_client.web.connections import Acceptor, ConnectionLimits
 from legato_client.web.listen import Listen
 
 from tests.clients.python.fake_server import events
-from tests.clients.python.web.serving import CHAT, HELLO, PATIENCE, serving
+from tests.clients.python.web.serving import CHAT, PATIENCE, serving
 from tests.e2e.server import Server
 from tests.faults.http_attacks import ATTACKERS, ATTACKS, ROBOT, Memory, legato_http, measure
 from tests.service.access.certificates import Authority, Files
