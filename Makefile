@@ -180,13 +180,14 @@ kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
 
-fuzz: | $(STAMP) ## coverage-guided fuzzing, two minutes each of images and messages (ARGS="wire -max_total_time=600" for one)
+fuzz: | $(STAMP) ## coverage-guided fuzzing, two minutes each of images, messages and HTTP bodies (ARGS="wire -max_total_time=600" for one)
 	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[fuzz]"
 ifdef ARGS
 	@$(PY) -m tests.fuzz.coverage_guided $(ARGS)
 else
 	@$(PY) -m tests.fuzz.coverage_guided images -max_total_time=120 -rss_limit_mb=4096
 	@$(PY) -m tests.fuzz.coverage_guided wire -max_total_time=120 -rss_limit_mb=4096
+	@$(PY) -m tests.fuzz.coverage_guided http -max_total_time=120 -rss_limit_mb=4096
 endif
 
 simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing: `make fuzz` (ARGS="wire" or "images", then options of libFuzzer).
+"""Coverage-guided fuzzing: `make fuzz` (ARGS="wire", "images" or "http", then libFuzzer's options).
 
 A finding is written to the working folder as `crash-*` and can be given as an argument to run it
 again. Needs the extra `fuzz`.
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["legato_engine.images", "legato_service"]):
+with atheris.instrument_imports(
+    include=["legato_engine.images", "legato_service", "legato_client.web"]
+):
     from legato_engine.core.request_key import RequestKey
     from legato_engine.errors import LegatoError
     from legato_engine.images.decoding import decode_file
@@ -24,6 +26,8 @@ with atheris.instrument_imports(include=["legato_engine.images", "legato_service
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header
     from legato_service.session import conversion
+
+    from tests.fuzz import test_http
 
 from google.protobuf.message import DecodeError
 from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2
@@ -125,6 +129,7 @@ def _wire_seeds() -> list[bytes]:
 
 
 _TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "http": (test_http.body_to_task, test_http.body_seeds),
     "images": (images, lambda: list(seeds.images())),
     "wire": (wire, _wire_seeds),
 }
