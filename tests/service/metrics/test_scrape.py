@@ -288,7 +288,8 @@ async def test_half_a_request_ends_its_connection(monkeypatch):
 
 async def test_failed_accepts_are_logged_now_and_then(monkeypatch):
     """Without free descriptors the listener tries again, and says so once in a while."""
-    tried, enough = [], asyncio.Event()
+    tried: list[None] = []
+    enough = asyncio.Event()
 
     async def no_descriptor(_listening):
         tried.append(None)

@@ -62,6 +62,7 @@ class GuardedConnection(H11Protocol):
     """
 
     limits = ConnectionLimits()
+    cycle: Any  # None before the first request
     _timer: asyncio.TimerHandle | None = None
     _since = 0.0
     _begun: object = None
@@ -144,7 +145,7 @@ class GuardedConnection(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def _begin_request(self) -> None:
         """Leave the body to the kernel until the application asks for it."""

@@ -8,11 +8,11 @@ import itertools
 import json
 from http import HTTPStatus
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_client._errors import Unauthenticated
-from legato_client.web import bodies as web_bodies
 from legato_client.web.bodies import MAX_BODY_BYTES, MAX_VALUES, Bodies, JsonSize
 from legato_client.web.errors import Refused
 from legato_client.web.moondream_api.bodies import QueryBody
@@ -173,7 +173,7 @@ async def test_a_body_that_can_never_fit_is_not_told_to_come_back():
 )
 async def test_many_values_are_refused_before_they_are_parsed(text, monkeypatch):
     """Neither an ignored field nor another may hold more values than any request needs."""
-    monkeypatch.setattr(web_bodies.msgspec.json, "decode", None)  # a call would be a TypeError
+    monkeypatch.setattr(msgspec.json, "decode", None)  # a call would be a TypeError
     pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
     sent = Sent(*pieces)
     with pytest.raises(Refused, match=f"more than {MAX_VALUES}") as caught:

@@ -8,11 +8,12 @@ import dataclasses
 import errno
 import logging
 import os
+import resource
 import socket
 import ssl
 
 import pytest
-from legato.v1 import inference_pb2
+from legato.v1 import inference_pb2, task_pb2
 from legato_client.web import connections
 from legato_client.web.connections import Acceptor, ConnectionLimits
 from legato_client.web.listen import Listen
@@ -119,7 +120,7 @@ def test_a_refusal_arrives_before_the_body_has_been_sent(web):
 def test_an_unread_answer_ends_the_connection():
     """A client that does not read its stream loses it, and the call is cancelled."""
     long = inference_pb2.TextDelta(text="x" * 500_000)
-    told = events(*[("text", long)] * 200, finished=None)[:-1]
+    told = events(*[("text", long)] * 200, finished=task_pb2.TaskResult())[:-1]
     with (
         serving(limits=ConnectionLimits(write_timeout=0.5)) as web,
         socket.socket() as connection,
@@ -176,7 +177,7 @@ async def test_failed_accepts_are_logged_now_and_then(monkeypatch, caplog):
 @pytest.mark.parametrize("soft", [64, 256, 1024, 1152, 1 << 20])
 def test_connections_fit_into_the_files_of_the_process(soft, monkeypatch):
     """Fewer where this process may open fewer files, and always some beside the requests."""
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, soft))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     limits = ConnectionLimits.of_process()
     assert 0 < limits.requests < limits.connections < max(soft, 1025)
     assert (limits == ConnectionLimits()) == (soft >= 1152)
