@@ -24,7 +24,7 @@ BodyT = TypeVar("BodyT")
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES // 3 * 4 + 1024 * 1024
 """A picture of the largest request of gRPC in base64, and what surrounds it."""
 
-MAX_HELD_BYTES = 160 * 1024 * 1024
+MAX_HELD_BYTES = 128 * 1024 * 1024
 """Of memory for all bodies that are being read or answered."""
 
 MAX_VALUES = 10_000

@@ -23,6 +23,7 @@ from legato_client.web.errors import Refused, document_of, response_of
 
 _OTHER_DESCRIPTORS = 128  # of this process: channels, files, libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
+_DISCARD_PAUSE = 0.025  # seconds between two reads of what is discarded, 256 KiB each
 _FULL_PAUSE = 0.05  # seconds until a full listener looks for room again
 _LOG_PERIOD = 10.0  # seconds between two lines about failed accepts
 
@@ -91,6 +92,8 @@ class GuardedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discards:
+            self.flow.pause_reading()  # so that it takes no time of others
+            self.loop.call_later(_DISCARD_PAUSE, self.flow.resume_reading)
             return
         super().data_received(data)
         if self.cycle is not self._begun:

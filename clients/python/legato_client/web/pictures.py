@@ -7,6 +7,7 @@ import base64
 import binascii
 import contextlib
 import re
+import time
 
 from legato_client.web.errors import Refused
 
@@ -75,6 +76,8 @@ def _decode(url: str, start: int) -> bytes:
     decoded, rest = bytearray(), b""
     for at in range(start, len(url), _PIECE):
         piece, is_last = url[at : at + _PIECE], at + _PIECE >= len(url)
+        if at > start:
+            time.sleep(0)  # lets the event loop's thread run
         if not rest:
             with contextlib.suppress(ValueError):
                 plain = base64.b64decode(piece, validate=True)
