@@ -37,7 +37,7 @@ _LARGE = 256 * 1024  # bytes that take the event loop too long to parse
 # Bytes of memory that a byte of the body becomes: itself and its text, then the picture in it, the
 # request to the server and gRPC's copy.
 _PLAIN = 2.75
-_WIDE = 5.0  # one character beyond ASCII can make four bytes of each
+_WIDE = 8.0  # one character beyond ASCII makes four bytes of each, and a copy meanwhile
 _VALUE_BYTES = 64  # of memory that one of `MAX_VALUES` stands for
 _NO_MARKS = bytes(set(range(256)) - set(b"[{,:"))
 

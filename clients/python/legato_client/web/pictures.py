@@ -13,9 +13,7 @@ from legato_client.web.errors import Refused
 
 _LARGE = 256 * 1024  # characters that take the event loop too long to decode
 _LONGEST_HEAD = 256  # characters before the comma
-_PIECE = (
-    1024 * 1024
-)  # characters, whole groups of four; no other thread runs while they are decoded
+_PIECE = 256 * 1024  # characters, whole groups of four; no other thread runs meanwhile
 _BASE64 = re.compile(r"; *base64 *$", re.IGNORECASE)
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 _ESCAPES = [
