@@ -22,7 +22,10 @@ MANY = 2 * LIMIT + 1
 class Held(inference_pb2_grpc.InferenceServiceServicer, server_pb2_grpc.ServerServiceServicer):
     """Begins every stream, and ends none until the test does."""
 
-    Query = Caption = Detect = Point = Segment = RunTasks = ListModels = None  # not called
+    def Query(self, *_):
+        """Do nothing: as all below, it is not called."""
+
+    Caption = Detect = Point = Segment = RunTasks = ListModels = Query
 
     def __init__(self):
         self.may_end = asyncio.Event()
