@@ -180,8 +180,8 @@ kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
 
-FUZZ_TARGETS := images wire gguf weights adapter tokenizer settings config index hub manifest
-fuzz: | $(STAMP) ## coverage-guided fuzzing of images, messages and model files, two minutes each (ARGS="wire -max_total_time=600" for one)
+FUZZ_TARGETS := images wire http gguf weights adapter tokenizer settings config index hub manifest
+fuzz: | $(STAMP) ## coverage-guided fuzzing of images, messages, HTTP bodies and model files, two minutes each (ARGS="wire -max_total_time=600" for one)
 	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[fuzz]"
 ifdef ARGS
 	@$(PY) -m tests.fuzz.coverage_guided $(ARGS)

@@ -13,7 +13,10 @@ LIVENESS = ""  # SERVING while the service process answers
 
 def serves(address: str, service: str, timeout: float) -> bool:
     """Whether the server at HOST:PORT says SERVING within `timeout` seconds."""
-    options = [("grpc.use_local_subchannel_pool", 1)]  # so that an old connection says nothing
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),  # so that an old connection says nothing
+        ("grpc.enable_http_proxy", 0),
+    ]
     with grpc.insecure_channel(address, options) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+
 import openai
 import pytest
 from legato_client import Client
 
-from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, data_url, http_server, post
-from tests.e2e.server import Server, until
+from tests.clients.python.web.serving import (
+    CHAT,
+    DATA_URL,
+    HELLO,
+    data_url,
+    http_server,
+    post,
+    send,
+)
+from tests.e2e.server import PATIENCE, Server, until
 from tests.service.access.tokens import Token, write
 from tests.service.harness import image_bytes
 
@@ -106,3 +118,29 @@ def test_pictures(url):
     assert sorted(found[0]) == ["confidence", "x_max", "x_min", "y_max", "y_min"]
     refused = post(url, "/v1/detect", {**body, "image_url": DATA_URL}, token)
     assert (refused.status, refused.error["code"]) == (400, "image_undecodable")
+
+
+def test_hundreds_of_streams_begin_and_leave_the_process_ready(tmp_path):
+    """More streams than the server begins on one connection all get data; readiness is answered."""
+    num_streams = 300
+    options = ("--model", "null", "--null-step-ms", "20", "--max-running", str(num_streams))
+    with Server(tmp_path, *options) as server, http_server(server.address) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        body = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 2000}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        sent = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+        async def streams():
+            async with asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as opened:
+                connections = []
+                for _ in range(num_streams):
+                    reader, writer = await asyncio.open_connection(host, int(port))
+                    opened.callback(writer.transport.abort)
+                    writer.write(sent)
+                    connections.append((reader, writer))
+                for reader, _ in connections:
+                    await reader.readuntil(b"data: ")
+                ready = await asyncio.to_thread(send, url, "GET", "/readyz", b"", {})
+                return ready.status, server.load().running
+
+        assert asyncio.run(streams()) == (200, num_streams)

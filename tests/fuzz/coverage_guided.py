@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing: `make fuzz` (ARGS="NAME", then options of libFuzzer).
 
-NAME is images, wire, or a target of `test_model_files`.
+NAME is images, wire, http, or a target of `test_model_files`.
 
 A finding is written to the working folder as `crash-*` and can be given as an argument to run it
 again. Needs the extra `fuzz`.
@@ -18,7 +18,13 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(
-    include=["legato_engine.hub", "legato_engine.images", "legato_engine.models", "legato_service"]
+    include=[
+        "legato_client.web",
+        "legato_engine.hub",
+        "legato_engine.images",
+        "legato_engine.models",
+        "legato_service",
+    ]
 ):
     from legato_engine.core.request_key import RequestKey
     from legato_engine.errors import LegatoError
@@ -31,6 +37,7 @@ with atheris.instrument_imports(
     from legato_service.rpc import limits
     from legato_service.session import conversion
 
+    from tests.fuzz import test_http
     from tests.fuzz import test_model_files as model_files
 
 from google.protobuf import message_factory
@@ -146,6 +153,7 @@ def _wire_seeds() -> list[bytes]:
 
 _TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], Sequence[bytes]]]] = {
     "images": (images, seeds.images),
+    "http": (test_http.body_to_task, test_http.body_seeds),
     "wire": (wire, _wire_seeds),
     **{
         name: (_loaded_or_refused(target), make_seeds)

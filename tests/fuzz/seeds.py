@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 
 from google.protobuf.message import Message
@@ -117,3 +118,49 @@ def messages() -> dict[str, tuple[Message, ...]]:
 
 STREAMS_IN = ("PutImage", "Session")
 STREAMS_OUT = ("Generate", "Session")
+
+
+@functools.cache
+def http_bodies() -> dict[str, tuple[object, ...]]:
+    """Full bodies of the paths that take any, by path: documents, or bytes as they are sent."""
+    picture = f"data:image/jpeg;base64,{base64.b64encode(images()[0]).decode()}"
+    place = [[0.25, 0.5], [0.1, 0.2, 0.3, 0.4]]
+    settings = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 9, "max_objects": 3}
+    question = [
+        {"type": "text", "text": "what? \u00e9 \U0001f600"},
+        {"type": "image_url", "image_url": {"url": picture}},
+    ]
+    chat = {
+        "model": "fake",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "a cat", "tool_calls": []},
+            {"role": "user", "content": "why?"},
+        ],
+        "stop": ["x"],
+        "seed": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "metadata": {"a": "b"},
+        "logit_bias": {},
+        "tools": [],
+        "stream_options": {"include_usage": True},
+    }
+    task = {"detect": {"object": "cat", "min_confidence": 0.5, "tracking": {"max_unseen": "2s"}}}
+    talk = {"query": {"messages": [{"role": "CHAT_ROLE_USER", "parts": [{"text": "hi"}]}]}}
+    return {
+        "/v1/chat/completions": (chat, {**chat, "stream": True}),
+        "/v1/query": (
+            {"question": "why?", "image_url": picture, "settings": settings, "spatial_refs": place},
+            {"question": "why?", "stream": True, "reasoning": True},
+        ),
+        "/v1/caption": ({"image_url": picture, "length": "short"},),
+        "/v1/detect": ({"image_url": picture, "object": "cat", "settings": settings},),
+        "/v1/point": ({"image_url": picture, "object": "cat", "spatial_refs": place},),
+        "/v1/segment": ({"image_url": picture, "object": "cat", "stream": True},),
+        "/playground/pictures": (images()[0],),
+        "/playground/generate": ({"task": task, "image_id": "i-1"}, {"task": talk}),
+        "/playground/code": ({"task": task, "picture": "cat.jpg", "options": {"model": "fake"}},),
+        "/timeline/depth": ({"depth": 1},),
+    }

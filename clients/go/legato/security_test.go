@@ -14,6 +14,7 @@ import (
 	"math/big"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -378,5 +379,22 @@ func TestSecuredServer(t *testing.T) {
 	defer without.Close()
 	if _, err := without.Query(t.Context(), nil, "how many?"); !errors.Is(err, ErrUnauthenticated) {
 		t.Fatalf("without a valid token: %v", err)
+	}
+}
+
+// A server on this host is reached past the proxy of the environment, which is read once: in a process of its own.
+func TestAServerOnThisHostIsReachedPastTheProxy(t *testing.T) {
+	if os.Getenv("LEGATO_TEST_PROXY") == "" {
+		command := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$")
+		proxy := "=http://127.0.0.1:1"
+		command.Env = append(os.Environ(), "LEGATO_TEST_PROXY=1", "http_proxy"+proxy, "https_proxy"+proxy)
+		if said, err := command.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, said)
+		}
+		return
+	}
+	info, err := (&fake{}).dial(t).ServerInfo(context.Background())
+	if err != nil || info.Name != "fake" {
+		t.Fatal(info, err)
 	}
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import http
+import socket
 from collections.abc import Awaitable, Callable
 from email.parser import BytesParser
 from email.policy import HTTP
@@ -14,8 +17,11 @@ from legato_service.metrics.exposition import Exposition
 
 PATH = "/metrics"
 MAX_CONNECTIONS = 16
+HEAD_TIMEOUT = 2.0  # seconds for a request, which a scraper sends at once
 TIMEOUT = 10.0  # seconds for a request and its response
 _MAX_HEAD = 16 * 1024  # bytes
+_ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
+_LOG_PERIOD = 60.0  # seconds between two lines about failed accepts
 _METHODS = ("GET", "HEAD")
 
 log = structlog.get_logger("legato.service")
@@ -25,12 +31,17 @@ Scrape = Callable[[str], Awaitable[Exposition]]
 
 
 class MetricsListener:
-    """Answers GET and HEAD of `/metrics`, one request a connection."""
+    """Answers GET and HEAD of `/metrics`, one request a connection.
+
+    A connection always gets in: beyond the limit the oldest one ends, because a scraper is the one
+    that has just come and asks at once.
+    """
 
     def __init__(self, scrape: Scrape) -> None:
         self._scrape = scrape
-        self._server: asyncio.Server | None = None
-        self._num_open = 0
+        self._accepting: list[asyncio.Task[None]] = []
+        self._open: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._failure_logged = float("-inf")
 
     async def start(self, address: str) -> str:
         """Listen at HOST:PORT; return it with its real port.
@@ -39,33 +50,67 @@ class MetricsListener:
             OSError: the address cannot be bound.
         """
         host, _, port = address.rpartition(":")
-        self._server = await asyncio.start_server(
-            self._serve, host.strip("[]"), int(port), limit=_MAX_HEAD
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        with contextlib.ExitStack() as bound:
+            listening = [
+                bound.enter_context(
+                    socket.create_server(name[:2], family=family, backlog=MAX_CONNECTIONS)
+                )
+                for family, _, _, _, name in dict.fromkeys(found)
+            ]
+            bound.pop_all()
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in listening]
+        return f"{host}:{listening[0].getsockname()[1]}"
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for task in self._accepting:
+            task.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_open += 1
-        try:
-            async with asyncio.timeout(TIMEOUT):
-                if self._num_open <= MAX_CONNECTIONS:
+    async def _accept(self, listening: socket.socket) -> None:
+        """Accept here: asyncio's servers log thousands of tracebacks without free descriptors."""
+        loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        with listening:
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(listening)
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    self._log_failure(error, loop.time())
+                    await asyncio.sleep(_ACCEPT_PAUSE)
+                    continue
+                if len(self._open) >= MAX_CONNECTIONS:
+                    next(iter(self._open)).cancel()
+                task = asyncio.create_task(self._serve(accepted))
+                self._open[task] = None
+                task.add_done_callback(self._open.pop)
+                await asyncio.sleep(0)  # for those that were cancelled
+
+    def _log_failure(self, error: OSError, now: float) -> None:
+        if now - self._failure_logged >= _LOG_PERIOD:
+            self._failure_logged = now
+            name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            log.error("metrics_accept_failed", error=name)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            # The scraper is gone or too slow.
+            reader, writer = await asyncio.open_connection(sock=accepted, limit=_MAX_HEAD)
+            try:
+                async with asyncio.timeout(TIMEOUT):
                     writer.write(await self._response(reader))
-                else:
-                    writer.write(_error(http.HTTPStatus.SERVICE_UNAVAILABLE))
-                await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # the scraper is gone or too slow
-        finally:
-            self._num_open -= 1
-            writer.close()
+                    writer.close()
+                    await writer.wait_closed()
+            finally:
+                writer.transport.abort()
 
     async def _response(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
+            async with asyncio.timeout(HEAD_TIMEOUT):
+                head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             return _error(http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         line, _, rest = head.partition(b"\r\n")

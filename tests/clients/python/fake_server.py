@@ -120,6 +120,7 @@ class FakeServer(
     ) -> None:
         self.script: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
         self.requests: list[tuple[str, Message, dict[str, str | bytes]]] = []
+        self.unrecorded: set[str] = set()  # methods whose calls are not in `requests`
         self.stream_ended = threading.Event()
         self.num_completed = 0
         self.time_left: float | None = None
@@ -158,7 +159,8 @@ class FakeServer(
 
     def _next(self, method: str, request: Message, context: grpc.ServicerContext) -> Any:
         self.time_left = context.time_remaining()
-        self.requests.append((method, request, dict(context.invocation_metadata())))
+        if method not in self.unrecorded:
+            self.requests.append((method, request, dict(context.invocation_metadata())))
         reply = self.script[method].popleft() if self.script[method] else None
         if isinstance(reply, Failure):
             reply.abort(context)

@@ -16,7 +16,6 @@ from legato_client import (
     DetectTask,
     InternalError,
     InvalidArgument,
-    LegatoError,
     Numeric,
     PermissionDenied,
     Poisoned,
@@ -152,13 +151,21 @@ def test_a_token_does_not_leave_the_host_unencrypted(kind, variable, monkeypatch
 
 
 def test_a_token_in_plain_text_stays_on_the_host(tokens, monkeypatch):
-    """It goes to the loopback, past a proxy of the environment; none is sent without it."""
+    """It goes to the loopback, past a proxy of the environment."""
     monkeypatch.setenv("LEGATO_TOKEN", GOOD)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with FakeServer(None, (tokens,)) as server:
         assert detect("sync", server.target).objects
-        with pytest.raises(LegatoError):  # the control: without a token, gRPC uses the proxy
-            detect("sync", server.target, token="")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_server_on_this_host_is_reached_past_the_proxy(kind, host, monkeypatch):
+    """With or without a token: a proxy of the environment knows another loopback."""
+    monkeypatch.setenv("LEGATO_TOKEN", "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with FakeServer() as server:
+        assert detect(kind, server.target.replace("127.0.0.1", host)).objects
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Scrapes of a server after known calls."""
 
 import asyncio
+import errno
+import os
 import time
 
 import grpc
@@ -9,7 +11,9 @@ from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.figures import Durations, ImageTotals, Load, StepTotals
+from legato_service.metrics.listener import MAX_CONNECTIONS, MetricsListener
 from legato_service.metrics.loop_lag import PERIOD, LoopLag
+from structlog.testing import capture_logs
 
 from tests.service.fakes import MODEL, TIMINGS, USAGE, FakeEngine
 from tests.service.harness import image_message, refusal, running
@@ -255,6 +259,59 @@ async def test_anything_but_a_scrape_is_refused(request_, status):
         assert (await reader.readline()).split()[1] == status
         writer.close()
         assert await get(server.server.metrics_address)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics", b"GET /metrics HTTP/1.1\r\n\r\n"])
+async def test_silent_connections_leave_room_for_the_scraper(sent):
+    """However many send nothing, half a request, or one whose answer they do not read."""
+    async with listening() as server:
+        host, _, port = server.server.metrics_address.rpartition(":")
+        silent = []
+        for _ in range(3 * MAX_CONNECTIONS):
+            _, writer = await asyncio.open_connection(host, int(port), limit=1)
+            writer.write(sent)
+            silent.append(writer)
+        for _ in range(5):
+            assert (await get(server.server.metrics_address)).startswith(b"HTTP/1.1 200")
+        for writer in silent:
+            writer.transport.abort()
+
+
+async def test_half_a_request_ends_its_connection(monkeypatch):
+    """A scraper sends its request at once: what does not come soon is not waited for."""
+    monkeypatch.setattr("legato_service.metrics.listener.HEAD_TIMEOUT", 0.1)
+    async with listening() as server:
+        host, _, port = server.server.metrics_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.1\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_failed_accepts_are_logged_now_and_then(monkeypatch):
+    """Without free descriptors the listener tries again, and says so once in a while."""
+    tried: list[None] = []
+    enough = asyncio.Event()
+
+    async def no_descriptor(_listening):
+        tried.append(None)
+        if len(tried) == 1000:
+            enough.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def scrape(_accept):
+        raise AssertionError("nothing was accepted")
+
+    monkeypatch.setattr("legato_service.metrics.listener._ACCEPT_PAUSE", 0.0)
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", no_descriptor, raising=False)
+    listener = MetricsListener(scrape)
+    with capture_logs() as logs:
+        await listener.start("127.0.0.1:0")
+        await enough.wait()
+        listener.close()
+    assert [(each["event"], each["error"]) for each in logs] == [
+        ("metrics_accept_failed", "EMFILE")
+    ]
 
 
 async def test_head_has_no_body():

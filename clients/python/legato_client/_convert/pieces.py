@@ -176,10 +176,14 @@ def seconds(duration: duration_pb2.Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
+MAX_SECONDS = 315_576_000_000
+"""The longest time that protobuf's Duration holds: 10,000 years."""
+
+
 def duration(seconds: float) -> duration_pb2.Duration:
-    """ValueError for negative seconds."""
-    if seconds < 0:
-        raise ValueError(f"a time must not be negative, got {seconds}")
+    """ValueError for what is no time from 0 to `MAX_SECONDS`."""
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"a time must be 0 to {MAX_SECONDS} seconds, got {seconds}")
     message = duration_pb2.Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message

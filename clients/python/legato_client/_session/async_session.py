@@ -78,11 +78,13 @@ class AsyncSession:
         return self._state.credits_left
 
     async def __aenter__(self) -> AsyncSession:
-        start: grpc.aio.StreamStreamMultiCallable[Any, bytes] = (
-            self._connection.channel.stream_stream(methods.SESSION_PATH)
+        pooled = self._connection.channel()
+        start: grpc.aio.StreamStreamMultiCallable[Any, bytes] = pooled.channel.stream_stream(
+            methods.SESSION_PATH
         )
         near = affinity.of(self._plan.opening)
         self._call = call = start(metadata=self._connection.metadata(near))
+        pooled.carry(call)
         self._requests.put_nowait(self._plan.first_message())
         self._tasks = [
             asyncio.create_task(self._read(call)),

@@ -20,6 +20,7 @@ class Security:
     """How a client connects. It can be sent to another process, unless it has `given` credentials.
 
     `ca` empty: the authorities that gRPC knows. `given`: TLS credentials made by the caller.
+    `is_local`: the server is on this host.
     """
 
     encrypted: bool = False
@@ -28,6 +29,7 @@ class Security:
     key: bytes = b""
     token: tokens.TokenSource | None = None
     given: grpc.ChannelCredentials | None = None
+    is_local: bool = False
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -38,9 +40,9 @@ class Security:
 
     @property
     def channel_options(self) -> tuple[tuple[str, int], ...]:
-        """A proxy of the environment would read a token that is not encrypted."""
+        """Keep from the environment's proxy what stays on this host, and a token without TLS."""
         exposed = self.token is not None and not self.encrypted
-        return (("grpc.enable_http_proxy", 0),) if exposed else ()
+        return (("grpc.enable_http_proxy", 0),) if exposed or self.is_local else ()
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
         """The current token, if any, as metadata. Raises as `TokenSource.read`."""
@@ -100,7 +102,13 @@ def of(
     if source is not None and not encrypted:
         tokens.check_target(target)
     security = Security(
-        encrypted, _read(ca, "ca"), _read(cert, "cert"), _read(key, "key"), source, credentials
+        encrypted,
+        _read(ca, "ca"),
+        _read(cert, "cert"),
+        _read(key, "key"),
+        source,
+        credentials,
+        tokens.is_local(target),
     )
     if security.ca:
         _check_authority(security.ca)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from legato_client import _errors
 
 _CONNECTION_HINTS = (  # part of gRPC's message, and what it means
@@ -29,6 +31,7 @@ _CONNECTION_HINTS = (  # part of gRPC's message, and what it means
     ),
 )
 _ANY_CONNECTION = "is the server running? start one with `legato serve`"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
 _TOKEN = (
     "name a file with a token that is valid now with --token-file, or set LEGATO_TOKEN; the "
     "server's operator makes tokens"
@@ -43,6 +46,8 @@ def hint_of(error: _errors.LegatoError) -> str:
     if isinstance(error, _errors.Unavailable) and not error.reason:
         found = (hint for part, hint in _CONNECTION_HINTS if part in error.message)
         lines.append(next(found, _ANY_CONNECTION))
+        if proxy := next((name for name in _PROXIES if os.environ.get(name)), ""):
+            lines.append(f"servers on other hosts are reached through {proxy}; see no_proxy")
     elif isinstance(error, _errors.Unauthenticated):
         lines.append(_TOKEN)
     elif isinstance(error, _errors.PermissionDenied) and "scope" in error.metadata:

@@ -105,7 +105,7 @@ def _free_port() -> int:
 def _is_serving(target: str) -> bool:
     """Ask over a new connection: one that was refused is tried again only after a while."""
     health: Any = importlib.import_module("grpc_health.v1.health_pb2")
-    with grpc.insecure_channel(target) as channel:
+    with grpc.insecure_channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health.HealthCheckRequest.SerializeToString,

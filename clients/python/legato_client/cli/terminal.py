@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
+
+_CONTROLS = re.compile(
+    r"(?P<own>\x1b\[(?:0|1|2|31)m)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences, then control strings
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+_C1 = re.compile(r"[\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal acts on, except line ends, tabs and this module's own styles.
+
+    Names, answers and errors are those of a server, a file or a model, which may be hostile.
+    """
+    return _CONTROLS.sub(lambda found: found["own"] or "", text)
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    """The same for JSON, which loses nothing."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 class Terminal:
@@ -54,7 +77,7 @@ class Terminal:
     def write(self, text: str) -> None:
         """At once and without a line end."""
         if not self.json_output:
-            self._out.write(text)
+            self._out.write(printable(text))
             self._out.flush()
 
     def line(self, text: str = "") -> None:
@@ -79,8 +102,7 @@ class Terminal:
 
     def document(self, value: dict[str, Any]) -> None:
         if self.json_output:
-            json.dump(value, self._out, ensure_ascii=False)
-            self._out.write("\n")
+            self._out.write(_json_line(value))
 
     def fail(self, error: _errors.LegatoError | CommandError) -> ExitCode:
         if isinstance(error, CommandError):
@@ -90,11 +112,10 @@ class Terminal:
             code, report = exit_code_of(error), _report(error)
             hint = hint_of(error)
         if self.json_output:
-            json.dump({"error": {"exit_code": int(code), **report}}, self._err, ensure_ascii=False)
-            self._err.write("\n")
+            self._err.write(_json_line({"error": {"exit_code": int(code), **report}}))
         else:
             label = f"{_RED}error:{_RESET}" if self._err.isatty() else "error:"
-            self._err.write(f"legato: {label} {error}{hint}\n")
+            self._err.write(printable(f"legato: {label} {error}{hint}\n"))
         return code
 
     @contextlib.contextmanager
@@ -102,7 +123,7 @@ class Terminal:
         """Yield a function that changes the text."""
         if self.interactive and importlib.util.find_spec("rich"):
             console = importlib.import_module("rich.console").Console(file=self._out)
-            with console.status(text) as status:
+            with console.status(printable(text)) as status:
                 yield status.update
             return
         self.line(text)
@@ -119,7 +140,7 @@ class Terminal:
         from rich.text import Text
 
         with Live(console=Console(file=self._out), auto_refresh=False) as live:
-            yield lambda text: live.update(Text(text, no_wrap=True), refresh=True)
+            yield lambda text: live.update(Text(printable(text), no_wrap=True), refresh=True)
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int | None, done: int) -> Iterator[Callable[[], None]]:
@@ -141,7 +162,7 @@ class Terminal:
 
         table = Table(*headers, header_style="bold", border_style="dim")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))  # a label is no markup
+            table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
         Console(file=self._out).print(table)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from legato_client import Detection, LegatoError, PointedObject, Result
 from legato_client._convert import skills
 from legato_client._values.results import Mark
-from legato_client.cli.terminal import Terminal
+from legato_client.cli.terminal import Terminal, printable
 from legato_client.live.figures import Figures, Totals
 from legato_client.live.lane import Answered
 from legato_client.live.outputs import marks
@@ -84,7 +84,7 @@ class View:
         rows = rows_of(latest) if latest else []
         table = Table(*_HEADS, header_style="bold", border_style="dim")
         for row in rows[:_MOST_ROWS]:
-            table.add_row(*(Text(cell) for cell in row))  # a label is no markup
+            table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
         parts: list[Any] = []
         left = lines - min(len(rows), _MOST_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):

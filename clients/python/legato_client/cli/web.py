@@ -88,8 +88,10 @@ def run(
     listen = _listen(args)
     if listen.require_token:
         _check_that_tokens_matter(args)
-    client = make_client(args, terminal, caller.token, lend=not listen.require_token)
-    backend = server.Backend(client, args.timeout, _aliases(args.alias))
+    aliases = _aliases(args.alias)
+    connect = connector(args, terminal, caller.token, lend=not listen.require_token)
+    with arguments.readable_options():
+        backend = server.Backend.of(connect, args.timeout, aliases)
     app = server.make_app(make_routes(), backend, listen, make_middleware())
 
     def ready(url: str) -> None:
@@ -133,10 +135,10 @@ def _aliases(given: Sequence[str]) -> dict[str, str]:
     return {name: model for name, _, model in pairs}
 
 
-def make_client(
+def connector(
     args: argparse.Namespace, terminal: Terminal, token_of_caller: Callable[[], str], *, lend: bool
-) -> AsyncClient:
-    """The client that calls for all requests, each with its own token.
+) -> Callable[[], AsyncClient]:
+    """Return a function that makes a client for all requests, which call with their own tokens.
 
     `lend`: a caller without a token calls with that of this process, if it has one.
 
@@ -151,8 +153,8 @@ def make_client(
             if own is not None:
                 tokens.check_target(args.server)
             terminal.line(f"no token is passed on: {args.server} is reached without TLS")
-            return _connect(args, "")
-        return _connect(args, lambda: token_of_caller() or (own.read() if own else ""))
+            return lambda: _connect(args, "")
+    return lambda: _connect(args, lambda: token_of_caller() or (own.read() if own else ""))
 
 
 def _connect(args: argparse.Namespace, token: tokens.BearerToken) -> AsyncClient:

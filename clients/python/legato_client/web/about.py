@@ -25,7 +25,7 @@ async def healthz(_request: Request) -> JSONResponse:
 async def readyz(request: Request) -> Response:
     """The Legato server answers; that it refuses this caller is an answer, too."""
     try:
-        await backend_of(request).client.server_info(timeout=_READY_TIMEOUT)
+        await backend_of(request).probe.server_info(timeout=_READY_TIMEOUT)
     except (Unavailable, DeadlineExceeded) as error:
         return response_of(error)
     except LegatoError:

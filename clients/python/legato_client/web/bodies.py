@@ -1,10 +1,15 @@
-"""Bodies of requests: bounded before they are read, all of them together too."""
+"""Bodies of requests: bounded in bytes and in the memory that they take, one by one and together.
+
+Nothing is reserved before bytes arrive, and none are read before the Legato server has accepted the
+caller's token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -19,64 +24,118 @@ BodyT = TypeVar("BodyT")
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES // 3 * 4 + 1024 * 1024
 """A picture of the largest request of gRPC in base64, and what surrounds it."""
 
-MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
-"""Of all bodies that are being read or answered."""
+MAX_HELD_BYTES = 128 * 1024 * 1024
+"""Of memory for all bodies that are being read or answered."""
+
+MAX_VALUES = 10_000
+"""Opening brackets, commas, colons and strings of a JSON body."""
 
 READ_TIMEOUT = 60.0  # seconds
+_SLICE = 4 * 1024  # bytes whose size is counted at once
 _LARGE = 256 * 1024  # bytes that take the event loop too long to parse
+
+# Bytes of memory that a byte of the body becomes: itself and its text, then the picture in it, the
+# request to the server and gRPC's copy.
+_PLAIN = 2.75
+_WIDE = 8.0  # one character beyond ASCII makes four bytes of each, and a copy meanwhile
+_VALUE_BYTES = 64  # of memory that one of `MAX_VALUES` stands for
+_NO_MARKS = bytes(set(range(256)) - set(b"[{,:"))
+
+Check = Callable[[], Awaitable[None]]
+"""Raises LegatoError unless the server accepts the caller's token."""
 
 
 class Bodies:
-    """Reads bodies; their sum stays below a bound, beyond which requests are to come back later."""
+    """Reads bodies; their memory stays below a bound, beyond which requests are to come back later.
 
-    def __init__(self, *, each: int = MAX_BODY_BYTES, together: int = MAX_HELD_BYTES) -> None:
+    `each` is in bytes of one body, `together` in bytes of memory.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        *,
+        each: int = MAX_BODY_BYTES,
+        together: int = MAX_HELD_BYTES,
+    ) -> None:
+        self._check = check
         self._each = each
-        self._together = together
-        self._held = 0
+        self.together = together
+        self.held = 0
 
     @contextlib.asynccontextmanager
     async def reading(self, request: Request, kind: type[BodyT]) -> AsyncIterator[BodyT]:
-        """The body as a value of `kind`, whose bytes are counted until the block ends.
+        """The body as a value of `kind`, whose memory is counted until the block ends.
 
         Raises:
             Refused: it is too large, too slow, of another type of content, or not of this form.
+            LegatoError: the server does not accept the caller's token.
         """
         _check_type(request)
-        declared = self._declared(request)
-        with contextlib.ExitStack() as taken:
-            self._take(declared, taken)
-            data = await self._read(request, declared, taken)
-            yield await _parse(data, kind)
+        async with self._received(request, self._each, JsonSize()) as data:
+            body = await _parse(data, kind)
+            with contextlib.suppress(BufferError):  # of a raw field, which is a view of it
+                data.clear()
+            yield body
 
-    def _declared(self, request: Request) -> int:
-        """What the header says, at most what one body may have."""
+    @contextlib.asynccontextmanager
+    async def holding(self, request: Request, limit: int) -> AsyncIterator[bytearray]:
+        """The bytes of a body of at most `limit`, likewise."""
+        async with self._received(request, limit, None) as data:
+            yield data
+
+    @contextlib.asynccontextmanager
+    async def _received(
+        self, request: Request, limit: int, size: JsonSize | None
+    ) -> AsyncIterator[bytearray]:
         text = request.headers.get("content-length", "0")
-        size = int(text) if text.isascii() and text.isdigit() else 0
-        if size > self._each:
-            raise self._too_large()
-        return size
-
-    async def _read(
-        self, request: Request, declared: int, taken: contextlib.ExitStack
-    ) -> bytearray:
+        if text.isascii() and text.isdigit() and int(text[:20]) > limit:
+            raise _too_large(limit)
+        await self._check()
         data = bytearray()
-        try:
-            async with asyncio.timeout(READ_TIMEOUT):
-                async for chunk in request.stream():
-                    if len(data) + len(chunk) > self._each:
-                        raise self._too_large()
-                    self._take(max(0, len(data) + len(chunk) - max(declared, len(data))), taken)
-                    data += chunk
-        except TimeoutError:
-            raise Refused(
-                f"the body did not arrive within {READ_TIMEOUT:g} s",
-                status=HTTPStatus.REQUEST_TIMEOUT,
-                code="client_too_slow",
-            ) from None
-        return data
+        with _Share(self) as share:
+            try:
+                async with asyncio.timeout(READ_TIMEOUT):
+                    async for chunk in request.stream():
+                        if len(data) + len(chunk) > limit:
+                            raise _too_large(limit)
+                        if size is None:
+                            share.grow(_PLAIN * len(chunk))
+                        else:
+                            await _grow(share, size, chunk)
+                        data += chunk
+            except TimeoutError:
+                raise Refused(
+                    f"the body did not arrive within {READ_TIMEOUT:g} s",
+                    status=HTTPStatus.REQUEST_TIMEOUT,
+                    code="client_too_slow",
+                ) from None
+            yield data
 
-    def _take(self, num_bytes: int, taken: contextlib.ExitStack) -> None:
-        if self._held + num_bytes > self._together:
+
+class _Share:
+    """The memory of one body, given back at the end of the block."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._held = 0
+
+    def __enter__(self) -> _Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.held -= self._held
+        assert self._bodies.held >= 0, "memory was given back twice"
+
+    def grow(self, size: float) -> None:
+        num_bytes = round(size)
+        if self._held + num_bytes > self._bodies.together:
+            raise Refused(
+                f"the body would take more than {self._bodies.together} bytes of memory",
+                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                code="body_too_large",
+            )
+        if self._bodies.held + num_bytes > self._bodies.together:
             raise Refused(
                 "the bodies of other requests fill the memory for them",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -84,18 +143,90 @@ class Bodies:
                 retry_after=1.0,
             )
         self._held += num_bytes
-        taken.callback(self._give, num_bytes)
+        self._bodies.held += num_bytes
 
-    def _give(self, num_bytes: int) -> None:
-        self._held -= num_bytes
-        assert self._held >= 0, "bytes were given back twice"
 
-    def _too_large(self) -> Refused:
-        return Refused(
-            f"the body has more than {self._each} bytes",
-            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            code="image_too_large",
-        )
+async def _grow(share: _Share, size: JsonSize, chunk: bytes) -> None:
+    """Let others run after slices of many values, which take milliseconds each."""
+    for at in range(0, len(chunk), _SLICE):
+        num_values = size.num_values
+        share.grow(size.add(chunk[at : at + _SLICE]))
+        if size.num_values > num_values + _SLICE // 64:
+            await asyncio.sleep(0)
+
+
+class JsonSize:
+    """The memory that a JSON text takes parsed, counted while it arrives and before it is parsed.
+
+    It does not check the text: what is no JSON is counted somehow, and refused by the parser.
+    """
+
+    _OPEN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self._in_string = False
+        self._is_escaped = False  # the first byte to come
+        self._is_wide = False
+        self._num_plain = 0  # bytes of this string
+
+    def add(self, chunk: bytes) -> float:
+        """Count a piece; return the memory that it adds.
+
+        Raises Refused once there are more than `MAX_VALUES`.
+        """
+        at, size, before = 0, _PLAIN * len(chunk), self.num_values
+        while at < len(chunk):
+            if self._in_string:
+                end = self._end_of_string(chunk, at)
+                size += self._widening(chunk[at:end])
+            else:
+                end = chunk.find(b'"', at) % (len(chunk) + 1)
+                self.num_values += len(chunk[at:end].translate(None, _NO_MARKS))
+            if end < len(chunk):
+                self._in_string = not self._in_string
+                self.num_values += self._in_string
+                self._is_wide, self._num_plain = False, 0
+            if self.num_values > MAX_VALUES:
+                raise Refused(
+                    f"the body has more than {MAX_VALUES} brackets, commas, colons and strings",
+                    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    code="body_too_large",
+                )
+            at = end + 1
+        return size + _VALUE_BYTES * (self.num_values - before)
+
+    def _end_of_string(self, chunk: bytes, start: int) -> int:
+        """The index of the quote that ends it, or the length of the chunk."""
+        if self._is_escaped:
+            self._is_escaped = False
+            self._is_wide = self._is_wide or chunk[start : start + 1] == b"u"
+            start += 1
+        end = chunk.find(b'"', start) % (len(chunk) + 1)
+        if chunk.find(b"\\", start, end) < 0:
+            return end
+        found = self._OPEN.match(chunk, start)
+        assert found is not None, "it matches nothing, too"
+        end = found.end()
+        self._is_escaped = end < len(chunk) and chunk[end] == ord("\\")  # the last byte
+        return len(chunk) if self._is_escaped else end
+
+    def _widening(self, piece: bytes) -> float:
+        """What a piece of a string adds to that of plain text."""
+        if self._is_wide or not piece.isascii() or b"\\u" in piece:
+            num_plain, self._num_plain = self._num_plain + len(piece), 0
+            self._is_wide = True
+            return (_WIDE - _PLAIN) * num_plain
+        self._num_plain += len(piece)
+        return 0.0
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(
+        f"the body has more than {limit} bytes",
+        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        code="image_too_large",
+    )
 
 
 def _check_type(request: Request) -> None:
@@ -113,7 +244,35 @@ async def _parse(data: bytearray, kind: type[BodyT]) -> BodyT:
         if len(data) > _LARGE:
             return await asyncio.to_thread(msgspec.json.decode, data, type=kind)
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:  # its text names the field
-        raise Refused(f"{error}") from None
+    except msgspec.ValidationError as error:
+        message, field = _explained(str(error))
+        raise Refused(message, field=field) from None
+    except msgspec.DecodeError as error:
+        raise Refused(f"{error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise Refused(_not_utf8(data), code="invalid_json") from None
     except RecursionError:
-        raise Refused("the body is nested too deeply") from None
+        raise Refused("the body is nested too deeply", code="invalid_json") from None
+
+
+_PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
+_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
+
+
+def _explained(text: str) -> tuple[str, str | None]:
+    """The message, and the member of the body: msgspec has both in one text only."""
+    found = _PLACE.fullmatch(text)
+    what, place = (found["what"], found["place"]) if found else (text, "")
+    if named := _FIELD.fullmatch(what):
+        place = f"{place}.{named['name']}" if place else named["name"]
+    return text, place or None
+
+
+def _not_utf8(data: bytearray) -> str:
+    """Where the body is not UTF-8; shells of Windows send ISO 8859-1 unless they are told."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{data[error.start]:02x}"
+        return f"the body is not UTF-8 ({byte}): encode it, and say charset=utf-8"
+    return "the body is not UTF-8"

@@ -9,7 +9,10 @@ import socket
 from pathlib import Path
 
 DEFAULT = "127.0.0.1:8080"
-BACKLOG = 1024
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted."""
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +46,13 @@ class Listen:
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return False
+
+    def is_named(self, host: str) -> bool:
+        """Return whether a Host header, with or without a port, names this host."""
+        name = (
+            host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
+        )
+        return name in (*_LOCAL_NAMES, self.address.rpartition(":")[0].lower())
 
     def check(self) -> None:
         """Check the address and what protects it.

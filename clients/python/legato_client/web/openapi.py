@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from legato_client._version import version
@@ -28,10 +28,11 @@ _HEADERS = {
 
 def route(described: Sequence[BaseRoute]) -> Route:
     """`/openapi.json`, which describes these routes."""
-    document = make_document(each for each in described if isinstance(each, OperationRoute))
+    served = (each for each in described if isinstance(each, OperationRoute))
+    document = msgspec.json.encode(make_document(served))
 
-    async def answer(_request: Request) -> JSONResponse:
-        return JSONResponse(document)
+    async def answer(_request: Request) -> Response:
+        return Response(document, media_type=_JSON)
 
     return Route("/openapi.json", answer)
 

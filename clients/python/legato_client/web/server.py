@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import FrameType
@@ -14,7 +15,6 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute
 
@@ -22,27 +22,47 @@ from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client.web import errors
 from legato_client.web.bodies import Bodies
-from legato_client.web.caller import CallerMiddleware
+from legato_client.web.caller import CallerMiddleware, HostCheck, TokenCheck
+from legato_client.web.connections import (
+    Acceptor,
+    ConnectionLimits,
+    GuardedConnection,
+    RequestLimit,
+)
 from legato_client.web.listen import Listen
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """What anyone may ask: it tells nothing of the server's users and costs no model."""
 
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+MAX_WEBSOCKET_MESSAGE = 4 * 1024 * 1024 + 64
+"""A frame of the playground with its head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
     """The Legato server behind the routes: `request.state.backend`.
 
-    `timeout` is the longest time in seconds that a call may take. `aliases`: names of models that
-    callers may use, with those that the server knows.
+    `probe` has a connection of its own, on which readiness and tokens are checked beside the work
+    of `client`. `timeout` is the longest time in seconds that a call may take. `aliases`: names of
+    models that callers may use, with those that the server knows.
     """
 
     client: AsyncClient
+    probe: AsyncClient
     timeout: float
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    bodies: Bodies = dataclasses.field(default_factory=Bodies)
+    aliases: Mapping[str, str]
+    bodies: Bodies
+
+    @classmethod
+    def of(
+        cls,
+        connect: Callable[[], AsyncClient],
+        timeout: float,
+        aliases: Mapping[str, str] | None = None,
+    ) -> Backend:
+        """Make both clients with `connect`."""
+        probe = connect()
+        return cls(connect(), probe, timeout, aliases or {}, Bodies(TokenCheck(probe)))
 
 
 class State(TypedDict):
@@ -62,15 +82,16 @@ def make_app(
     backend: Backend,
     listen: Listen,
     middleware: Sequence[Middleware] = (),
+    limits: ConnectionLimits | None = None,
 ) -> Starlette:
-    """The routes with what all of them share; leaving its lifespan closes the client.
+    """The routes with what all of them share; leaving its lifespan closes the clients.
 
     `middleware` is around everything else.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[State]:
-        async with backend.client:
+        async with backend.client, backend.probe:
             yield {"backend": backend}
 
     return Starlette(
@@ -78,7 +99,12 @@ def make_app(
         lifespan=lifespan,
         middleware=[
             *middleware,
-            *_host_checks(listen),
+            *([Middleware(HostCheck, allowed=listen.is_named)] if listen.is_local else []),
+            Middleware(
+                RequestLimit,
+                limit=(limits or ConnectionLimits.of_process()).requests,
+                free=OPEN_PATHS,
+            ),
             Middleware(CallerMiddleware, required=listen.require_token, free=OPEN_PATHS),
         ],
         exception_handlers={
@@ -102,10 +128,19 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Starlette, listen: Listen, ready: Callable[[str], None], *, grace: float = 10.0
+        self,
+        app: Starlette,
+        listen: Listen,
+        ready: Callable[[str], None],
+        *,
+        grace: float = 10.0,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
+            http=GuardedConnection,
+            ws_max_size=MAX_WEBSOCKET_MESSAGE,
+            ws_per_message_deflate=False,  # a small frame would become a large message
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -116,32 +151,49 @@ class HttpServer(uvicorn.Server):
             ssl_keyfile=listen.tls_key or None,
         )
         config.load()
+        # Its warnings are a line for each malformed request, as many as a caller likes.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(config)
         self._socket = listen.bind()
+        self._limits = limits or ConnectionLimits.of_process()
+        self._accepting: asyncio.Task[None] | None = None
         self.url = listen.url(self._socket)
         self._ready = ready
 
     def serve_forever(self) -> None:
         """Serve until SIGINT or SIGTERM, or until `stop`, which another thread may call."""
         with contextlib.closing(self._socket):
-            asyncio.run(self.serve([self._socket]))
+            asyncio.run(self.serve([]))
 
     def stop(self) -> None:
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start without uvicorn's own listeners, which have no limits."""
         await super().startup(sockets)
+        acceptor = Acceptor(
+            self._socket,
+            self._make_connection,
+            self.server_state.connections,
+            self._limits,
+            self.config.ssl,
+        )
+        self._accepting = asyncio.create_task(acceptor.run())
         self._ready(self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        self._socket.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn's, not raised once more at the end: to be told to stop is no failure."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
-
-def _host_checks(listen: Listen) -> list[Middleware]:
-    """A page in a browser can reach this host under a name of its own: such names are refused."""
-    if not listen.is_local:
-        return []
-    hosts = {*_LOCAL_HOSTS, listen.address.rpartition(":")[0].lower()}
-    return [Middleware(TrustedHostMiddleware, allowed_hosts=sorted(hosts), www_redirect=False)]
+    def _make_connection(self) -> GuardedConnection:
+        connection = GuardedConnection(self.config, self.server_state, self.lifespan.state)
+        connection.limits = self._limits
+        return connection

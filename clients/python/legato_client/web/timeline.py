@@ -77,7 +77,8 @@ class _Timeline:
         """The body is `{"depth": 1}`, of a type that a form of another page cannot send."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != _JSON:
             raise InvalidArgument(f"the body must be {_JSON}")
-        depth = _depth_of(await _body(request))
+        async with backend_of(request).bodies.holding(request, _MAX_BODY) as body:
+            depth = _depth_of(body)
         async with self._client(request) as client:
             await client.set_pipeline_depth(depth)
         return JSONResponse({"depth": depth})
@@ -142,19 +143,10 @@ async def _next(updates: AsyncGenerator[TimelineUpdate, None]) -> TimelineUpdate
     return await anext(updates)
 
 
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY:
-            raise InvalidArgument("the body is too long")
-    return body
-
-
-def _depth_of(body: bytes) -> int:
+def _depth_of(body: bytearray) -> int:
     try:
         depth = json.loads(body)["depth"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise InvalidArgument("the body must be a JSON object with `depth`") from None
     if type(depth) is not int or depth not in (1, 2):
         raise InvalidArgument("depth must be 1 or 2")

@@ -106,7 +106,7 @@ def test_whose_token_is_sent(tmp_path, capsys, target, caller, lend, sent):
     file.write_text("legato_own_x")
     words = ["http", "--server", target, "--token-file", str(file)]
     args = commands.make_parser().parse_args(words)
-    client = web.make_client(args, Terminal(json_output=False), lambda: caller, lend=lend)
+    client = web.connector(args, Terminal(json_output=False), lambda: caller, lend=lend)()
     metadata = client._connection.metadata()
     assert [value for key, value in metadata if key == "authorization"] == sent
     assert ("no token is passed on" in capsys.readouterr().out) == target.startswith("a.")

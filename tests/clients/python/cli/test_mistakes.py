@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from legato_client import Client
+from legato_client import Client, Unavailable
 from legato_client._transport.channel import full_target
 from legato_client.cli import main
+from legato_client.cli.hints import hint_of
 from PIL import Image
 
 
@@ -114,3 +115,13 @@ def test_load_is_a_command_of_its_own(capsys):
     with pytest.raises(SystemExit):
         main(["load", "--help"])
     assert "Load on a running server" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["grpc_proxy", "https_proxy", "http_proxy"])
+def test_a_proxy_is_named_where_no_server_answers(name, monkeypatch):
+    """A server that cannot be reached may be behind a proxy that cannot."""
+    for each in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.delenv(each, raising=False)
+    assert "no_proxy" not in hint_of(Unavailable("no"))
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert f"through {name}; see no_proxy" in hint_of(Unavailable("no"))

@@ -56,7 +56,7 @@ def test_only_bytes_are_uploaded(client, server):
     """An image that is only a name cannot be uploaded."""
     with pytest.raises(TypeError, match="own bytes"):
         client.put_image(CachedImage("img_1"))
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="must be 0 to"):
         client.put_image(b"jpeg", ttl=-1)
     assert not server.images.metadata
 

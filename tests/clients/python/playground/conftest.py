@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from legato_client import AsyncClient
-from legato_client.web.listen import Listen
-from legato_client.web.playground.guard import Guard
-from legato_client.web.playground.routes import routes
-from legato_client.web.playground.snippets.connection import Connection
-from legato_client.web.server import Backend, make_app
-from starlette.middleware import Middleware
 
-from tests.e2e.server import Server, until
+from tests.clients.python.web.serving import http_server
+from tests.e2e.server import Server
 
 STEP_MS = 2
 
@@ -42,18 +34,8 @@ def site(server: Server) -> Iterator[str]:
 @contextmanager
 def serving(server: str) -> Iterator[str]:
     """A playground before a server; its HOST:PORT."""
-    listen = Listen("127.0.0.1:0")
-    backend = Backend(AsyncClient(server), timeout=100.0)
-    app = make_app(routes(Connection(server)), backend, listen, [Middleware(Guard)])
-    bound = listen.bind()
-    process = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
-    thread = threading.Thread(target=process.run, args=([bound],))
-    thread.start()
-    until(lambda: process.started)
-    host, port = bound.getsockname()
-    yield f"{host}:{port}"
-    process.should_exit = True
-    thread.join()
+    with http_server(server, page=True) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture

@@ -109,6 +109,7 @@ def test_a_bad_picture_fails_its_frame_only(session):
         OPENING | {"policy": "oldest_wins"},
         OPENING | {"policy": ["latest_wins"]},
         OPENING | {"max_frame_age": -1},
+        OPENING | {"max_frame_age": 1e308},
         OPENING | {"max_frame_age": "soon"},
         OPENING | {"tempo": 3},
         [],

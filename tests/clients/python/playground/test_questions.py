@@ -157,8 +157,8 @@ def test_bodies_are_bounded(page, monkeypatch):
     """Before they are in memory."""
     monkeypatch.setattr(bodies, "MAX_PICTURE_BYTES", 1000)
     response = page.post("/playground/pictures", content=iter([b"x" * 600] * 2))
-    assert response.status_code == 429
-    assert response.json()["message"] == "the playground takes at most 1000 bytes"
+    assert response.status_code == 413
+    assert response.json()["message"] == "the body has more than 1000 bytes"
 
 
 def test_every_reason_has_a_remedy():

@@ -187,5 +187,5 @@ def test_a_negative_time_is_refused_here():
     """Before anything is sent."""
     from legato_client._convert.requests import task_message
 
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be 0 to"):
         task_message(DetectTask("cup", tracking=Tracking(-1)))

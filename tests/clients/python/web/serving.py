@@ -14,9 +14,13 @@ from urllib.parse import urlsplit
 
 from legato_client import AsyncClient
 from legato_client.web import caller, routes
-from legato_client.web.bodies import Bodies
+from legato_client.web.connections import ConnectionLimits
 from legato_client.web.listen import Listen
+from legato_client.web.playground import routes as playground
+from legato_client.web.playground.guard import Guard
+from legato_client.web.playground.snippets.connection import Connection
 from legato_client.web.server import Backend, HttpServer, make_app
+from starlette.middleware import Middleware
 
 from tests.clients.python.fake_server import FakeServer
 
@@ -96,16 +100,22 @@ def http_server(
     target: str,
     *,
     listen: Listen | None = None,
-    bodies: Bodies | None = None,
     aliases: Mapping[str, str] | None = None,
+    limits: ConnectionLimits | None = None,
+    page: bool = False,
 ) -> Iterator[str]:
-    """The URL of all routes of `legato http` in front of `target`, for the length of the block."""
-    client = AsyncClient(target, timeout=PATIENCE, token=caller.token)
-    backend = Backend(client, PATIENCE, aliases or {}, bodies or Bodies())
+    """The URL of `legato http`, or of the playground, before `target` for the length of the block.
+
+    The playground has the routes of `legato http`, too.
+    """
+    backend = Backend.of(
+        lambda: AsyncClient(target, timeout=PATIENCE, token=caller.token), PATIENCE, aliases
+    )
     listen = listen or Listen("127.0.0.1:0")
     started = threading.Event()
-    app = make_app(routes.routes(), backend, listen)
-    server = HttpServer(app, listen, lambda _url: started.set())
+    served = playground.routes(Connection(target)) if page else routes.routes()
+    app = make_app(served, backend, listen, [Middleware(Guard)] if page else (), limits)
+    server = HttpServer(app, listen, lambda _url: started.set(), limits=limits)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -118,9 +128,8 @@ def http_server(
 
 
 @contextlib.contextmanager
-def serving(
-    *, listen: Listen | None = None, aliases: Mapping[str, str] | None = None
-) -> Iterator[Web]:
-    """The same in front of a scripted server."""
-    with FakeServer() as fake, http_server(fake.target, listen=listen, aliases=aliases) as url:
+def serving(**options: Any) -> Iterator[Web]:
+    """The same in front of a scripted server, whose `requests` lack the checks of tokens."""
+    with FakeServer() as fake, http_server(fake.target, **options) as url:
+        fake.unrecorded.add("GetServerInfo")
         yield Web(url, fake)

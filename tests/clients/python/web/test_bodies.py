@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from http import HTTPStatus
 
+import msgspec
 import pytest
-from legato_client.web.bodies import MAX_BODY_BYTES, Bodies
+from hypothesis import given
+from hypothesis import strategies as st
+from legato_client._errors import Unauthenticated
+from legato_client.web.bodies import MAX_BODY_BYTES, MAX_VALUES, Bodies, JsonSize
 from legato_client.web.errors import Refused
 from legato_client.web.moondream_api.bodies import QueryBody
 from starlette.requests import Request
@@ -16,6 +21,25 @@ from starlette.requests import Request
 from tests.clients.python.web.serving import CHAT, HELLO
 
 QUESTION = json.dumps({"question": "why?"}).encode()
+
+
+async def accepted():
+    """Accept any token."""
+
+
+async def refused():
+    """Accept no token."""
+    raise Unauthenticated("no")
+
+
+def bodies_of(**limits: int) -> Bodies:
+    """Bodies of callers whose tokens are accepted."""
+    return Bodies(accepted, **limits)
+
+
+def held_by(text: bytes) -> int:
+    """The memory that a body in one piece stands for."""
+    return round(JsonSize().add(text))
 
 
 class Sent:
@@ -50,14 +74,14 @@ async def test_a_body_in_pieces():
     """A body is read whole, with or without its length."""
     for length in (None, len(QUESTION)):
         sent = Sent(QUESTION[:3], QUESTION[3:], length=length)
-        assert (await read(Bodies(), sent)).question == "why?"
+        assert (await read(bodies_of(), sent)).question == "why?"
 
 
 async def test_a_large_body_is_not_read():
     """A length over the bound is refused before a byte is taken."""
     sent = Sent(QUESTION, length=len(QUESTION))
     with pytest.raises(Refused) as caught:
-        await read(Bodies(each=len(QUESTION) - 1), sent)
+        await read(bodies_of(each=len(QUESTION) - 1), sent)
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert sent.taken == 0
 
@@ -66,7 +90,7 @@ async def test_a_body_of_unknown_length_is_read_to_the_bound():
     """Without a length, reading ends with the piece that passes the bound."""
     sent = Sent(*[b" "] * 100)
     with pytest.raises(Refused) as caught:
-        await read(Bodies(each=10), sent)
+        await read(bodies_of(each=10), sent)
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert sent.taken == 11
 
@@ -74,7 +98,7 @@ async def test_a_body_of_unknown_length_is_read_to_the_bound():
 @pytest.mark.parametrize("length", [None, len(QUESTION)])
 async def test_all_bodies_together_are_bounded(length):
     """What bodies hold until they are answered is shared; a refused one may come back later."""
-    bodies = Bodies(together=2 * len(QUESTION))
+    bodies = bodies_of(together=2 * held_by(QUESTION))
 
     async with contextlib.AsyncExitStack() as held:
         for _ in range(2):
@@ -89,14 +113,122 @@ async def test_all_bodies_together_are_bounded(length):
 
 
 async def test_a_refused_body_holds_nothing():
-    """Bytes of a body that is malformed or too large are given back."""
-    bodies = Bodies(each=50, together=50)
+    """Memory of a body that is malformed, too large or of no accepted caller is given back."""
+    bodies = bodies_of(each=50)
     for broken in (b"{", b" " * 60, b'{"question": 1}'):
         with pytest.raises(Refused):
             await read(bodies, Sent(broken))
-    async with bodies.reading(Sent(b" " * (50 - len(QUESTION)) + QUESTION).request, QueryBody):
-        assert bodies._held == 50
-    assert bodies._held == 0
+        assert bodies.held == 0
+    text = b" " * (50 - len(QUESTION)) + QUESTION
+    async with bodies.reading(Sent(text).request, QueryBody):
+        assert bodies.held == held_by(text)
+    assert bodies.held == 0
+
+
+async def test_no_byte_is_read_before_the_token_is_accepted():
+    """A caller without an accepted token gets its refusal, whatever its body is."""
+    sent = Sent(QUESTION)
+    with pytest.raises(Unauthenticated):
+        await read(Bodies(refused), sent)
+    assert sent.taken == 0
+
+
+async def test_an_announced_length_reserves_nothing():
+    """Senders that announce much and send nothing leave the memory to others."""
+    bodies = bodies_of(together=10 * held_by(QUESTION))
+    loop = asyncio.get_running_loop()
+
+    async def silent():
+        sent = Sent(b"", length=MAX_BODY_BYTES - 1)
+        request = Request(sent.request.scope, loop.create_future)
+        async with bodies.reading(request, QueryBody):
+            pass
+
+    waiting = [asyncio.create_task(silent()) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert (await read(bodies, Sent(QUESTION))).question == "why?"
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert bodies.held == 0
+
+
+async def test_a_body_that_can_never_fit_is_not_told_to_come_back():
+    """One that alone takes more than all may is too large, not unlucky."""
+    with pytest.raises(Refused) as caught:
+        await read(bodies_of(together=20), Sent(QUESTION))
+    assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    assert caught.value.retry_after is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"question": "x", "z": [' + b"[]," * MAX_VALUES,
+        b'{"question": "x", "z": [' + b'"",' * MAX_VALUES,
+        b"[" * (MAX_VALUES + 1),
+        b'{"a":{},' * MAX_VALUES,
+    ],
+    ids=["arrays", "strings", "nesting", "objects"],
+)
+async def test_many_values_are_refused_before_they_are_parsed(text, monkeypatch):
+    """Neither an ignored field nor another may hold more values than any request needs."""
+    monkeypatch.setattr(msgspec.json, "decode", None)  # a call would be a TypeError
+    pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
+    sent = Sent(*pieces)
+    with pytest.raises(Refused, match=f"more than {MAX_VALUES}") as caught:
+        await read(bodies_of(), sent)
+    assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    assert sent.taken <= len(pieces)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b'"', b"\\", b'\\"', b"u", b"\\u00e9", "\u00e9".encode(), b"a", b"[", b",", b":", b"{"]
+        )
+    ),
+    st.lists(st.integers(0, 40)),
+)
+def test_a_size_does_not_depend_on_how_a_body_is_cut(parts, cuts):
+    """Strings, escapes and wide characters count the same in one piece and in many."""
+    text = b"".join(parts)
+    whole = JsonSize()
+    expected = whole.add(text) if text else 0.0
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    cut = JsonSize()
+    pieces = (text[start:end] for start, end in itertools.pairwise(ends))
+    assert sum(cut.add(piece) for piece in pieces) == pytest.approx(expected)
+    assert (cut.num_values, cut._in_string) == (whole.num_values, whole._in_string)
+
+
+@given(
+    st.recursive(
+        st.none() | st.text() | st.integers(),
+        lambda of: st.lists(of) | st.dictionaries(st.text(), of),
+    )
+)
+def test_values_outside_of_strings_are_counted(value):
+    """Brackets, commas and colons in strings are text."""
+    size = JsonSize()
+    size.add(json.dumps(value, ensure_ascii=False).encode())
+
+    def count(of):
+        if isinstance(of, dict):
+            return 1 + sum(2 + count(each) for each in of.values()) + max(0, len(of) - 1)
+        if isinstance(of, list):
+            return 1 + sum(map(count, of)) + max(0, len(of) - 1)
+        return int(isinstance(of, str))
+
+    assert size.num_values == count(value)
+
+
+def test_wide_text_counts_what_it_takes():
+    """One character beyond ASCII can make four bytes of every character before and after it."""
+    long = b'"' + b"a" * 10_000
+    plain, wide = JsonSize(), JsonSize()
+    assert plain.add(long) < 3 * len(long)
+    assert wide.add(long) + wide.add("\u00e9".encode()) + wide.add(b"a" * 10_000) > 2 * 4 * 10_000
 
 
 async def test_a_body_that_never_ends(monkeypatch):
@@ -109,7 +241,7 @@ async def test_a_body_that_never_ends(monkeypatch):
 
     request = Request(sent.request.scope, never)
     with pytest.raises(Refused) as caught:
-        async with Bodies().reading(request, QueryBody):
+        async with bodies_of().reading(request, QueryBody):
             pass
     assert caught.value.status == HTTPStatus.REQUEST_TIMEOUT
 
@@ -126,4 +258,13 @@ def test_only_json_is_read(web, kind):
     body = json.dumps({"messages": HELLO}).encode()
     reply = web.send("POST", CHAT, body, {"content-type": kind})
     assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
+    assert not web.fake.requests
+
+
+def test_a_body_in_another_encoding_is_the_callers_fault(web):
+    """A shell of Windows sends ISO 8859-1: the refusal says which byte is not UTF-8."""
+    body = '{"question": "\u00bfqu\u00e9?"}'.encode("latin-1")
+    reply = web.send("POST", "/v1/query", body, {"content-type": "application/json"})
+    assert reply.status == 400
+    assert "byte 14 is 0xbf" in reply.error["message"]
     assert not web.fake.requests

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+
 import grpc
 import openai
 import pytest
@@ -90,6 +93,38 @@ def test_the_field_that_is_wrong(web):
         "top_p",
         "invalid_request_error",
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/query", {}, "question"),
+        ("/v1/query", {"question": 5}, "question"),
+        ("/v1/query", {**QUERY, "settings": {"max_tokens": 0}}, "settings.max_tokens"),
+        ("/v1/query", {**QUERY, "settings": {"tempo": 1}}, "settings.tempo"),
+        ("/v1/point", {"image_url": "", "object": "x", "spatial_refs": [[1]]}, "spatial_refs[0]"),
+        (CHAT, {"messages": HELLO, "max_tokens": "many"}, "max_tokens"),
+        (CHAT, {"messages": [*HELLO, {"role": "robot"}]}, "messages[1].role"),
+        (CHAT, {"messages": HELLO, "misspelt": 1}, "misspelt"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, [], None),
+    ],
+)
+def test_the_member_that_is_invalid(web, path, body, param):
+    """A body that is not of the operation's form is refused with the member that is wrong."""
+    reply = web.post(path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert not web.fake.requests
+
+
+def test_what_is_no_http_is_refused_in_the_same_form(web):
+    """Also what the router never sees is a document."""
+    host, _, port = web.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nbroken\r\n\r\n")
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_request"
 
 
 def test_a_large_picture(web):

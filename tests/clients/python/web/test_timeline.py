@@ -71,6 +71,9 @@ class FakeClient:
         finally:
             self.watching -= 1
 
+    async def server_info(self, **_):
+        """Accept any token."""
+
     async def set_pipeline_depth(self, depth):
         """Keep it."""
         self.depths.append(depth)
@@ -81,12 +84,12 @@ def browser(client, **settings):
 
     @contextlib.asynccontextmanager
     async def lifespan(_app):
-        yield {"backend": Backend(client, 60.0)}
+        yield {"backend": Backend.of(lambda: client, 60.0)}
 
     app = Starlette(
         routes=timeline.routes(**settings),
         lifespan=lifespan,
-        exception_handlers={LegatoError: errors.on_legato_error},
+        exception_handlers=dict.fromkeys((LegatoError, errors.Refused), errors.on_legato_error),
     )
     return TestClient(app)
 
@@ -137,7 +140,7 @@ async def test_a_silent_stream_has_comments_and_ends_with_its_page(monkeypatch):
     """The server is watched no longer once the page has left."""
     monkeypatch.setattr(timeline, "SILENCE", 0.0)
     client = FakeClient(FIRST, None)
-    backend = Backend(cast(AsyncClient, client), 60.0)
+    backend = Backend.of(lambda: cast(AsyncClient, client), 60.0)
     request = SimpleNamespace(state=SimpleNamespace(backend=backend))
     (route,) = timeline.routes(switch=False)
     assert isinstance(route, Route)
@@ -161,7 +164,7 @@ def test_the_depth_is_set():
         assert page.post("/timeline/depth", content='{"depth": 2}', headers=headers).is_error
         long = json.dumps({"depth": 2, "more": " " * 2000})
         headers = {"content-type": "application/json"}
-        assert page.post("/timeline/depth", content=long, headers=headers).status_code == 400
+        assert page.post("/timeline/depth", content=long, headers=headers).status_code == 413
     assert client.depths == [1]
 
 

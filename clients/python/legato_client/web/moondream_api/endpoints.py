@@ -76,6 +76,7 @@ async def _answer(request: Request, kind: type[bodies.Question]) -> ASGIApp:
         image = None
         if body.image_url is not None:
             image = await pictures.decoded(body.image_url, "image_url")
+            body.image_url = None  # the picture has taken its memory's place
         task, options = body.task(), options_of(request, body.model)
         seconds = timeout_of(request, streaming=body.stream)
         if body.stream:

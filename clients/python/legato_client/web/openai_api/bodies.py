@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from legato_client.web.errors import Refused
 from legato_client.web.operations import MAX_COUNT
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Stop = str | list[str] | None
+
+
+def _null() -> Raw:
+    """The default of a field that is not read into objects: at most a short value is looked at."""
+    return Raw(b"null")
 
 
 class ImageUrl(Struct):
@@ -44,9 +50,9 @@ class Message(Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart | ImagePart | RefusalPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
+    tool_calls: Raw = msgspec.field(default_factory=_null)
+    function_call: Raw = msgspec.field(default_factory=_null)
+    audio: Raw = msgspec.field(default_factory=_null)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -84,21 +90,21 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Raw = msgspec.field(default_factory=_null)
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
+    tools: Raw = msgspec.field(default_factory=_null)
+    tool_choice: Raw = msgspec.field(default_factory=_null)
+    functions: Raw = msgspec.field(default_factory=_null)
+    function_call: Raw = msgspec.field(default_factory=_null)
+    audio: Raw = msgspec.field(default_factory=_null)
     modalities: list[str] | None = None
-    prediction: Any = None
+    prediction: Raw = msgspec.field(default_factory=_null)
     reasoning_effort: str | None = None
-    web_search_options: Any = None
+    web_search_options: Raw = msgspec.field(default_factory=_null)
     store: bool | None = None
 
     # Of no effect on the answer.
-    metadata: Any = None
+    metadata: Raw = msgspec.field(default_factory=_null)
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -109,8 +115,9 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raise Refused for what would change the answer and is not served."""
+        self.metadata = _null()  # a raw field keeps the bytes of the whole body
         for name, values in _ASKING_NOTHING.items():
-            if getattr(self, name) not in values:
+            if short_value(getattr(self, name)) not in values:
                 hint = _INSTEAD.get(name, "leave it out")
                 raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
         if self.top_logprobs and not self.logprobs:
@@ -133,6 +140,15 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         """Whether the stream ends with an event of its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+
+def short_value(value: object) -> object:
+    """The value of a raw field if its text is short, else the text."""
+    if isinstance(value, Raw) and len(memoryview(value)) <= _SHORT:
+        return msgspec.json.decode(value)
+    return value
+
+
+_SHORT = 32  # bytes: values that ask for nothing are shorter
 
 _INSTEAD = {
     "n": "ask once for each answer",

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from legato_client._values.tasks import Message, QueryTask, Role, Sampling
 from legato_client.web import pictures
 from legato_client.web.errors import Refused
-from legato_client.web.openai_api.bodies import ChatBody, ImagePart, RefusalPart, TextPart
+from legato_client.web.openai_api.bodies import (
+    ChatBody,
+    ImagePart,
+    RefusalPart,
+    TextPart,
+    short_value,
+)
 from legato_client.web.openai_api.bodies import Message as ChatMessage
 
 _ROLES: dict[str, Role] = {
@@ -45,7 +51,7 @@ async def task_of(body: ChatBody) -> QueryTask:
 
 async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Message:
     for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name):
+        if short_value(getattr(message, name)):
             raise Refused("tools and audio are not served", field=f"{where}.{name}")
     content = message.content
     if content is None or isinstance(content, str):
@@ -60,6 +66,7 @@ async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Messa
     part = content[shown[0]]
     assert isinstance(part, ImagePart), "these indices are of pictures"
     image = await pictures.decoded(part.image_url.url, field)
+    part.image_url.url = ""  # the picture has taken its memory's place
     # The model sees the picture before the words of its message, wherever it stood among them.
     return Message(_ROLES[message.role], (image, *texts))
 

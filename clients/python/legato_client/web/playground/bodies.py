@@ -7,31 +7,21 @@ from typing import Any
 
 from starlette.requests import Request
 
-from legato_client._errors import InvalidArgument, ResourceExhausted
+from legato_client._errors import InvalidArgument
 from legato_client.web.playground.tasks import invalid
+from legato_client.web.server import backend_of
 
 MAX_JSON_BYTES = 256 * 1024
 MAX_PICTURE_BYTES = 32 * 1024 * 1024
 
 
-async def read(request: Request, limit: int) -> bytes:
-    """The body; raises ResourceExhausted as soon as it is longer than `limit` bytes."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise ResourceExhausted(
-                f"the playground takes at most {limit} bytes", metadata={"limit": str(limit)}
-            )
-    return bytes(body)
-
-
 async def read_object(request: Request) -> dict[str, Any]:
-    """A JSON object; raises InvalidArgument, and as `read`."""
-    return json_object(await read(request, MAX_JSON_BYTES))
+    """A JSON object; raises InvalidArgument, and as `Bodies.holding`."""
+    async with backend_of(request).bodies.holding(request, MAX_JSON_BYTES) as data:
+        return json_object(data)
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Raises InvalidArgument."""
     try:
         value = json.loads(text)

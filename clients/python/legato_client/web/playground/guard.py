@@ -6,11 +6,13 @@ same browser shows must neither call it nor frame it.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from legato_client.web.errors import Refused, response_of
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -99,4 +101,5 @@ async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> N
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": problem})
     else:
-        await PlainTextResponse(f"{problem}\n", 403)(scope, receive, send)
+        refusal = Refused(problem, status=HTTPStatus.FORBIDDEN, code="forbidden")
+        await response_of(refusal)(scope, receive, send)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import struct
 from typing import Any, cast
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from legato_client._async_client import AsyncClient
-from legato_client._errors import InvalidArgument, LegatoError
+from legato_client._convert.pieces import MAX_SECONDS
+from legato_client._errors import Busy, DeadlineExceeded, InvalidArgument, LegatoError
 from legato_client._session.async_session import AsyncSession
 from legato_client._values.results import FrameStamp, Result
 from legato_client._values.session import (
@@ -38,23 +38,43 @@ _MAX_TASKS = 8
 _HEAD = struct.Struct("<dI")
 _SETTINGS = ("tasks", "policy", "max_frame_age", "model")
 _CLOSED_NORMALLY = 1000
+_MAX_SESSIONS = 8  # a websocket holds a frame or two while it waits
+_OPEN_TIMEOUT = 30.0  # seconds until the page says what the session is for
 
 
-async def session(websocket: WebSocket) -> None:
-    """Serve one session, from the page's `open` until either side ends it."""
-    await websocket.accept()
-    client = websocket.state.backend.client
+class Sessions:
+    """Serves a limited number of sessions, each from its `open` until either side ends it."""
+
+    def __init__(self, limit: int = _MAX_SESSIONS) -> None:
+        self._limit = limit
+        self._num_open = 0
+
+    async def serve(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        self._num_open += 1
+        try:
+            if self._num_open > self._limit:
+                raise Busy(f"the playground has {self._limit} sessions, which is its limit")
+            await _session(websocket)
+        except LegatoError as error:
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await websocket.send_json(answers.failure(error))
+                await websocket.close(_CLOSED_NORMALLY)
+        except WebSocketDisconnect:
+            return
+        finally:
+            self._num_open -= 1
+
+
+async def _session(websocket: WebSocket) -> None:
     try:
-        opening = await _receive(websocket)
-        async with _open(client, opening) as running:
-            await _serve(websocket, running)
-        await websocket.close(_CLOSED_NORMALLY)
-    except LegatoError as error:
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            await websocket.send_json(answers.failure(error))
-            await websocket.close(_CLOSED_NORMALLY)
-    except WebSocketDisconnect:
-        return
+        async with asyncio.timeout(_OPEN_TIMEOUT):
+            opening = await _receive(websocket)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
+    async with _open(websocket.state.backend.client, opening) as running:
+        await _serve(websocket, running)
+    await websocket.close(_CLOSED_NORMALLY)
 
 
 async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
@@ -76,8 +96,10 @@ def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
     if not isinstance(wanted, list) or not 1 <= len(wanted) <= _MAX_TASKS:
         raise tasks.invalid("tasks", f"must be a list of 1 to {_MAX_TASKS} tasks")
     age = opening.get("max_frame_age")
-    if age is not None and not (isinstance(age, int | float) and 0 < age < math.inf):
-        raise tasks.invalid("max_frame_age", "must be a number of seconds above 0")
+    if age is not None and not (isinstance(age, int | float) and 0 < age <= MAX_SECONDS):
+        raise tasks.invalid(
+            "max_frame_age", f"must be a number of seconds above 0, at most {MAX_SECONDS}"
+        )
     try:
         return client.session(
             [tasks.read_task(each) for each in wanted],

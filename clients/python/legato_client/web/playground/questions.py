@@ -15,7 +15,7 @@ from legato_client._errors import LegatoError
 from legato_client._images.sources import CachedImage
 from legato_client._values.server import model_document
 from legato_client._values.tasks import Options, Task
-from legato_client.web.errors import status_of
+from legato_client.web.errors import Refused, status_of
 from legato_client.web.playground import answers, bodies, tasks
 from legato_client.web.playground.snippets import code
 from legato_client.web.playground.snippets.connection import Connection
@@ -35,6 +35,9 @@ def told(handler: Handler) -> Handler:
             return await handler(request)
         except LegatoError as error:
             return JSONResponse(answers.failure(error), status_of(error))
+        except Refused as refusal:
+            failure = answers.failure(LegatoError(refusal.message, code=refusal.code.upper()))
+            return JSONResponse(failure, refusal.status)
 
     return handle
 
@@ -56,8 +59,8 @@ async def describe(request: Request, connection: Connection) -> Response:
 async def upload(request: Request) -> Response:
     """Hand a picture to the server, which decodes it; the answer names it in later requests."""
     client = backend_of(request).client
-    data = await bodies.read(request, bodies.MAX_PICTURE_BYTES)
-    held = await client.put_image(data, ttl=PICTURE_TTL)
+    async with backend_of(request).bodies.holding(request, bodies.MAX_PICTURE_BYTES) as data:
+        held = await client.put_image(bytes(data), ttl=PICTURE_TTL)
     return JSONResponse({"image_id": held.image_id, "width": held.width, "height": held.height})
 
 

@@ -35,7 +35,7 @@ def routes(connection: Connection, operator: Callable[[], str] | None = None) ->
         Route("/playground/pictures", questions.told(questions.upload), methods=["POST"]),
         Route("/playground/generate", questions.told(questions.generate), methods=["POST"]),
         Route("/playground/code", questions.told(snippets), methods=["POST"]),
-        WebSocketRoute("/playground/session", live.session),
+        WebSocketRoute("/playground/session", live.Sessions().serve),
     ]
     return [*own, *timeline.routes(operator, switch=operator is not None), *http.routes()]
 
