@@ -119,6 +119,8 @@ def test_tokens_are_told_with_their_probabilities(client):
     tokens = result.info.tokens
     assert len(tokens) == result.info.usage.output_tokens
     assert "".join(token.text for token in tokens).lstrip() == result.answer
+    told = b"".join(token.bytes for token in tokens)
+    assert told.decode(errors="ignore").lstrip() == result.answer
     assert all(token.logprob <= 0.0 for token in tokens)
     assert client.query(None, "why is the sky blue?", sampling=GREEDY).info.tokens == ()
 

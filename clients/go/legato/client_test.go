@@ -244,7 +244,7 @@ func TestConfidencesAreAskedForAndTold(t *testing.T) {
 	token := &legatov1.Token{
 		TokenId:      5,
 		Certainty:    &legatov1.TokenCertainty{Existence: 0.5, Concentration: 0.25},
-		Alternatives: []*legatov1.TokenAlternative{{TokenId: 7, Text: "or", Logprob: -1}},
+		Alternatives: []*legatov1.TokenAlternative{{TokenId: 7, Text: "or", Logprob: -1, Bytes: []byte("or")}},
 	}
 	server := &fake{detect: func(_ context.Context, request *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
 		asked = request
@@ -265,7 +265,7 @@ func TestConfidencesAreAskedForAndTold(t *testing.T) {
 	if asked.Options.GetTopLogprobs() != 3 || *detected.Objects[0].Confidence != sure {
 		t.Errorf("asked for %d, got %v", asked.Options.GetTopLogprobs(), detected.Objects[0].Confidence)
 	}
-	want := []Token{{ID: 5, Certainty: &Certainty{0.5, 0.25}, Alternatives: []Alternative{{7, "or", -1}}}}
+	want := []Token{{ID: 5, Certainty: &Certainty{0.5, 0.25}, Alternatives: []Alternative{{7, "or", -1, []byte("or")}}}}
 	if !reflect.DeepEqual(detected.Info.Tokens, want) {
 		t.Errorf("got %+v", detected.Info.Tokens)
 	}

@@ -1544,7 +1544,9 @@ type TokenAlternative struct {
 	// The text that it would have completed; empty while a character is incomplete, and for tokens that carry none.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// Natural logarithm of its probability, as `Token.logprob`, without that of a value.
-	Logprob       float32 `protobuf:"fixed32,3,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	Logprob float32 `protobuf:"fixed32,3,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	// Its own bytes, as `Token.bytes`.
+	Bytes         []byte `protobuf:"bytes,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1598,6 +1600,13 @@ func (x *TokenAlternative) GetLogprob() float32 {
 		return x.Logprob
 	}
 	return 0
+}
+
+func (x *TokenAlternative) GetBytes() []byte {
+	if x != nil {
+		return x.Bytes
+	}
+	return nil
 }
 
 // How sure the model was of a token that carries a value. The confidence of an object is the product of both numbers over
@@ -1680,7 +1689,10 @@ type Token struct {
 	// resumption.
 	Alternatives []*TokenAlternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
 	// Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set.
-	Certainty     *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
+	Certainty *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
+	// Its own bytes of UTF-8: where a character takes several tokens, each has its part. `text` has the whole character,
+	// with the token that completes it. Empty for tokens that carry no text.
+	Bytes         []byte `protobuf:"bytes,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1771,6 +1783,13 @@ func (x *Token) GetAlternatives() []*TokenAlternative {
 func (x *Token) GetCertainty() *TokenCertainty {
 	if x != nil {
 		return x.Certainty
+	}
+	return nil
+}
+
+func (x *Token) GetBytes() []byte {
+	if x != nil {
+		return x.Bytes
 	}
 	return nil
 }
@@ -2536,14 +2555,15 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"queue_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tqueueTime\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x06 \x01(\tR\trequestId\"[\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\"q\n" +
 	"\x10TokenAlternative\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x18\n" +
-	"\alogprob\x18\x03 \x01(\x02R\alogprob\"T\n" +
+	"\alogprob\x18\x03 \x01(\x02R\alogprob\x12\x14\n" +
+	"\x05bytes\x18\x04 \x01(\fR\x05bytes\"T\n" +
 	"\x0eTokenCertainty\x12\x1c\n" +
 	"\texistence\x18\x01 \x01(\x02R\texistence\x12$\n" +
-	"\rconcentration\x18\x02 \x01(\x02R\rconcentration\"\xad\x02\n" +
+	"\rconcentration\x18\x02 \x01(\x02R\rconcentration\"\xc3\x02\n" +
 	"\x05Token\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
@@ -2553,7 +2573,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"coordinate\x12%\n" +
 	"\x04size\x18\x05 \x01(\v2\x0f.legato.v1.SizeH\x00R\x04size\x12?\n" +
 	"\falternatives\x18\x06 \x03(\v2\x1b.legato.v1.TokenAlternativeR\falternatives\x127\n" +
-	"\tcertainty\x18\a \x01(\v2\x19.legato.v1.TokenCertaintyR\tcertaintyB\a\n" +
+	"\tcertainty\x18\a \x01(\v2\x19.legato.v1.TokenCertaintyR\tcertainty\x12\x14\n" +
+	"\x05bytes\x18\b \x01(\fR\x05bytesB\a\n" +
 	"\x05valueB\n" +
 	"\n" +
 	"\b_logprob\"6\n" +

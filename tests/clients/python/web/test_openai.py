@@ -104,25 +104,67 @@ def test_a_stream_tells_no_usage_unasked(web):
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
-def _tokens(*texts: str) -> list[inference_pb2.Token]:
-    return [inference_pb2.Token(token_id=1, text=each, logprob=-0.5) for each in texts]
+def _tokens(*pieces: str | bytes) -> list[inference_pb2.Token]:
+    """Tokens of whole characters, or of parts of one, which complete no text."""
+    return [
+        inference_pb2.Token(token_id=1, text=each, bytes=each.encode(), logprob=-0.5)
+        if isinstance(each, str)
+        else inference_pb2.Token(token_id=2, bytes=each, logprob=-0.5)
+        for each in pieces
+    ]
 
 
-def _stream_with_tokens():
-    return events(
+_BYTES = "é😀".encode()
+_END = ("tokens", inference_pb2.TokensDelta(tokens=_tokens("")))
+
+
+def _stream_with_tokens(*last, reason: task_pb2.FinishReason):
+    """Thoughts, then the first letter in two tokens, then text and what follows it."""
+    completing = inference_pb2.Token(token_id=1, text="é", bytes=_BYTES[1:2], logprob=-0.5)
+    told = events(
         ("reasoning", inference_pb2.ReasoningDelta(text="hm", tokens=_tokens("hm"))),
-        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
-        ("text", inference_pb2.TextDelta(text="é", tokens=_tokens("é"))),
+        ("tokens", inference_pb2.TokensDelta(tokens=_tokens("", _BYTES[:1]))),
+        ("text", inference_pb2.TextDelta(text="é", tokens=[completing])),
         ("text", inference_pb2.TextDelta(text="ab", tokens=_tokens("a", "b"))),
-        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
+        *last,
         finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="éab")),
     )
+    told[-1].finished.info.finish_reason = reason
+    return told
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(web, client, stream):
-    """The answer's tokens are told with parts of characters, without thoughts and the last one."""
-    web.fake.script["Generate"].append(_stream_with_tokens())
+@pytest.mark.parametrize(
+    ("last", "reason", "more"),
+    [
+        pytest.param([_END], task_pb2.FINISH_REASON_STOP, [], id="the token of the end"),
+        pytest.param(
+            [("tokens", inference_pb2.TokensDelta(tokens=_tokens(_BYTES[2:5], _BYTES[5:6])))],
+            task_pb2.FINISH_REASON_LENGTH,
+            [("\\xf0\\x9f\\x98", [0xF0, 0x9F, 0x98]), ("\\x80", [0x80])],
+            id="a character that the limit cuts",
+        ),
+        pytest.param(
+            [("tokens", inference_pb2.TokensDelta(tokens=_tokens("E", "ND")))],
+            task_pb2.FINISH_REASON_STOP,
+            [],
+            id="a stop string",
+        ),
+        pytest.param(
+            [
+                ("tokens", inference_pb2.TokensDelta(tokens=_tokens("E"))),
+                _END,
+                ("text", inference_pb2.TextDelta(text="E")),
+            ],
+            task_pb2.FINISH_REASON_STOP,
+            [("E", [0x45])],
+            id="the beginning of a stop string",
+        ),
+    ],
+)
+def test_logprobs(web, client, stream, last, reason, more):
+    """Every token of the answer has its own bytes, also where it is a part of a character."""
+    web.fake.script["Generate"].append(_stream_with_tokens(*last, reason=reason))
     answer = ask(client, logprobs=True, top_logprobs=0, stream=stream)
     if stream:
         told = [chunk.choices[0].logprobs for chunk in answer]
@@ -130,28 +172,39 @@ def test_logprobs(web, client, stream):
     else:
         assert answer.choices[0].message.content == "éab"
         tokens = answer.choices[0].logprobs.content
-    assert [token.token for token in tokens] == ["", "é", "a", "b"]
-    assert tokens[1].bytes == list("é".encode())
+    assert [(token.token, token.bytes) for token in tokens] == [
+        ("\\xc3", [0xC3]),
+        ("\\xa9", [0xA9]),
+        ("a", [0x61]),
+        ("b", [0x62]),
+        *more,
+    ]
     assert {token.logprob for token in tokens} == {-0.5}
     assert web.fake.last("Generate").options.HasField("top_logprobs")
 
 
 def test_alternatives(web, client):
-    """As many of the likeliest tokens as were asked for, with their bytes; they need `logprobs`."""
-    token = inference_pb2.Token(token_id=1, text="é", logprob=-0.5)
-    token.alternatives.add(token_id=1, text="é", logprob=-0.5)
-    token.alternatives.add(token_id=2, text="a", logprob=-1.5)
+    """The likeliest tokens come with their bytes, null where there are none, beside `logprobs`."""
+    token = inference_pb2.Token(token_id=1, text="é", bytes="é".encode(), logprob=-0.5)
+    token.alternatives.add(token_id=1, text="é", bytes="é".encode(), logprob=-0.5)
+    token.alternatives.add(token_id=2, text="a", bytes=b"a", logprob=-1.5)
+    token.alternatives.add(token_id=3, bytes=b"\xf0\x9f", logprob=-2.5)
+    token.alternatives.add(token_id=4, logprob=-3.5)
     web.fake.script["Generate"].append(
         events(
             ("text", inference_pb2.TextDelta(text="é", tokens=[token])),
             finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="é")),
         )
     )
-    answer = ask(client, logprobs=True, top_logprobs=2)
+    answer = ask(client, logprobs=True, top_logprobs=4)
     (told,) = answer.choices[0].logprobs.content
-    assert [(each.token, each.logprob) for each in told.top_logprobs] == [("é", -0.5), ("a", -1.5)]
-    assert told.top_logprobs[0].bytes == list("é".encode())
-    assert web.fake.last("Generate").options.top_logprobs == 2
+    assert [(each.token, each.logprob, each.bytes) for each in told.top_logprobs] == [
+        ("é", -0.5, [0xC3, 0xA9]),
+        ("a", -1.5, [0x61]),
+        ("\\xf0\\x9f", -2.5, [0xF0, 0x9F]),
+        ("", -3.5, None),
+    ]
+    assert web.fake.last("Generate").options.top_logprobs == 4
     web.fake.requests.clear()
     with pytest.raises(openai.BadRequestError, match="logprobs"):
         ask(client, top_logprobs=2)
