@@ -27,7 +27,8 @@ class Turn(Value, frozen=True):
 class QueryTask(Value, frozen=True):
     """Answer a question, about the image if there is one.
 
-    The image precedes the first question of `history`; `shows_image` requires one.
+    The image precedes the first question of `history`; `shows_image` requires one. Then that
+    question may be empty: it asks for a description.
     """
 
     question: str

@@ -85,8 +85,9 @@ def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> st
                 field=f"{field}.parts[{index}].image",
             )
     text = "".join(part.text for part in message.parts)
-    if not text.strip():
-        raise InvalidField("a message needs text", field=f"{field}.parts")
+    shows_image = any(part.HasField("image") for part in message.parts)
+    if message.role == _USER and not text.strip() and not shows_image:
+        raise InvalidField("a user's message needs text or the image", field=f"{field}.parts")
     return text
 
 

@@ -64,6 +64,19 @@ async def test_one_question_is_a_conversation():
     assert first == second == QueryTask(question="Hi?")
 
 
+@pytest.mark.parametrize("empty", [(), ("",), (" ", "\n")])
+async def test_messages_that_may_be_empty(empty):
+    """An empty answer and an empty system message are read, and an image without text."""
+    messages = [said(SYSTEM, *empty), said(USER, SHOWN, *empty), said(ASSISTANT, *empty)]
+    async with running() as server:
+        query = inference_pb2.QueryRequest(image=image_message(), messages=[*messages, TALK[-1]])
+        assert (await server.inference.Query(query)).answer
+        (asked,) = (each.task for each in server.engine.requests)
+    assert (asked.system.strip(), asked.question) == ("", "Of what colour?")
+    assert [(turn.question.strip(), turn.answer.strip()) for turn in asked.history] == [("", "")]
+    assert asked.shows_image
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
@@ -76,9 +89,8 @@ async def test_one_question_is_a_conversation():
         ([said(SYSTEM, "a")], "messages"),
         ([said(USER, "a"), said(ASSISTANT, "b")], "messages"),
         ([said(USER, " ")], "messages[0].parts"),
-        ([said(USER, SHOWN)], "messages[0].parts"),
         ([said(USER)], "messages[0].parts"),
-        ([said(SYSTEM, ""), said(USER, "a")], "messages[0].parts"),
+        ([said(USER, "a"), said(ASSISTANT, "b"), said(USER, "")], "messages[2].parts"),
         ([said(USER, "a", task_pb2.ChatPart())], "messages[0].parts[1]"),
         ([said(USER, "a", SHOWN)], "messages[0].parts[1].image"),
         ([said(USER, SHOWN, SHOWN, "a")], "messages[0].parts[1].image"),

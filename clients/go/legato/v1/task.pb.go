@@ -479,7 +479,8 @@ type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Who says it. Required.
 	Role ChatRole `protobuf:"varint,1,opt,name=role,proto3,enum=legato.v1.ChatRole" json:"role,omitempty"`
-	// What is said, some text at least.
+	// What is said. A user's message has some text, or the image: without text it asks for a description, as
+	// Caption does. Other messages may be empty, as an answer may be.
 	Parts         []*ChatPart `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

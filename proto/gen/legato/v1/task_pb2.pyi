@@ -268,7 +268,9 @@ class ChatMessage(_message.Message):
     """Who says it. Required."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatPart]:
-        """What is said, some text at least."""
+        """What is said. A user's message has some text, or the image: without text it asks for a description, as
+        Caption does. Other messages may be empty, as an answer may be.
+        """
 
     def __init__(
         self,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import textwrap
+import urllib.parse
+
 import openai
 import pytest
 from legato.v1 import inference_pb2, task_pb2
@@ -53,6 +57,95 @@ def test_parameters_arrive(web, client):
     )
     ask(client, max_tokens=8, stop="end")
     assert web.fake.last("Query").sampling == task_pb2.Sampling(max_tokens=8, stop=["end"])
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"top_p": 0}, task_pb2.Sampling(top_k=1)),
+        ({"top_p": 0, "top_k": 50}, task_pb2.Sampling(top_k=1)),
+        ({"top_k": -1}, task_pb2.Sampling()),
+        ({"top_k": 0}, task_pb2.Sampling(top_k=0)),
+        ({"seed": -1}, task_pb2.Sampling()),
+        ({"seed": -2}, task_pb2.Sampling(seed=2**64 - 2)),
+        ({"seed": -(2**63)}, task_pb2.Sampling(seed=2**63)),
+    ],
+)
+def test_parameters_of_a_wider_range(web, given, sampling):
+    """Values that only OpenAI's API and servers like it have mean what they mean there."""
+    assert web.post(CHAT, {"messages": HELLO, **given}).status == 200
+    assert web.fake.last("Query").sampling == sampling
+
+
+LONG = bytes(range(256)) * 3 + b"\xfb\xff"  # needs padding, and both signs that are not letters
+LONG_BASE64 = base64.b64encode(LONG).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64," + base64.encodebytes(LONG).decode(),
+        "data:image/png;base64," + "\r\n".join(textwrap.wrap(LONG_BASE64, 76)) + "\r\n",
+        "data:image/png;base64," + LONG_BASE64.rstrip("="),
+        "data:image/png;base64," + base64.urlsafe_b64encode(LONG).decode(),
+        "data:image/png;base64," + base64.urlsafe_b64encode(LONG).decode().rstrip("="),
+        "data:image/png;base64," + urllib.parse.quote(LONG_BASE64, safe=""),
+        "data:image/png;base64," + urllib.parse.quote(base64.encodebytes(LONG), safe="/"),
+        " DATA:image/png;charset=utf-8; BASE64 ," + LONG_BASE64,
+        "data:;base64," + LONG_BASE64,
+    ],
+    ids=[
+        "line breaks",
+        "line breaks of HTTP",
+        "no padding",
+        "URL-safe",
+        "URL-safe without padding",
+        "percent-encoded",
+        "percent-encoded line breaks",
+        "spaces and capitals",
+        "no type",
+    ],
+)
+def test_data_urls_as_programs_write_them(web, url):
+    """Each form that browsers read is the same picture, at both APIs."""
+    asked = [{"type": "text", "text": "what is it?"}, _shown(url)]
+    assert web.post(CHAT, {"messages": [{"role": "user", "content": asked}]}).status == 200
+    assert web.post("/v1/caption", {"image_url": url}).status == 200
+    assert web.fake.last("Query").image.encoded.data == LONG
+    assert web.fake.last("Caption").image.encoded.data == LONG
+
+
+def test_a_large_data_url_with_line_breaks(web):
+    """Pictures that are decoded on another thread are decoded alike."""
+    large = LONG * 400
+    url = "data:image/png;base64," + base64.encodebytes(large).decode()
+    assert web.post("/v1/caption", {"image_url": url}).status == 200
+    assert web.fake.last("Caption").image.encoded.data == large
+
+
+@pytest.mark.parametrize("rest", [[], [{"type": "text", "text": ""}]])
+def test_a_picture_needs_no_words(web, client, rest):
+    """A message with only a picture arrives as one."""
+    ask(client, [{"role": "user", "content": [_shown(), *rest]}])
+    (message,) = web.fake.last("Query").messages
+    assert message.parts[0].WhichOneof("part") == "image"
+    assert "".join(part.text for part in message.parts) == ""
+
+
+@pytest.mark.parametrize("empty", [{"content": ""}, {"content": None}, {}, {"content": []}])
+def test_an_empty_answer_may_be_sent_back(web, empty):
+    """A conversation with an answer of no words goes on."""
+    turns = [*HELLO, {"role": "assistant", **empty}, *HELLO]
+    assert web.post(CHAT, {"messages": turns}).status == 200
+    said = [
+        (each.role, [part.text for part in each.parts]) for each in web.fake.last("Query").messages
+    ]
+    assert [role for role, _ in said] == [
+        task_pb2.CHAT_ROLE_USER,
+        task_pb2.CHAT_ROLE_ASSISTANT,
+        task_pb2.CHAT_ROLE_USER,
+    ]
+    assert "".join(said[1][1]) == ""
 
 
 def test_a_conversation_about_a_picture(web, client):
@@ -300,6 +393,13 @@ def _shown(url: str = DATA_URL) -> dict[str, object]:
         (
             [{"role": "user", "content": [_shown("data:image/png;base64,***")]}],
             "messages[0].content[0]",
+        ),
+        *(
+            (
+                [{"role": "user", "content": [_shown(f"data:image/png;base64,{text}")]}],
+                "messages[0]",
+            )
+            for text in ("QUJD=QUI", "QUJDR", "QUJD%zz", "QUJDé", "QU%")
         ),
         ([{"role": "user", "content": [_shown("file:///etc/passwd")]}], "messages[0].content[0]"),
         ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
