@@ -38,6 +38,11 @@ class QueryTask(Value, frozen=True):
     history: tuple[Turn, ...] = ()
     shows_image: bool = False
 
+    @property
+    def num_characters(self) -> int:
+        earlier = sum(len(turn.question) + len(turn.answer) for turn in self.history)
+        return len(self.system) + earlier + len(self.question)
+
 
 class CaptionTask(Value, frozen=True):
     """Describe the image."""

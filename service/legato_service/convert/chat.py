@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from legato.v1 import task_pb2
 from legato_engine.core.task_specs import Turn
-from legato_engine.errors import InvalidField, PromptTooLong
+from legato_engine.errors import InvalidField
+
+from legato_service.convert import fields
 
 MAX_MESSAGES = 256
-MAX_CHARACTERS = 32_768  # of all messages together
 
 _SYSTEM, _USER, _ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -33,7 +34,7 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
 
     Raises:
         InvalidField: the messages are malformed.
-        PromptTooLong: the messages have too many characters together.
+        PromptTooLong: the messages have too much text together.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidField(
@@ -48,7 +49,7 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
         _text(message, f"{field}[{index}]", takes_image=index == num_system)
         for index, message in enumerate(messages)
     ]
-    _check_length(sum(map(len, texts)), field)
+    fields.check_text_size(texts, field)
     turns = texts[num_system:]
     return Conversation(
         system="".join(texts[:num_system]),
@@ -89,13 +90,3 @@ def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> st
     if message.role == _USER and not text.strip() and not shows_image:
         raise InvalidField("a user's message needs text or the image", field=f"{field}.parts")
     return text
-
-
-def _check_length(actual: int, field: str) -> None:
-    if actual > MAX_CHARACTERS:
-        raise PromptTooLong(
-            f"{actual} characters, the limit is {MAX_CHARACTERS}",
-            field=field,
-            limit=MAX_CHARACTERS,
-            actual=actual,
-        )

@@ -5,6 +5,7 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_engine.core.task_specs import QueryTask, Turn
 from legato_service.convert import chat
 from legato_service.convert.chat import MAX_MESSAGES, Conversation
+from legato_service.convert.fields import MAX_TEXT_BYTES
 
 from tests.grammar import replay
 from tests.service.harness import image_message, refusal, running
@@ -120,17 +121,29 @@ async def test_messages_stand_in_place_of_the_question():
     """Both together are refused, and so is a reference to an absent image."""
     both = inference_pb2.QueryRequest(question="a", messages=[said(USER, "b")])
     absent = inference_pb2.QueryRequest(messages=[said(USER, SHOWN, "b")])
-    long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])
     async with running() as server:
         fields = []
-        for request in (both, absent, long):
+        for request in (both, absent):
             failed = await refusal(server.inference.Query(request))
             fields.append((failed.reason, field_of(failed)))
-    assert fields == [
-        ("INVALID_FIELD", "question"),
-        ("INVALID_FIELD", "image"),
-        ("PROMPT_TOO_LONG", "messages"),
-    ]
+    assert fields == [("INVALID_FIELD", "question"), ("INVALID_FIELD", "image")]
+
+
+async def test_texts_are_limited_in_bytes():
+    """A question, and all messages together, have the documented length in UTF-8 and no more."""
+    longest = "é" * (MAX_TEXT_BYTES // 2)
+    talk = [said(USER, longest[2:]), said(ASSISTANT, "é"), said(USER, "é")]
+    async with running() as server:
+        for fits in ({"question": longest}, {"messages": talk}):
+            await server.inference.Query(inference_pb2.QueryRequest(**fits))
+        more = [*talk[:2], said(USER, "é?")]
+        for field, value in (("question", f"{longest}?"), ("messages", more)):
+            request = inference_pb2.QueryRequest(**{field: value})
+            failed = await refusal(server.inference.Query(request))
+            assert (failed.reason, field_of(failed)) == ("PROMPT_TOO_LONG", field)
+            metadata = failed.details["ErrorInfo"].metadata
+            assert metadata["limit"] == str(MAX_TEXT_BYTES) == str(1024 * 1024)
+            assert metadata["actual"] == str(MAX_TEXT_BYTES + 1)
 
 
 def test_the_longest_conversation():

@@ -256,7 +256,8 @@ type QueryRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The picture. Absent: a question without one.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
-	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
+	// The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
+	// them.
 	Question string `protobuf:"bytes,2,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first; see `QueryTask.reasoning`.
 	Reasoning bool `protobuf:"varint,3,opt,name=reasoning,proto3" json:"reasoning,omitempty"`

@@ -533,7 +533,8 @@ func (x *ChatMessage) GetParts() []*ChatPart {
 // Answer a question in text.
 type QueryTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
+	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
+	// UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
 	Question string `protobuf:"bytes,1,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
 	// TASK_UNSUPPORTED.
@@ -541,8 +542,9 @@ type QueryTask struct {
 	// Places the question is about. Needs an image.
 	SpatialRefs []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
 	// A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-	// turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
-	// nothing of it: each call brings all that was said.
+	// turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+	// as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
+	// said.
 	Messages      []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

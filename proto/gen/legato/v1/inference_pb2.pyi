@@ -172,7 +172,9 @@ class QueryRequest(_message.Message):
     STAMP_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
+    """The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
+    them.
+    """
     reasoning: _builtins.bool
     """Think first; see `QueryTask.reasoning`."""
     @_builtins.property

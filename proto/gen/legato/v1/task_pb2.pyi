@@ -297,7 +297,9 @@ class QueryTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
+    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
+    UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
+    """
     reasoning: _builtins.bool
     """Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
     TASK_UNSUPPORTED.
@@ -309,8 +311,9 @@ class QueryTask(_message.Message):
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-        turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
-        nothing of it: each call brings all that was said.
+        turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+        as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
+        said.
         """
 
     def __init__(
