@@ -14,6 +14,7 @@ from legato_client import (
     Options,
     QueryTask,
     Sampling,
+    TextDelta,
 )
 
 from tests.e2e.scenes import two_shapes
@@ -110,6 +111,21 @@ def test_a_conversation_is_answered(folder, client):
     assert result.info.usage.input_tokens == len(expected)
     (*_, finished) = client.generate(None, QueryTask(sampling=GREEDY, messages=talk))
     assert finished.result.answer == result.answer != ""
+
+
+def test_every_stop_string_cuts_a_call_and_a_stream_alike(client):
+    """Whatever part of an answer is the stop string, the text ends before it, and so do deltas."""
+    question, longer = "why is the sky blue?", Sampling(temperature=0.0, max_tokens=30)
+    whole = client.query(None, question, sampling=longer).answer
+    stops = {whole[at : at + length] for length in (1, 2, 5) for at in range(len(whole) - length)}
+    assert len(stops) > 20
+    for stop in sorted(stops)[::2]:
+        sampling = Sampling(temperature=0.0, max_tokens=30, stop=("never", stop))
+        result = client.query(None, question, sampling=sampling)
+        expected = whole[: whole.index(stop)]
+        assert (result.answer, result.info.finish_reason) == (expected, "stop")
+        events = list(client.generate(None, QueryTask(question, sampling=sampling)))
+        assert "".join(each.text for each in events if isinstance(each, TextDelta)) == expected
 
 
 def test_tokens_are_told_with_their_probabilities(client):

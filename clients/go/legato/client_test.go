@@ -271,6 +271,51 @@ func TestConfidencesAreAskedForAndTold(t *testing.T) {
 	}
 }
 
+// The server is told the deadline of the context, and a call that it outlasts ends with it.
+func TestDeadlines(t *testing.T) {
+	told := make(chan time.Time, 2)
+	wait := func(ctx context.Context) error {
+		deadline, _ := ctx.Deadline()
+		told <- deadline
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	server := &fake{
+		detect: func(ctx context.Context, _ *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+			return nil, wait(ctx)
+		},
+		generate: func(stream grpc.ServerStreamingServer[legatov1.GenerateResponse]) error {
+			return wait(stream.Context())
+		},
+	}
+	client := server.dial(t)
+	for name, call := range map[string]func(context.Context) error{
+		"Detect": func(ctx context.Context) error {
+			_, err := client.Detect(ctx, picture, "bus")
+			return err
+		},
+		"Generate": func(ctx context.Context) error {
+			for _, err := range client.Generate(ctx, picture, DetectTask("bus")) {
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+		err := call(ctx)
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: got %v", name, err)
+		}
+		wanted, _ := ctx.Deadline()
+		if deadline := <-told; deadline.IsZero() || deadline.Sub(wanted).Abs() > time.Minute {
+			t.Errorf("%s: the server was told %v", name, deadline)
+		}
+	}
+}
+
 // A request that is too large, or an option of another task, is refused before it is sent.
 func TestWhatIsRefusedUnsent(t *testing.T) {
 	client := (&fake{}).dial(t, WithMaxMessageBytes(1000))
