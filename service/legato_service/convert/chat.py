@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,9 @@ class Conversation(NamedTuple):
 
 
 def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conversation:
-    """Convert messages: an optional system message, then user and assistant in turns, user last.
+    """Convert messages: system's, if any, then user and assistant in turns, user last.
+
+    Messages of one role in a row are one turn.
 
     Raises:
         InvalidField: the messages are malformed.
@@ -43,16 +46,18 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
             limit=MAX_MESSAGES,
             actual=len(messages),
         )
-    num_system = int(messages[0].role == _SYSTEM)
+    is_system = [message.role == _SYSTEM for message in messages]
+    num_system = (*is_system, False).index(False)
     _check_roles(messages, num_system, field)
     texts = [
         _text(message, f"{field}[{index}]", takes_image=index == num_system)
         for index, message in enumerate(messages)
     ]
     fields.check_text_size(texts, field)
-    turns = texts[num_system:]
+    spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
+    turns = [_joined([texts[at] for at in group]) for _, group in spoken]
     return Conversation(
-        system="".join(texts[:num_system]),
+        system=_joined(texts[:num_system]),
         history=tuple(
             Turn(question=question, answer=answer)
             for question, answer in zip(turns[:-1:2], turns[1::2], strict=True)
@@ -64,15 +69,20 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
 
 def _check_roles(messages: Sequence[task_pb2.ChatMessage], num_system: int, field: str) -> None:
     for index, message in enumerate(messages[num_system:], num_system):
-        expected = _ASSISTANT if (index - num_system) % 2 else _USER
-        if message.role != expected:
-            name = task_pb2.ChatRole.Name(expected)
+        expected = (_USER,) if index == num_system else (_USER, _ASSISTANT)
+        if message.role not in expected:
+            names = " or ".join(map(task_pb2.ChatRole.Name, expected))
             raise InvalidField(
-                f"{name} expected: user and assistant take turns, after an optional system message",
+                f"{names} expected: messages of the system come first, then one of the user",
                 field=f"{field}[{index}].role",
             )
     if len(messages) == num_system or messages[-1].role != _USER:
         raise InvalidField("the last message must be the user's", field=field)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Join the texts of a turn by blank lines, without empty ones."""
+    return texts[0] if len(texts) == 1 else "\n\n".join(filter(str.strip, texts))
 
 
 def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> str:

@@ -65,6 +65,30 @@ async def test_one_question_is_a_conversation():
     assert first == second == QueryTask(question="Hi?")
 
 
+async def test_messages_of_one_role_in_a_row_are_a_turn():
+    """Their texts are joined by blank lines: clients leave out answers that are empty."""
+    messages = [
+        said(SYSTEM, "Be short."),
+        said(SYSTEM, "Be kind."),
+        said(USER, SHOWN),
+        said(USER, "What", " is it?"),
+        said(ASSISTANT, ""),
+        said(ASSISTANT, "A cup."),
+        said(USER, "Of what"),
+        said(USER, "colour?"),
+    ]
+    async with running() as server:
+        query = inference_pb2.QueryRequest(image=image_message(), messages=messages)
+        assert (await server.inference.Query(query)).answer
+        (asked,) = (each.task for each in server.engine.requests)
+    assert asked == QueryTask(
+        question="Of what\n\ncolour?",
+        system="Be short.\n\nBe kind.",
+        history=TURNS,
+        shows_image=True,
+    )
+
+
 @pytest.mark.parametrize("empty", [(), ("",), (" ", "\n")])
 async def test_messages_that_may_be_empty(empty):
     """An empty answer and an empty system message are read, and an image without text."""
@@ -84,9 +108,9 @@ async def test_messages_that_may_be_empty(empty):
         ([said(ASSISTANT, "a")], "messages[0].role"),
         ([said(0, "a")], "messages[0].role"),
         ([said(99, "a")], "messages[0].role"),
-        ([said(USER, "a"), said(USER, "b")], "messages[1].role"),
         ([said(USER, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
-        ([said(SYSTEM, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(SYSTEM, "a"), said(ASSISTANT, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(USER, "a"), said(USER, "b", SHOWN)], "messages[1].parts[1].image"),
         ([said(SYSTEM, "a")], "messages"),
         ([said(USER, "a"), said(ASSISTANT, "b")], "messages"),
         ([said(USER, " ")], "messages[0].parts"),

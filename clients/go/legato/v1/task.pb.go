@@ -86,7 +86,7 @@ type ChatRole int32
 const (
 	// Not given: INVALID_ARGUMENT INVALID_FIELD.
 	ChatRole_CHAT_ROLE_UNSPECIFIED ChatRole = 0
-	// Whoever set the conversation up: what holds for all of it. Only the first message.
+	// Whoever set the conversation up: what holds for all of it. Only before all others.
 	ChatRole_CHAT_ROLE_SYSTEM ChatRole = 1
 	// The caller.
 	ChatRole_CHAT_ROLE_USER ChatRole = 2
@@ -542,7 +542,8 @@ type QueryTask struct {
 	// Places the question is about. Needs an image.
 	SpatialRefs []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
 	// A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-	// turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+	// turns, USER last. Messages of one role in a row are one turn, whose texts are joined by blank lines. At most 256
+	// messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
 	// as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
 	// said.
 	Messages      []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`

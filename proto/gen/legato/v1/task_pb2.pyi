@@ -59,7 +59,7 @@ class _ChatRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChatRole.Val
     CHAT_ROLE_UNSPECIFIED: _ChatRole.ValueType  # 0
     """Not given: INVALID_ARGUMENT INVALID_FIELD."""
     CHAT_ROLE_SYSTEM: _ChatRole.ValueType  # 1
-    """Whoever set the conversation up: what holds for all of it. Only the first message."""
+    """Whoever set the conversation up: what holds for all of it. Only before all others."""
     CHAT_ROLE_USER: _ChatRole.ValueType  # 2
     """The caller."""
     CHAT_ROLE_ASSISTANT: _ChatRole.ValueType  # 3
@@ -71,7 +71,7 @@ class ChatRole(_ChatRole, metaclass=_ChatRoleEnumTypeWrapper):
 CHAT_ROLE_UNSPECIFIED: ChatRole.ValueType  # 0
 """Not given: INVALID_ARGUMENT INVALID_FIELD."""
 CHAT_ROLE_SYSTEM: ChatRole.ValueType  # 1
-"""Whoever set the conversation up: what holds for all of it. Only the first message."""
+"""Whoever set the conversation up: what holds for all of it. Only before all others."""
 CHAT_ROLE_USER: ChatRole.ValueType  # 2
 """The caller."""
 CHAT_ROLE_ASSISTANT: ChatRole.ValueType  # 3
@@ -311,7 +311,8 @@ class QueryTask(_message.Message):
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-        turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+        turns, USER last. Messages of one role in a row are one turn, whose texts are joined by blank lines. At most 256
+        messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
         as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
         said.
         """
