@@ -97,6 +97,7 @@ async def test_messages_that_may_be_empty(empty):
         query = inference_pb2.QueryRequest(image=image_message(), messages=[*messages, TALK[-1]])
         assert (await server.inference.Query(query)).answer
         (asked,) = (each.task for each in server.engine.requests)
+    assert isinstance(asked, QueryTask)
     assert (asked.system.strip(), asked.question) == ("", "Of what colour?")
     assert [(turn.question.strip(), turn.answer.strip()) for turn in asked.history] == [("", "")]
     assert asked.shows_image
@@ -158,11 +159,13 @@ async def test_texts_are_limited_in_bytes():
     longest = "é" * (MAX_TEXT_BYTES // 2)
     talk = [said(USER, longest[2:]), said(ASSISTANT, "é"), said(USER, "é")]
     async with running() as server:
-        for fits in ({"question": longest}, {"messages": talk}):
-            await server.inference.Query(inference_pb2.QueryRequest(**fits))
+        await server.inference.Query(inference_pb2.QueryRequest(question=longest))
+        await server.inference.Query(inference_pb2.QueryRequest(messages=talk))
         more = [*talk[:2], said(USER, "é?")]
-        for field, value in (("question", f"{longest}?"), ("messages", more)):
-            request = inference_pb2.QueryRequest(**{field: value})
+        for field, request in (
+            ("question", inference_pb2.QueryRequest(question=f"{longest}?")),
+            ("messages", inference_pb2.QueryRequest(messages=more)),
+        ):
             failed = await refusal(server.inference.Query(request))
             assert (failed.reason, field_of(failed)) == ("PROMPT_TOO_LONG", field)
             metadata = failed.details["ErrorInfo"].metadata

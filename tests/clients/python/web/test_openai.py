@@ -211,7 +211,7 @@ _BYTES = "é😀".encode()
 _END = ("tokens", inference_pb2.TokensDelta(tokens=_tokens("")))
 
 
-def _stream_with_tokens(*last, reason: task_pb2.FinishReason):
+def _stream_with_tokens(*last, reason):
     """Thoughts, then the first letter in two tokens, then text and what follows it."""
     completing = inference_pb2.Token(token_id=1, text="é", bytes=_BYTES[1:2], logprob=-0.5)
     told = events(
