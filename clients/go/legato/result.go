@@ -156,6 +156,8 @@ type Token struct {
 	ID uint32
 	// Text is empty while a character is incomplete.
 	Text string
+	// Bytes are its own, in UTF-8 perhaps a part of a character; empty if it carries no text.
+	Bytes []byte
 	// Logprob is the natural logarithm of the probability that the model gave it, its value's included; nil unless
 	// [WithLogprobs].
 	Logprob *float32
@@ -174,6 +176,8 @@ type Alternative struct {
 	ID      uint32
 	Text    string
 	Logprob float32
+	// Bytes are as those of [Token].
+	Bytes []byte
 }
 
 // Certainty is how sure the model was of a token with a value. The product of both over the tokens of an object is its

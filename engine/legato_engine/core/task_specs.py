@@ -27,7 +27,8 @@ class Turn(Value, frozen=True):
 class QueryTask(Value, frozen=True):
     """Answer a question, about the image if there is one.
 
-    The image precedes the first question of `history`; `shows_image` requires one.
+    The image precedes the first question of `history`; `shows_image` requires one. Then that
+    question may be empty: it asks for a description.
     """
 
     question: str
@@ -36,6 +37,11 @@ class QueryTask(Value, frozen=True):
     system: str = ""
     history: tuple[Turn, ...] = ()
     shows_image: bool = False
+
+    @property
+    def num_characters(self) -> int:
+        earlier = sum(len(turn.question) + len(turn.answer) for turn in self.history)
+        return len(self.system) + earlier + len(self.question)
 
 
 class CaptionTask(Value, frozen=True):

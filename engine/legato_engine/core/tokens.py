@@ -25,11 +25,13 @@ class Alternative(Value, frozen=True):
     token_id: int
     text: str
     logprob: float
+    piece: bytes = b""
 
 
 class TokenInfo(Value, frozen=True):
     """A sampled token and its text, empty while a character is incomplete, or its value.
 
+    `piece` has its own bytes, perhaps a part of a character; none for tokens that carry no text.
     `logprob` is the natural logarithm of its probability at temperature 1 under its constraint,
     times that of its value.
     """
@@ -41,3 +43,4 @@ class TokenInfo(Value, frozen=True):
     size: tuple[float, float] | None = None  # width, height
     certainty: Certainty | None = None  # only beside a logprob
     alternatives: tuple[Alternative, ...] = ()
+    piece: bytes = b""

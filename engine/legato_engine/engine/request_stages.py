@@ -13,6 +13,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.core.results import Outline
 from legato_engine.core.tokens import TokenInfo
+from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.loaded_image import PendingImage, PreprocessedImage
 from legato_engine.ipc.commands import HoldImage
 from legato_engine.ipc.messages import Done
@@ -46,17 +47,21 @@ class Stage:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest(Stage):
-    """A request whose image or adapter is being prepared."""
+    """A request whose image, adapter or long text is being prepared.
+
+    `text` is done when `task` is computed; None: that was done at once.
+    """
 
     request: Request
     arrival: float
-    task: Task
+    task: Lazy[Task]
+    text: Future[Task] | None
     image: PendingImage | None
     adapter: Future[Adapter] | None
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        parts = (self.image, self.adapter)
+        parts = (self.image, self.adapter, self.text)
         return [part for part in parts if isinstance(part, Future)]
 
     @property
@@ -77,9 +82,10 @@ class PendingRequest(Stage):
         return None if self.adapter is None else self.adapter.result()
 
     def cancel(self) -> None:
-        """Cancel the image; other requests may wait for the adapter."""
-        if isinstance(self.image, Future):
-            self.image.cancel()
+        """Cancel the image and the text; other requests may wait for the adapter."""
+        for part in (self.image, self.text):
+            if isinstance(part, Future):
+                part.cancel()
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)

@@ -35,14 +35,16 @@ class TokenLog:
     def read(self, token: SampledToken) -> TokenInfo:
         """The text is what the token completes, shown or not."""
         alternatives = self._alternatives(token) if self._top_logprobs else ()
+        piece = self._pieces.piece(token.token_id)
         return TokenInfo(
             token_id=token.token_id,
-            text=self._decoder.decode(self._pieces.piece(token.token_id)),
+            text=self._decoder.decode(piece),
             logprob=token.logprob if self._logprobs else None,
             coordinate=token.payload[0] if token.token_id == self._coord else None,
             size=token.payload if token.token_id == self._size else None,
             certainty=token.certainty if self._tells_certainty(token) else None,
             alternatives=alternatives,
+            piece=piece,
         )
 
     def _tells_certainty(self, token: SampledToken) -> bool:
@@ -54,7 +56,8 @@ class TokenLog:
         told = []
         for token_id, logprob in token.alternatives[: self._top_logprobs]:
             self._decoder.setstate(state)
-            text = self._decoder.decode(self._pieces.piece(token_id))
-            told.append(Alternative(token_id=token_id, text=text, logprob=logprob))
+            piece = self._pieces.piece(token_id)
+            text = self._decoder.decode(piece)
+            told.append(Alternative(token_id=token_id, text=text, logprob=logprob, piece=piece))
         self._decoder.setstate(state)
         return tuple(told)

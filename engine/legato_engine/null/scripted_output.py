@@ -86,7 +86,8 @@ class ScriptedOutput:
     def _token(self, index: int, request: Request) -> TokenInfo:
         event = self.events[index]
         text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
-        return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
+        logprob = 0.0 if request.logprobs else None
+        return TokenInfo(token_id=index, text=text, logprob=logprob, piece=text.encode())
 
 
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:

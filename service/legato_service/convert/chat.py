@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.v1 import task_pb2
 from legato_engine.core.task_specs import Turn
-from legato_engine.errors import InvalidField, PromptTooLong
+from legato_engine.errors import InvalidField
+
+from legato_service.convert import fields
 
 MAX_MESSAGES = 256
-MAX_CHARACTERS = 32_768  # of all messages together
 
 _SYSTEM, _USER, _ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -29,11 +31,13 @@ class Conversation(NamedTuple):
 
 
 def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conversation:
-    """Convert messages: an optional system message, then user and assistant in turns, user last.
+    """Convert messages: system's, if any, then user and assistant in turns, user last.
+
+    Messages of one role in a row are one turn.
 
     Raises:
         InvalidField: the messages are malformed.
-        PromptTooLong: the messages have too many characters together.
+        PromptTooLong: the messages have too much text together.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidField(
@@ -42,16 +46,18 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
             limit=MAX_MESSAGES,
             actual=len(messages),
         )
-    num_system = int(messages[0].role == _SYSTEM)
+    is_system = [message.role == _SYSTEM for message in messages]
+    num_system = (*is_system, False).index(False)
     _check_roles(messages, num_system, field)
     texts = [
         _text(message, f"{field}[{index}]", takes_image=index == num_system)
         for index, message in enumerate(messages)
     ]
-    _check_length(sum(map(len, texts)), field)
-    turns = texts[num_system:]
+    fields.check_text_size(texts, field)
+    spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
+    turns = [_joined([texts[at] for at in group]) for _, group in spoken]
     return Conversation(
-        system="".join(texts[:num_system]),
+        system=_joined(texts[:num_system]),
         history=tuple(
             Turn(question=question, answer=answer)
             for question, answer in zip(turns[:-1:2], turns[1::2], strict=True)
@@ -63,15 +69,20 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
 
 def _check_roles(messages: Sequence[task_pb2.ChatMessage], num_system: int, field: str) -> None:
     for index, message in enumerate(messages[num_system:], num_system):
-        expected = _ASSISTANT if (index - num_system) % 2 else _USER
-        if message.role != expected:
-            name = task_pb2.ChatRole.Name(expected)
+        expected = (_USER,) if index == num_system else (_USER, _ASSISTANT)
+        if message.role not in expected:
+            names = " or ".join(map(task_pb2.ChatRole.Name, expected))
             raise InvalidField(
-                f"{name} expected: user and assistant take turns, after an optional system message",
+                f"{names} expected: messages of the system come first, then one of the user",
                 field=f"{field}[{index}].role",
             )
     if len(messages) == num_system or messages[-1].role != _USER:
         raise InvalidField("the last message must be the user's", field=field)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Join the texts of a turn by blank lines, without empty ones."""
+    return texts[0] if len(texts) == 1 else "\n\n".join(filter(str.strip, texts))
 
 
 def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> str:
@@ -85,16 +96,7 @@ def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> st
                 field=f"{field}.parts[{index}].image",
             )
     text = "".join(part.text for part in message.parts)
-    if not text.strip():
-        raise InvalidField("a message needs text", field=f"{field}.parts")
+    shows_image = any(part.HasField("image") for part in message.parts)
+    if message.role == _USER and not text.strip() and not shows_image:
+        raise InvalidField("a user's message needs text or the image", field=f"{field}.parts")
     return text
-
-
-def _check_length(actual: int, field: str) -> None:
-    if actual > MAX_CHARACTERS:
-        raise PromptTooLong(
-            f"{actual} characters, the limit is {MAX_CHARACTERS}",
-            field=field,
-            limit=MAX_CHARACTERS,
-            actual=actual,
-        )

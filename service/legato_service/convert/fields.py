@@ -11,6 +11,8 @@ from legato_engine.core.geometry import Box, Point, SpatialRef
 from legato_engine.core.task_specs import ObjectOrder
 from legato_engine.errors import InvalidField, PromptTooLong
 
+MAX_TEXT_BYTES = 1024 * 1024  # of a question, and of all messages of a conversation together
+
 Listing: TypeAlias = (
     task_pb2.DetectTask
     | inference_pb2.DetectRequest
@@ -41,6 +43,22 @@ def text(value: str, field: str, limit: int) -> str:
             actual=len(value),
         )
     return value
+
+
+def check_text_size(texts: Sequence[str], field: str) -> None:
+    """Bound the work of making tokens; how many of them fit is up to the model.
+
+    Raises:
+        PromptTooLong: the texts have more than `MAX_TEXT_BYTES` in UTF-8 together.
+    """
+    actual = sum(len(text.encode()) for text in texts)
+    if actual > MAX_TEXT_BYTES:
+        raise PromptTooLong(
+            f"{actual} bytes of text, the limit is {MAX_TEXT_BYTES}",
+            field=field,
+            limit=MAX_TEXT_BYTES,
+            actual=actual,
+        )
 
 
 def max_objects(message: Listing) -> int | None:

@@ -79,7 +79,7 @@ def fill_tokens(
     tokens: Sequence[TokenInfo],
 ) -> None:
     for token in tokens:
-        message = messages.add(token_id=token.token_id, text=token.text)
+        message = messages.add(token_id=token.token_id, text=token.text, bytes=token.piece)
         if token.logprob is not None:
             message.logprob = token.logprob
         if token.coordinate is not None:
@@ -89,7 +89,9 @@ def fill_tokens(
         if token.certainty is not None:
             message.certainty.existence, message.certainty.concentration = token.certainty
         for each in token.alternatives:
-            message.alternatives.add(token_id=each.token_id, text=each.text, logprob=each.logprob)
+            message.alternatives.add(
+                token_id=each.token_id, text=each.text, logprob=each.logprob, bytes=each.piece
+            )
 
 
 def duration(seconds: float) -> duration_pb2.Duration:

@@ -29,8 +29,7 @@ from legato_engine.errors import InvalidField
 
 from legato_service.convert import chat, fields, pieces
 
-MAX_QUESTION = 32_768  # characters
-MAX_OBJECT = 1_024
+MAX_OBJECT = 1_024  # characters
 
 _LENGTHS = {
     task_pb2.CAPTION_LENGTH_UNSPECIFIED: CaptionLength.NORMAL,
@@ -73,7 +72,9 @@ Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 def _query(message: Query, path: str) -> QueryTask:
     refs = fields.refs(message.spatial_refs, path)
     if not message.messages:
-        question = fields.text(message.question, f"{path}question", MAX_QUESTION)
+        field = f"{path}question"
+        fields.check_text_size([message.question], field)
+        question = fields.text(message.question, field, fields.MAX_TEXT_BYTES)
         return QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
     if message.question:
         raise InvalidField("a question or messages, not both", field=f"{path}question")

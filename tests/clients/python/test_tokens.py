@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
-from legato_client import CaptionTask, Options, QueryTask, Token, TokensDelta
+from legato_client import CaptionTask, Options, QueryTask, Token, TokenAlternative, TokensDelta
 
 from tests.clients.python.fake_server import events
 
 IMAGE = b"an image"
 TOKENS = (
-    inference_pb2.Token(token_id=9, text="hi", logprob=-0.5),
+    inference_pb2.Token(
+        token_id=9,
+        text="hi",
+        bytes=b"hi",
+        logprob=-0.5,
+        alternatives=[inference_pb2.TokenAlternative(token_id=8, bytes=b"\xf0", logprob=-1.0)],
+    ),
     inference_pb2.Token(token_id=5, coordinate=0.0),
     inference_pb2.Token(token_id=6, size=geometry_pb2.Size(width=0.5, height=0.25)),
 )
 SAME = (
-    Token(9, "hi", logprob=-0.5),
+    Token(
+        9,
+        "hi",
+        logprob=-0.5,
+        alternatives=(TokenAlternative(8, "", -1.0, b"\xf0"),),
+        bytes=b"hi",
+    ),
     Token(5, "", coordinate=0.0),
     Token(6, "", size=(0.5, 0.25)),
 )

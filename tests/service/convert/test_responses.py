@@ -81,6 +81,7 @@ TOKEN = st.builds(
     TokenInfo,
     token_id=SMALL,
     text=TEXT,
+    piece=st.binary(max_size=3),
     logprob=st.none() | UNIT,
     coordinate=st.none() | UNIT,
     size=st.none(),
@@ -190,6 +191,7 @@ def test_a_response_says_all_of_its_result_and_nothing_else(
             text=each.text,
             logprob=each.logprob if each.HasField("logprob") else None,
             coordinate=each.coordinate if each.HasField("coordinate") else None,
+            piece=each.bytes,
         )
         for each in info.tokens
     )

@@ -5,6 +5,7 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_engine.core.task_specs import QueryTask, Turn
 from legato_service.convert import chat
 from legato_service.convert.chat import MAX_MESSAGES, Conversation
+from legato_service.convert.fields import MAX_TEXT_BYTES
 
 from tests.grammar import replay
 from tests.service.harness import image_message, refusal, running
@@ -64,21 +65,58 @@ async def test_one_question_is_a_conversation():
     assert first == second == QueryTask(question="Hi?")
 
 
+async def test_messages_of_one_role_in_a_row_are_a_turn():
+    """Their texts are joined by blank lines: clients leave out answers that are empty."""
+    messages = [
+        said(SYSTEM, "Be short."),
+        said(SYSTEM, "Be kind."),
+        said(USER, SHOWN),
+        said(USER, "What", " is it?"),
+        said(ASSISTANT, ""),
+        said(ASSISTANT, "A cup."),
+        said(USER, "Of what"),
+        said(USER, "colour?"),
+    ]
+    async with running() as server:
+        query = inference_pb2.QueryRequest(image=image_message(), messages=messages)
+        assert (await server.inference.Query(query)).answer
+        (asked,) = (each.task for each in server.engine.requests)
+    assert asked == QueryTask(
+        question="Of what\n\ncolour?",
+        system="Be short.\n\nBe kind.",
+        history=TURNS,
+        shows_image=True,
+    )
+
+
+@pytest.mark.parametrize("empty", [(), ("",), (" ", "\n")])
+async def test_messages_that_may_be_empty(empty):
+    """An empty answer and an empty system message are read, and an image without text."""
+    messages = [said(SYSTEM, *empty), said(USER, SHOWN, *empty), said(ASSISTANT, *empty)]
+    async with running() as server:
+        query = inference_pb2.QueryRequest(image=image_message(), messages=[*messages, TALK[-1]])
+        assert (await server.inference.Query(query)).answer
+        (asked,) = (each.task for each in server.engine.requests)
+    assert isinstance(asked, QueryTask)
+    assert (asked.system.strip(), asked.question) == ("", "Of what colour?")
+    assert [(turn.question.strip(), turn.answer.strip()) for turn in asked.history] == [("", "")]
+    assert asked.shows_image
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
         ([said(ASSISTANT, "a")], "messages[0].role"),
         ([said(0, "a")], "messages[0].role"),
         ([said(99, "a")], "messages[0].role"),
-        ([said(USER, "a"), said(USER, "b")], "messages[1].role"),
         ([said(USER, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
-        ([said(SYSTEM, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(SYSTEM, "a"), said(ASSISTANT, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(USER, "a"), said(USER, "b", SHOWN)], "messages[1].parts[1].image"),
         ([said(SYSTEM, "a")], "messages"),
         ([said(USER, "a"), said(ASSISTANT, "b")], "messages"),
         ([said(USER, " ")], "messages[0].parts"),
-        ([said(USER, SHOWN)], "messages[0].parts"),
         ([said(USER)], "messages[0].parts"),
-        ([said(SYSTEM, ""), said(USER, "a")], "messages[0].parts"),
+        ([said(USER, "a"), said(ASSISTANT, "b"), said(USER, "")], "messages[2].parts"),
         ([said(USER, "a", task_pb2.ChatPart())], "messages[0].parts[1]"),
         ([said(USER, "a", SHOWN)], "messages[0].parts[1].image"),
         ([said(USER, SHOWN, SHOWN, "a")], "messages[0].parts[1].image"),
@@ -108,17 +146,31 @@ async def test_messages_stand_in_place_of_the_question():
     """Both together are refused, and so is a reference to an absent image."""
     both = inference_pb2.QueryRequest(question="a", messages=[said(USER, "b")])
     absent = inference_pb2.QueryRequest(messages=[said(USER, SHOWN, "b")])
-    long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])
     async with running() as server:
         fields = []
-        for request in (both, absent, long):
+        for request in (both, absent):
             failed = await refusal(server.inference.Query(request))
             fields.append((failed.reason, field_of(failed)))
-    assert fields == [
-        ("INVALID_FIELD", "question"),
-        ("INVALID_FIELD", "image"),
-        ("PROMPT_TOO_LONG", "messages"),
-    ]
+    assert fields == [("INVALID_FIELD", "question"), ("INVALID_FIELD", "image")]
+
+
+async def test_texts_are_limited_in_bytes():
+    """A question, and all messages together, have the documented length in UTF-8 and no more."""
+    longest = "é" * (MAX_TEXT_BYTES // 2)
+    talk = [said(USER, longest[2:]), said(ASSISTANT, "é"), said(USER, "é")]
+    async with running() as server:
+        await server.inference.Query(inference_pb2.QueryRequest(question=longest))
+        await server.inference.Query(inference_pb2.QueryRequest(messages=talk))
+        more = [*talk[:2], said(USER, "é?")]
+        for field, request in (
+            ("question", inference_pb2.QueryRequest(question=f"{longest}?")),
+            ("messages", inference_pb2.QueryRequest(messages=more)),
+        ):
+            failed = await refusal(server.inference.Query(request))
+            assert (failed.reason, field_of(failed)) == ("PROMPT_TOO_LONG", field)
+            metadata = failed.details["ErrorInfo"].metadata
+            assert metadata["limit"] == str(MAX_TEXT_BYTES) == str(1024 * 1024)
+            assert metadata["actual"] == str(MAX_TEXT_BYTES + 1)
 
 
 def test_the_longest_conversation():

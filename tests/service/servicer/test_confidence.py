@@ -48,7 +48,7 @@ WORD = TokenInfo(
     logprob=-0.25,
     alternatives=(
         Alternative(token_id=9, text="cat", logprob=-0.25),
-        Alternative(token_id=8, text="dog", logprob=-2.0),
+        Alternative(token_id=8, text="dog", logprob=-2.0, piece=b"dog"),
     ),
 )
 
@@ -118,8 +118,8 @@ async def test_tokens_have_certainties_and_alternatives():
     assert (place.certainty.existence, place.certainty.concentration) == (0.75, 0.5)
     assert not place.alternatives
     assert not word.HasField("certainty")
-    assert [(a.token_id, a.text, a.logprob) for a in word.alternatives] == [
-        (9, "cat", -0.25), (8, "dog", -2.0),
+    assert [(a.token_id, a.text, a.logprob, a.bytes) for a in word.alternatives] == [
+        (9, "cat", -0.25, b""), (8, "dog", -2.0, b"dog"),
     ]  # fmt: skip
 
 

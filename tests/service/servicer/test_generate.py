@@ -104,7 +104,7 @@ async def test_waiting_text_is_one_message():
 
 TOKENS = (
     TokenInfo(token_id=4),
-    TokenInfo(token_id=5, text="Hi", logprob=-0.25),
+    TokenInfo(token_id=5, text="Hi", logprob=-0.25, piece=b"Hi"),
     TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
     TokenInfo(token_id=7, size=(0.5, 0.25)),
 )
@@ -133,7 +133,8 @@ async def test_tokens_come_on_request():
     start, text, place, size = grammar.tokens  # which `finished` repeats, by the grammar
     assert (start.token_id, start.text, start.HasField("logprob")) == (4, "", False)
     assert start.WhichOneof("value") is None
-    assert (text.text, text.logprob) == ("Hi", -0.25)
+    assert (text.text, text.bytes, text.logprob) == ("Hi", b"Hi", -0.25)
+    assert start.bytes == b""
     assert (place.WhichOneof("value"), place.coordinate, place.logprob) == ("coordinate", 0, 0)
     assert place.HasField("logprob")
     assert (size.size.width, size.size.height) == (0.5, 0.25)

@@ -55,7 +55,6 @@ FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORM
 TABLE: dict[str, list[Any]] = {
     "Query": [
         ("question", {}),
-        ("question", query_fields(question="x" * 40_000), TOO_LONG),
         ("sampling.temperature", sampling_fields(temperature=-0.1)),
         ("sampling.temperature", sampling_fields(temperature=math.inf)),
         ("sampling.temperature", sampling_fields(temperature=math.nan)),

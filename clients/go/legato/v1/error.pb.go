@@ -68,8 +68,8 @@ const (
 	//
 	//	{"reason": "TASK_UNSUPPORTED", "domain": "legato", "metadata": {"task": "segment", "model": "legato-tiny"}}
 	ErrorReason_ERROR_REASON_TASK_UNSUPPORTED ErrorReason = 7
-	// INVALID_ARGUMENT: prompt, image and answer can never fit the context. Remedy: shorten the prompt or lower
-	// max_tokens.
+	// INVALID_ARGUMENT: prompt, image and answer can never fit the context, or a text has more bytes than its field
+	// takes. Remedy: shorten the prompt or lower max_tokens.
 	//
 	//	{"reason": "PROMPT_TOO_LONG", "domain": "legato", "metadata": {"limit": "2048", "actual": "2310"}}
 	ErrorReason_ERROR_REASON_PROMPT_TOO_LONG ErrorReason = 8

@@ -256,7 +256,8 @@ type QueryRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The picture. Absent: a question without one.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
-	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
+	// The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
+	// them.
 	Question string `protobuf:"bytes,2,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first; see `QueryTask.reasoning`.
 	Reasoning bool `protobuf:"varint,3,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
@@ -1544,7 +1545,9 @@ type TokenAlternative struct {
 	// The text that it would have completed; empty while a character is incomplete, and for tokens that carry none.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// Natural logarithm of its probability, as `Token.logprob`, without that of a value.
-	Logprob       float32 `protobuf:"fixed32,3,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	Logprob float32 `protobuf:"fixed32,3,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	// Its own bytes, as `Token.bytes`.
+	Bytes         []byte `protobuf:"bytes,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1598,6 +1601,13 @@ func (x *TokenAlternative) GetLogprob() float32 {
 		return x.Logprob
 	}
 	return 0
+}
+
+func (x *TokenAlternative) GetBytes() []byte {
+	if x != nil {
+		return x.Bytes
+	}
+	return nil
 }
 
 // How sure the model was of a token that carries a value. The confidence of an object is the product of both numbers over
@@ -1680,7 +1690,10 @@ type Token struct {
 	// resumption.
 	Alternatives []*TokenAlternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
 	// Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set.
-	Certainty     *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
+	Certainty *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
+	// Its own bytes of UTF-8: where a character takes several tokens, each has its part. `text` has the whole character,
+	// with the token that completes it. Empty for tokens that carry no text.
+	Bytes         []byte `protobuf:"bytes,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1771,6 +1784,13 @@ func (x *Token) GetAlternatives() []*TokenAlternative {
 func (x *Token) GetCertainty() *TokenCertainty {
 	if x != nil {
 		return x.Certainty
+	}
+	return nil
+}
+
+func (x *Token) GetBytes() []byte {
+	if x != nil {
+		return x.Bytes
 	}
 	return nil
 }
@@ -2434,17 +2454,17 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
 	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\x12 \n" +
-	"\vresumptions\x18\t \x01(\rR\vresumptions\"\x96\x03\n" +
+	"\vresumptions\x18\t \x01(\rR\vresumptions\"\x97\x03\n" +
 	"\fQueryRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12&\n" +
 	"\bquestion\x18\x02 \x01(\tB\n" +
-	"ʶ\x1c\x06(\x80\x80\x10@\x01R\bquestion\x12\x1c\n" +
+	"ʶ\x1c\x060\x80\x80@@\x01R\bquestion\x12\x1c\n" +
 	"\treasoning\x18\x03 \x01(\bR\treasoning\x12@\n" +
 	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x05 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12;\n" +
-	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages:\x06ж\x1c\x80\x80@\"\x88\x01\n" +
+	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages:\aж\x1c\x80\x80\x80\x01\"\x88\x01\n" +
 	"\rQueryResponse\x12\x16\n" +
 	"\x06answer\x18\x01 \x01(\tR\x06answer\x122\n" +
 	"\treasoning\x18\x02 \x01(\v2\x14.legato.v1.ReasoningR\treasoning\x12+\n" +
@@ -2498,16 +2518,16 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"n\n" +
 	"\x0fSegmentResponse\x12.\n" +
 	"\bsegments\x18\x01 \x03(\v2\x12.legato.v1.OutlineR\bsegments\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xd2\x01\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xd3\x01\n" +
 	"\x0fRunTasksRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12-\n" +
 	"\x05tasks\x18\x02 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\x05tasks\x123\n" +
 	"\aoptions\x18\x03 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp:\x06ж\x1c\x80\x80@\"\x9f\x01\n" +
+	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp:\aж\x1c\x80\x80\x80\x01\"\x9f\x01\n" +
 	"\x10RunTasksResponse\x12/\n" +
 	"\aresults\x18\x01 \x03(\v2\x15.legato.v1.TaskResultR\aresults\x12+\n" +
 	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\x12-\n" +
-	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\xa2\x02\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\xa3\x02\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12#\n" +
 	"\x04task\x18\x02 \x01(\v2\x0f.legato.v1.TaskR\x04task\x123\n" +
@@ -2515,7 +2535,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12 \n" +
 	"\vcheckpoints\x18\x05 \x01(\bR\vcheckpoints\x126\n" +
 	"\vresume_from\x18\x06 \x01(\v2\x15.legato.v1.CheckpointR\n" +
-	"resumeFrom:\x06ж\x1c\x80\x80@\"\xde\x02\n" +
+	"resumeFrom:\aж\x1c\x80\x80\x80\x01\"\xde\x02\n" +
 	"\n" +
 	"Checkpoint\x12\x1d\n" +
 	"\x05model\x18\x01 \x01(\tB\aʶ\x1c\x03(\x80\x02R\x05model\x12&\n" +
@@ -2537,14 +2557,15 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"queue_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tqueueTime\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x06 \x01(\tR\trequestId\"[\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\"q\n" +
 	"\x10TokenAlternative\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x18\n" +
-	"\alogprob\x18\x03 \x01(\x02R\alogprob\"T\n" +
+	"\alogprob\x18\x03 \x01(\x02R\alogprob\x12\x14\n" +
+	"\x05bytes\x18\x04 \x01(\fR\x05bytes\"T\n" +
 	"\x0eTokenCertainty\x12\x1c\n" +
 	"\texistence\x18\x01 \x01(\x02R\texistence\x12$\n" +
-	"\rconcentration\x18\x02 \x01(\x02R\rconcentration\"\xad\x02\n" +
+	"\rconcentration\x18\x02 \x01(\x02R\rconcentration\"\xc3\x02\n" +
 	"\x05Token\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
@@ -2554,7 +2575,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"coordinate\x12%\n" +
 	"\x04size\x18\x05 \x01(\v2\x0f.legato.v1.SizeH\x00R\x04size\x12?\n" +
 	"\falternatives\x18\x06 \x03(\v2\x1b.legato.v1.TokenAlternativeR\falternatives\x127\n" +
-	"\tcertainty\x18\a \x01(\v2\x19.legato.v1.TokenCertaintyR\tcertaintyB\a\n" +
+	"\tcertainty\x18\a \x01(\v2\x19.legato.v1.TokenCertaintyR\tcertainty\x12\x14\n" +
+	"\x05bytes\x18\b \x01(\fR\x05bytesB\a\n" +
 	"\x05valueB\n" +
 	"\n" +
 	"\b_logprob\"6\n" +

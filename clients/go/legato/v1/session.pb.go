@@ -1315,13 +1315,13 @@ const file_legato_v1_session_proto_rawDesc = "" +
 	"\fGrantCredits\x12+\n" +
 	"\tresponses\x18\x01 \x01(\rB\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\xf0?R\tresponses\"M\n" +
 	"\vUpdateTasks\x12>\n" +
-	"\x0estanding_tasks\x18\x01 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\rstandingTasks\"\x90\x02\n" +
+	"\x0estanding_tasks\x18\x01 \x03(\v2\x0f.legato.v1.TaskB\x06ʶ\x1c\x02  R\rstandingTasks\"\x91\x02\n" +
 	"\x0eSessionRequest\x12,\n" +
 	"\x04open\x18\x01 \x01(\v2\x16.legato.v1.SessionOpenH\x00R\x04open\x12(\n" +
 	"\x05frame\x18\x02 \x01(\v2\x10.legato.v1.FrameH\x00R\x05frame\x120\n" +
 	"\x06cancel\x18\x03 \x01(\v2\x16.legato.v1.CancelFrameH\x00R\x06cancel\x12/\n" +
 	"\x05grant\x18\x04 \x01(\v2\x17.legato.v1.GrantCreditsH\x00R\x05grant\x120\n" +
-	"\x06update\x18\x05 \x01(\v2\x16.legato.v1.UpdateTasksH\x00R\x06update:\x06ж\x1c\x80\x80@B\t\n" +
+	"\x06update\x18\x05 \x01(\v2\x16.legato.v1.UpdateTasksH\x00R\x06update:\aж\x1c\x80\x80\x80\x01B\t\n" +
 	"\amessage\"\x84\x02\n" +
 	"\rSessionOpened\x12\x1d\n" +
 	"\n" +

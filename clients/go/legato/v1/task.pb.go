@@ -86,7 +86,7 @@ type ChatRole int32
 const (
 	// Not given: INVALID_ARGUMENT INVALID_FIELD.
 	ChatRole_CHAT_ROLE_UNSPECIFIED ChatRole = 0
-	// Whoever set the conversation up: what holds for all of it. Only the first message.
+	// Whoever set the conversation up: what holds for all of it. Only before all others.
 	ChatRole_CHAT_ROLE_SYSTEM ChatRole = 1
 	// The caller.
 	ChatRole_CHAT_ROLE_USER ChatRole = 2
@@ -479,7 +479,8 @@ type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Who says it. Required.
 	Role ChatRole `protobuf:"varint,1,opt,name=role,proto3,enum=legato.v1.ChatRole" json:"role,omitempty"`
-	// What is said, some text at least.
+	// What is said. A user's message has some text, or the image: without text it asks for a description, as
+	// Caption does. Other messages may be empty, as an answer may be.
 	Parts         []*ChatPart `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -532,7 +533,8 @@ func (x *ChatMessage) GetParts() []*ChatPart {
 // Answer a question in text.
 type QueryTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
+	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
+	// UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
 	Question string `protobuf:"bytes,1,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
 	// TASK_UNSUPPORTED.
@@ -540,8 +542,10 @@ type QueryTask struct {
 	// Places the question is about. Needs an image.
 	SpatialRefs []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
 	// A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-	// turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
-	// nothing of it: each call brings all that was said.
+	// turns, USER last. Messages of one role in a row are one turn, whose texts are joined by blank lines. At most 256
+	// messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+	// as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
+	// said.
 	Messages      []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1827,7 +1831,7 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\tImagePart\"b\n" +
 	"\bChatPart\x12 \n" +
 	"\x04text\x18\x01 \x01(\tB\n" +
-	"ʶ\x1c\x06(\x80\x80\x10@\x01H\x00R\x04text\x12,\n" +
+	"ʶ\x1c\x060\x80\x80@@\x01H\x00R\x04text\x12,\n" +
 	"\x05image\x18\x02 \x01(\v2\x14.legato.v1.ImagePartH\x00R\x05imageB\x06\n" +
 	"\x04part\"i\n" +
 	"\vChatMessage\x12'\n" +
@@ -1835,7 +1839,7 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartB\x06ʶ\x1c\x02 @R\x05parts\"\xd0\x01\n" +
 	"\tQueryTask\x12&\n" +
 	"\bquestion\x18\x01 \x01(\tB\n" +
-	"ʶ\x1c\x06(\x80\x80\x10@\x01R\bquestion\x12\x1c\n" +
+	"ʶ\x1c\x060\x80\x80@@\x01R\bquestion\x12\x1c\n" +
 	"\treasoning\x18\x02 \x01(\bR\treasoning\x12@\n" +
 	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12;\n" +
 	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\"?\n" +

@@ -77,11 +77,12 @@ def _token(message: inference_pb2.Token) -> results.Token:
         size=(message.size.width, message.size.height) if kind == "size" else None,
         alternatives=tuple(map(_alternative, message.alternatives)),
         certainty=_certainty(message.certainty) if message.HasField("certainty") else None,
+        bytes=message.bytes,
     )
 
 
 def _alternative(message: inference_pb2.TokenAlternative) -> results.TokenAlternative:
-    return results.TokenAlternative(message.token_id, message.text, message.logprob)
+    return results.TokenAlternative(message.token_id, message.text, message.logprob, message.bytes)
 
 
 def _certainty(message: inference_pb2.TokenCertainty) -> results.TokenCertainty:

@@ -6,6 +6,7 @@ the top left, x to the right, y down. `to_pixels(width, height)` turns them into
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 
 from legato_client._values.motion import Motion
@@ -96,11 +97,15 @@ Mark = Detection | PointedObject | Outline
 
 @dataclass(frozen=True, slots=True)
 class TokenAlternative:
-    """A token that the model might have chosen; `text` is what it would have completed."""
+    """A token that the model might have chosen; `text` is what it would have completed.
+
+    `bytes` are as those of `Token`.
+    """
 
     token_id: int
     text: str
     logprob: float
+    bytes: builtins.bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,8 @@ class Token:
 
     `logprob` is the natural logarithm of the probability that the model gave it, its value's
     included; None unless asked for, as is `certainty`. `alternatives` are as many of the likeliest
-    tokens in its place as were asked for, the likeliest first.
+    tokens in its place as were asked for, the likeliest first. `bytes` are the token's own, in
+    UTF-8 perhaps a part of a character; none if it carries no text.
     """
 
     token_id: int
@@ -131,6 +137,7 @@ class Token:
     size: tuple[float, float] | None = None  # width, height
     alternatives: tuple[TokenAlternative, ...] = ()
     certainty: TokenCertainty | None = None
+    bytes: builtins.bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

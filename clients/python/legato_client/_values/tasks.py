@@ -54,7 +54,8 @@ class Message:
     """One message of a conversation: text, or parts of which strings are text.
 
     Any other part is an image: at most one in a conversation, at the beginning of the user's first
-    message. "system" comes first or not at all, then "user" and "assistant" take turns.
+    message. "system" comes first or not at all, then "user" and "assistant" take turns. Messages of
+    one role in a row are one turn.
     """
 
     role: Role

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from legato_client._values.tasks import Sampling
 from legato_client.web.errors import Refused
 from legato_client.web.server import backend_of
 
@@ -49,6 +50,32 @@ class OperationRoute(Route):
         super().__init__(operation.path, handler, methods=[operation.method])
         self.operation = operation
         self.summary = (handler.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def sampling_of(
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+) -> Sampling:
+    """Convert sampling parameters whose ranges are wider than the contract's.
+
+    `top_p` of 0 leaves the likeliest token. `top_k` and `seed` of -1 are as if absent; other
+    negative seeds are seeds, too.
+    """
+    if top_p == 0:
+        top_p, top_k = None, 1
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=None if top_k == -1 else top_k,
+        max_tokens=max_tokens,
+        seed=None if seed in (None, -1) else seed % 2**64,
+        stop=stop,
+    )
 
 
 def answered(value: msgspec.Struct, request_id: str = "") -> Response:

@@ -166,6 +166,7 @@ def _frontend(
             name=name,
             prompter=prompter,
             pieces=tokenizer,
+            token=tokenizer.token,
             eos=settings.eos,
             sampling=settings.sampling,
             max_context=config.max_context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.task_specs import QueryTask, Turn
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
@@ -25,6 +25,9 @@ class Plain:
 
     def check(self) -> None:
         """Any text is a prompt."""
+
+    def end_of_turn(self) -> None:
+        """Return None: there are no conversations."""
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         if task.system or task.history:
@@ -51,6 +54,16 @@ class ChatTemplate:
 
     def check(self) -> None:
         self._render(_messages(QueryTask(question="?")), "weights")
+
+    def end_of_turn(self) -> int | None:
+        """Return the first added token that the template puts between an answer and a question."""
+        talk = QueryTask(question="?", history=(Turn(question="?", answer="?"),))
+        try:
+            parts = self._parts(_messages(talk), "weights")
+        except InvalidField:  # it takes no conversation
+            return None
+        answer = parts[1::2].index("1")
+        return self._tokenizer.first_added(parts[2 * answer + 2])
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.

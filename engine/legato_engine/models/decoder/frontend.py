@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
+
+import structlog
 
 from legato_engine.core.images import ImageInfo
 from legato_engine.core.requests import Request
@@ -18,6 +21,8 @@ from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
 
+_log = structlog.get_logger()
+
 FREE: tuple[Constraint, ...] = (Constraint(),)
 """The constraints of plain text."""
 
@@ -27,6 +32,9 @@ class Prompter(Protocol):
 
     def check(self) -> None:
         """Raises InvalidField if no question would have a prompt."""
+
+    def end_of_turn(self) -> int | None:
+        """Return the token that follows an answer in a conversation, if there is one."""
 
     def encode(self, task: QueryTask) -> tuple[int, ...]: ...
 
@@ -38,6 +46,7 @@ class TextSetup:
     name: str
     prompter: Prompter
     pieces: Pieces
+    token: Callable[[int], str]
     eos: frozenset[int]
     sampling: budget.SamplingDefaults
     max_context: int
@@ -56,14 +65,36 @@ class TextFrontend:
         self.name = setup.name
         self.vocab_size = setup.vocab_size
         self._setup = setup
+        self._eos = setup.eos
 
     def check(self) -> None:
-        """Try the model's chat template.
+        """Try the model's chat template, and end answers where it ends them.
+
+        The files of many models name another token, the end of a document, or none: then an answer
+        would run on into turns that the model makes up.
 
         Raises:
-            InvalidField: it makes no prompt of a question.
+            InvalidField: the template makes no prompt of a question.
         """
-        self._setup.prompter.check()
+        setup = self._setup
+        setup.prompter.check()
+        end = setup.prompter.end_of_turn()
+        if end is not None and end not in setup.eos:
+            _log.warning(
+                "end_of_turn_is_no_eos",
+                reason="the chat template ends turns with a token that the model's files do not "
+                "name as an end: answers end there too",
+                token=setup.token(end),
+                token_id=end,
+                eos={token_id: setup.token(token_id) for token_id in sorted(setup.eos)},
+            )
+            self._eos = setup.eos | {end}
+        if not self._eos:
+            _log.warning(
+                "no_end_of_answer",
+                reason="neither the model's files nor its chat template name a token that ends an "
+                "answer: each one ends at max_tokens or a stop string",
+            )
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         raise _no_images("image")
@@ -100,7 +131,7 @@ class TextFrontend:
             log = TokenLog(
                 setup.pieces, logprobs=request.logprobs, top_logprobs=request.top_logprobs
             )
-        return TextTask(prompt, sampling, max_tokens, setup.eos, answer, log)
+        return TextTask(prompt, sampling, max_tokens, self._eos, answer, log)
 
 
 def _no_images(skill: str) -> TaskUnsupported:

@@ -63,6 +63,15 @@ class TextTokenizer:
         """Whether `encode_marked` would find a special token."""
         return self._special is not None and self._special.search(text) is not None
 
+    def first_added(self, text: str) -> int | None:
+        """Return the first token that is no part of the plain vocabulary, unless it is a space."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids = self.encode_marked(text)
+        return next((i for i in ids if i in added and added[i].content.strip()), None)
+
+    def token(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_id(self, text: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(text)
         return found

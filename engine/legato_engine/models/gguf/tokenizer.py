@@ -14,6 +14,7 @@ from legato_engine.models.gguf.reader import GgufFile
 from legato_engine.models.untrusted import refusing
 
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # token types
+_USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 _SPACE = "\u2581"
 _MAX_TOKEN = 1024  # characters
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -57,13 +58,24 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     tokens = _tokens(file)
     ids = {name: _id(file, key) for name, key in keys.items()}
+    ids["eos"] = _eos(file)
     return {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None}
 
 
 def end_tokens(file: GgufFile) -> frozenset[int]:
     """Ids that end an answer: of a sequence, of a turn, of a message."""
-    ids = (_id(file, name) for name in ("eos", "eot", "eom"))
+    ids = (_eos(file), _id(file, "eot"), _id(file, "eom"))
     return frozenset(at for at in ids if at is not None)
+
+
+def _eos(file: GgufFile) -> int | None:
+    """Return the file's end of sequence; without one, the control token of a usual name."""
+    said: int | None = _get(file, "eos_token_id")
+    if said is not None:
+        return said
+    kinds = zip(_tokens(file), _kinds(file), strict=True)
+    controls = {text: at for at, (text, kind) in enumerate(kinds) if kind == _CONTROL}
+    return next((controls[name] for name in _USUAL_EOS if name in controls), None)
 
 
 def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:

@@ -149,6 +149,7 @@ class MoondreamFrontend:
             reasoning=task.reasoning,
             system=task.system,
             history=task.history,
+            shows_image=task.shows_image,
         )
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)

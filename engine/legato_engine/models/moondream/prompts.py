@@ -38,20 +38,32 @@ class Prompts:
         reasoning: bool,
         system: str = "",
         history: Sequence[Turn] = (),
+        shows_image: bool = False,
     ) -> Prompt:
-        """Join turns, references and question; earlier answers have no EOS."""
-        questions = [clean(turn.question, "messages") for turn in history]
-        questions.append(clean(question, "question"))
-        if system := system.strip():
-            questions[0] = f"{system}\n\n{questions[0]}"
+        """Join turns, references and question; earlier answers have no EOS.
+
+        With `shows_image` an empty first question takes the prompt of a caption.
+        """
+        questions = [turn.question.strip() for turn in history]
+        questions.append(question.strip())
+        questions[0] = "\n\n".join(filter(None, (system.strip(), questions[0])))
+        has_text = bool(questions[0]) or not shows_image
+        if not has_text and not history:
+            if reasoning or refs:
+                raise InvalidField("reasoning and references need a question", field="question")
+            return self.caption(CaptionLength.NORMAL)
         templates, prompt = self._templates, Prompt()
-        for text, turn in zip(questions, history, strict=False):
-            prompt += self._fill(templates.query, "query", text, ())
-            prompt += _plain(self._tokenizer.encode(clean(turn.answer, "messages")))
+        for index, turn in enumerate(history):
+            if index or has_text:
+                text = clean(questions[index], "messages")
+                prompt += self._fill(templates.query, "query", text, ())
+            else:
+                prompt += self.caption(CaptionLength.NORMAL)
+            prompt += _plain(self._tokenizer.encode(turn.answer.strip()))
         skill, template = "query", templates.query
         if reasoning:
             skill, template = "query with reasoning", templates.query_reasoning
-        return prompt + self._fill(template, skill, questions[-1], refs)
+        return prompt + self._fill(template, skill, clean(questions[-1], "question"), refs)
 
     def detect(self, name: str) -> Prompt:
         """Put a space before the name, as inside a sentence."""

@@ -65,8 +65,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
         {"reason": "TASK_UNSUPPORTED", "domain": "legato", "metadata": {"task": "segment", "model": "legato-tiny"}}
     """
     ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 8
-    """INVALID_ARGUMENT: prompt, image and answer can never fit the context. Remedy: shorten the prompt or lower
-    max_tokens.
+    """INVALID_ARGUMENT: prompt, image and answer can never fit the context, or a text has more bytes than its field
+    takes. Remedy: shorten the prompt or lower max_tokens.
 
         {"reason": "PROMPT_TOO_LONG", "domain": "legato", "metadata": {"limit": "2048", "actual": "2310"}}
     """
@@ -220,8 +220,8 @@ PreconditionFailure. Remedy: use another model.
     {"reason": "TASK_UNSUPPORTED", "domain": "legato", "metadata": {"task": "segment", "model": "legato-tiny"}}
 """
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 8
-"""INVALID_ARGUMENT: prompt, image and answer can never fit the context. Remedy: shorten the prompt or lower
-max_tokens.
+"""INVALID_ARGUMENT: prompt, image and answer can never fit the context, or a text has more bytes than its field
+takes. Remedy: shorten the prompt or lower max_tokens.
 
     {"reason": "PROMPT_TOO_LONG", "domain": "legato", "metadata": {"limit": "2048", "actual": "2310"}}
 """

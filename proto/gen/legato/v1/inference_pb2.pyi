@@ -172,7 +172,9 @@ class QueryRequest(_message.Message):
     STAMP_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
+    """The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
+    them.
+    """
     reasoning: _builtins.bool
     """Think first; see `QueryTask.reasoning`."""
     @_builtins.property
@@ -899,22 +901,26 @@ class TokenAlternative(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its number in the model's vocabulary."""
     text: _builtins.str
     """The text that it would have completed; empty while a character is incomplete, and for tokens that carry none."""
     logprob: _builtins.float
     """Natural logarithm of its probability, as `Token.logprob`, without that of a value."""
+    bytes: _builtins.bytes
+    """Its own bytes, as `Token.bytes`."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         text: _builtins.str = ...,
         logprob: _builtins.float = ...,
+        bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -961,6 +967,7 @@ class Token(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
     CERTAINTY_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its number in the model's vocabulary."""
     text: _builtins.str
@@ -973,6 +980,10 @@ class Token(_message.Message):
     """
     coordinate: _builtins.float
     """A place's share of the picture's width, or of its height; x comes before y."""
+    bytes: _builtins.bytes
+    """Its own bytes of UTF-8: where a character takes several tokens, each has its part. `text` has the whole character,
+    with the token that completes it. Empty for tokens that carry no text.
+    """
     @_builtins.property
     def size(self) -> _geometry_pb2.Size:
         """How large the box around the place before it is."""
@@ -998,10 +1009,11 @@ class Token(_message.Message):
         size: _geometry_pb2.Size | None = ...,
         alternatives: _abc.Iterable[Global___TokenAlternative] | None = ...,
         certainty: Global___TokenCertainty | None = ...,
+        bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "certainty", b"certainty", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "alternatives", b"alternatives", "certainty", b"certainty", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "alternatives", b"alternatives", "bytes", b"bytes", "certainty", b"certainty", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015

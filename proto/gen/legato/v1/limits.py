@@ -25,10 +25,10 @@ MAX_FIELDS = 16_384
 """Most fields of a request message, those of the messages in it included."""
 
 MAX_BYTES: dict[str, int] = {
-    "QueryRequest": 1048576,
-    "RunTasksRequest": 1048576,
-    "GenerateRequest": 1048576,
-    "SessionRequest": 1048576,
+    "QueryRequest": 2097152,
+    "RunTasksRequest": 2097152,
+    "GenerateRequest": 2097152,
+    "SessionRequest": 2097152,
 }
 """Most bytes of a request message without those of its image, by its name."""
 
@@ -107,13 +107,13 @@ FIELDS: dict[str, dict[str, Limit]] = {
         "stop": Limit(max_items=8, max_characters=64),
     },
     "ChatPart": {
-        "text": Limit(max_characters=262144, prompt=True),
+        "text": Limit(max_bytes=1048576, prompt=True),
     },
     "ChatMessage": {
         "parts": Limit(max_items=64),
     },
     "QueryTask": {
-        "question": Limit(max_characters=262144, prompt=True),
+        "question": Limit(max_bytes=1048576, prompt=True),
         "spatial_refs": Limit(max_items=64),
         "messages": Limit(max_items=256),
     },
@@ -146,7 +146,7 @@ FIELDS: dict[str, dict[str, Limit]] = {
         "heartbeat_interval": Limit(above=0, max=315576000000),
     },
     "QueryRequest": {
-        "question": Limit(max_characters=262144, prompt=True),
+        "question": Limit(max_bytes=1048576, prompt=True),
         "spatial_refs": Limit(max_items=64),
         "messages": Limit(max_items=256),
     },

@@ -59,7 +59,7 @@ class _ChatRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChatRole.Val
     CHAT_ROLE_UNSPECIFIED: _ChatRole.ValueType  # 0
     """Not given: INVALID_ARGUMENT INVALID_FIELD."""
     CHAT_ROLE_SYSTEM: _ChatRole.ValueType  # 1
-    """Whoever set the conversation up: what holds for all of it. Only the first message."""
+    """Whoever set the conversation up: what holds for all of it. Only before all others."""
     CHAT_ROLE_USER: _ChatRole.ValueType  # 2
     """The caller."""
     CHAT_ROLE_ASSISTANT: _ChatRole.ValueType  # 3
@@ -71,7 +71,7 @@ class ChatRole(_ChatRole, metaclass=_ChatRoleEnumTypeWrapper):
 CHAT_ROLE_UNSPECIFIED: ChatRole.ValueType  # 0
 """Not given: INVALID_ARGUMENT INVALID_FIELD."""
 CHAT_ROLE_SYSTEM: ChatRole.ValueType  # 1
-"""Whoever set the conversation up: what holds for all of it. Only the first message."""
+"""Whoever set the conversation up: what holds for all of it. Only before all others."""
 CHAT_ROLE_USER: ChatRole.ValueType  # 2
 """The caller."""
 CHAT_ROLE_ASSISTANT: ChatRole.ValueType  # 3
@@ -268,7 +268,9 @@ class ChatMessage(_message.Message):
     """Who says it. Required."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatPart]:
-        """What is said, some text at least."""
+        """What is said. A user's message has some text, or the image: without text it asks for a description, as
+        Caption does. Other messages may be empty, as an answer may be.
+        """
 
     def __init__(
         self,
@@ -295,7 +297,9 @@ class QueryTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
+    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
+    UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
+    """
     reasoning: _builtins.bool
     """Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
     TASK_UNSUPPORTED.
@@ -307,8 +311,10 @@ class QueryTask(_message.Message):
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
-        turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
-        nothing of it: each call brings all that was said.
+        turns, USER last. Messages of one role in a row are one turn, whose texts are joined by blank lines. At most 256
+        messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
+        as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
+        said.
         """
 
     def __init__(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 
 import grpc
@@ -14,6 +16,9 @@ from legato_client.cli import commands, main, web
 from legato_client.cli.terminal import Terminal
 
 from tests.clients.python.failures import failure
+from tests.clients.python.fake_server import STREAMS
+from tests.clients.python.until import until
+from tests.clients.python.web.serving import CHAT, HELLO, connect
 from tests.e2e.server import ENVIRONMENT
 
 
@@ -36,6 +41,46 @@ def test_a_signal_stops_it():
             assert (process.returncode, errors) == (0, b"")
         finally:
             process.kill()
+
+
+def test_a_signal_lets_a_stream_finish(server):
+    """What runs when the signal comes is answered whole, and then the process ends."""
+    *told, last = STREAMS["query"]
+    going_on = threading.Event()
+    server.script["Generate"].append([*told, going_on, last])
+    command = [sys.executable, "-m", "legato_client.cli", "http", "--json", "--listen"]
+    with subprocess.Popen(
+        [*command, "127.0.0.1:0", "--server", server.target],
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            request = urllib.request.Request(
+                f"{url}{CHAT}",
+                json.dumps({"messages": HELLO, "stream": True}).encode(),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(request) as reply:
+                begun = reply.readline()
+                process.send_signal(signal.SIGTERM)
+                until(lambda: not _takes_connections(url))
+                going_on.set()
+                assert (begun + reply.read()).endswith(b"data: [DONE]\n\n")
+            assert process.wait() == 0
+        finally:
+            going_on.set()
+            process.kill()
+
+
+def _takes_connections(url: str) -> bool:
+    try:
+        with contextlib.closing(connect(url)) as connection:
+            connection.connect()
+    except ConnectionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import textwrap
+import urllib.parse
+
 import openai
 import pytest
 from legato.v1 import inference_pb2, task_pb2
@@ -55,6 +59,95 @@ def test_parameters_arrive(web, client):
     assert web.fake.last("Query").sampling == task_pb2.Sampling(max_tokens=8, stop=["end"])
 
 
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"top_p": 0}, task_pb2.Sampling(top_k=1)),
+        ({"top_p": 0, "top_k": 50}, task_pb2.Sampling(top_k=1)),
+        ({"top_k": -1}, task_pb2.Sampling()),
+        ({"top_k": 0}, task_pb2.Sampling(top_k=0)),
+        ({"seed": -1}, task_pb2.Sampling()),
+        ({"seed": -2}, task_pb2.Sampling(seed=2**64 - 2)),
+        ({"seed": -(2**63)}, task_pb2.Sampling(seed=2**63)),
+    ],
+)
+def test_parameters_of_a_wider_range(web, given, sampling):
+    """Values that only OpenAI's API and servers like it have mean what they mean there."""
+    assert web.post(CHAT, {"messages": HELLO, **given}).status == 200
+    assert web.fake.last("Query").sampling == sampling
+
+
+LONG = bytes(range(256)) * 3 + b"\xfb\xff"  # needs padding, and both signs that are not letters
+LONG_BASE64 = base64.b64encode(LONG).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64," + base64.encodebytes(LONG).decode(),
+        "data:image/png;base64," + "\r\n".join(textwrap.wrap(LONG_BASE64, 76)) + "\r\n",
+        "data:image/png;base64," + LONG_BASE64.rstrip("="),
+        "data:image/png;base64," + base64.urlsafe_b64encode(LONG).decode(),
+        "data:image/png;base64," + base64.urlsafe_b64encode(LONG).decode().rstrip("="),
+        "data:image/png;base64," + urllib.parse.quote(LONG_BASE64, safe=""),
+        "data:image/png;base64," + urllib.parse.quote(base64.encodebytes(LONG), safe="/"),
+        " DATA:image/png;charset=utf-8; BASE64 ," + LONG_BASE64,
+        "data:;base64," + LONG_BASE64,
+    ],
+    ids=[
+        "line breaks",
+        "line breaks of HTTP",
+        "no padding",
+        "URL-safe",
+        "URL-safe without padding",
+        "percent-encoded",
+        "percent-encoded line breaks",
+        "spaces and capitals",
+        "no type",
+    ],
+)
+def test_data_urls_as_programs_write_them(web, url):
+    """Each form that browsers read is the same picture, at both APIs."""
+    asked = [{"type": "text", "text": "what is it?"}, _shown(url)]
+    assert web.post(CHAT, {"messages": [{"role": "user", "content": asked}]}).status == 200
+    assert web.post("/v1/caption", {"image_url": url}).status == 200
+    assert web.fake.last("Query").image.encoded.data == LONG
+    assert web.fake.last("Caption").image.encoded.data == LONG
+
+
+def test_a_large_data_url_with_line_breaks(web):
+    """Pictures that are decoded on another thread are decoded alike."""
+    large = LONG * 400
+    url = "data:image/png;base64," + base64.encodebytes(large).decode()
+    assert web.post("/v1/caption", {"image_url": url}).status == 200
+    assert web.fake.last("Caption").image.encoded.data == large
+
+
+@pytest.mark.parametrize("rest", [[], [{"type": "text", "text": ""}]])
+def test_a_picture_needs_no_words(web, client, rest):
+    """A message with only a picture arrives as one."""
+    ask(client, [{"role": "user", "content": [_shown(), *rest]}])
+    (message,) = web.fake.last("Query").messages
+    assert message.parts[0].WhichOneof("part") == "image"
+    assert "".join(part.text for part in message.parts) == ""
+
+
+@pytest.mark.parametrize("empty", [{"content": ""}, {"content": None}, {}, {"content": []}])
+def test_an_empty_answer_may_be_sent_back(web, empty):
+    """A conversation with an answer of no words goes on."""
+    turns = [*HELLO, {"role": "assistant", **empty}, *HELLO]
+    assert web.post(CHAT, {"messages": turns}).status == 200
+    said = [
+        (each.role, [part.text for part in each.parts]) for each in web.fake.last("Query").messages
+    ]
+    assert [role for role, _ in said] == [
+        task_pb2.CHAT_ROLE_USER,
+        task_pb2.CHAT_ROLE_ASSISTANT,
+        task_pb2.CHAT_ROLE_USER,
+    ]
+    assert "".join(said[1][1]) == ""
+
+
 def test_a_conversation_about_a_picture(web, client):
     """Roles and texts are kept, and the picture of the first question stands before its words."""
     picture = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "high"}}
@@ -104,25 +197,67 @@ def test_a_stream_tells_no_usage_unasked(web):
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
-def _tokens(*texts: str) -> list[inference_pb2.Token]:
-    return [inference_pb2.Token(token_id=1, text=each, logprob=-0.5) for each in texts]
+def _tokens(*pieces: str | bytes) -> list[inference_pb2.Token]:
+    """Tokens of whole characters, or of parts of one, which complete no text."""
+    return [
+        inference_pb2.Token(token_id=1, text=each, bytes=each.encode(), logprob=-0.5)
+        if isinstance(each, str)
+        else inference_pb2.Token(token_id=2, bytes=each, logprob=-0.5)
+        for each in pieces
+    ]
 
 
-def _stream_with_tokens():
-    return events(
+_BYTES = "é😀".encode()
+_END = ("tokens", inference_pb2.TokensDelta(tokens=_tokens("")))
+
+
+def _stream_with_tokens(*last, reason):
+    """Thoughts, then the first letter in two tokens, then text and what follows it."""
+    completing = inference_pb2.Token(token_id=1, text="é", bytes=_BYTES[1:2], logprob=-0.5)
+    told = events(
         ("reasoning", inference_pb2.ReasoningDelta(text="hm", tokens=_tokens("hm"))),
-        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
-        ("text", inference_pb2.TextDelta(text="é", tokens=_tokens("é"))),
+        ("tokens", inference_pb2.TokensDelta(tokens=_tokens("", _BYTES[:1]))),
+        ("text", inference_pb2.TextDelta(text="é", tokens=[completing])),
         ("text", inference_pb2.TextDelta(text="ab", tokens=_tokens("a", "b"))),
-        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
+        *last,
         finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="éab")),
     )
+    told[-1].finished.info.finish_reason = reason
+    return told
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(web, client, stream):
-    """The answer's tokens are told with parts of characters, without thoughts and the last one."""
-    web.fake.script["Generate"].append(_stream_with_tokens())
+@pytest.mark.parametrize(
+    ("last", "reason", "more"),
+    [
+        pytest.param([_END], task_pb2.FINISH_REASON_STOP, [], id="the token of the end"),
+        pytest.param(
+            [("tokens", inference_pb2.TokensDelta(tokens=_tokens(_BYTES[2:5], _BYTES[5:6])))],
+            task_pb2.FINISH_REASON_LENGTH,
+            [("\\xf0\\x9f\\x98", [0xF0, 0x9F, 0x98]), ("\\x80", [0x80])],
+            id="a character that the limit cuts",
+        ),
+        pytest.param(
+            [("tokens", inference_pb2.TokensDelta(tokens=_tokens("E", "ND")))],
+            task_pb2.FINISH_REASON_STOP,
+            [],
+            id="a stop string",
+        ),
+        pytest.param(
+            [
+                ("tokens", inference_pb2.TokensDelta(tokens=_tokens("E"))),
+                _END,
+                ("text", inference_pb2.TextDelta(text="E")),
+            ],
+            task_pb2.FINISH_REASON_STOP,
+            [("E", [0x45])],
+            id="the beginning of a stop string",
+        ),
+    ],
+)
+def test_logprobs(web, client, stream, last, reason, more):
+    """Every token of the answer has its own bytes, also where it is a part of a character."""
+    web.fake.script["Generate"].append(_stream_with_tokens(*last, reason=reason))
     answer = ask(client, logprobs=True, top_logprobs=0, stream=stream)
     if stream:
         told = [chunk.choices[0].logprobs for chunk in answer]
@@ -130,28 +265,39 @@ def test_logprobs(web, client, stream):
     else:
         assert answer.choices[0].message.content == "éab"
         tokens = answer.choices[0].logprobs.content
-    assert [token.token for token in tokens] == ["", "é", "a", "b"]
-    assert tokens[1].bytes == list("é".encode())
+    assert [(token.token, token.bytes) for token in tokens] == [
+        ("\\xc3", [0xC3]),
+        ("\\xa9", [0xA9]),
+        ("a", [0x61]),
+        ("b", [0x62]),
+        *more,
+    ]
     assert {token.logprob for token in tokens} == {-0.5}
     assert web.fake.last("Generate").options.HasField("top_logprobs")
 
 
 def test_alternatives(web, client):
-    """As many of the likeliest tokens as were asked for, with their bytes; they need `logprobs`."""
-    token = inference_pb2.Token(token_id=1, text="é", logprob=-0.5)
-    token.alternatives.add(token_id=1, text="é", logprob=-0.5)
-    token.alternatives.add(token_id=2, text="a", logprob=-1.5)
+    """The likeliest tokens come with their bytes, null where there are none, beside `logprobs`."""
+    token = inference_pb2.Token(token_id=1, text="é", bytes="é".encode(), logprob=-0.5)
+    token.alternatives.add(token_id=1, text="é", bytes="é".encode(), logprob=-0.5)
+    token.alternatives.add(token_id=2, text="a", bytes=b"a", logprob=-1.5)
+    token.alternatives.add(token_id=3, bytes=b"\xf0\x9f", logprob=-2.5)
+    token.alternatives.add(token_id=4, logprob=-3.5)
     web.fake.script["Generate"].append(
         events(
             ("text", inference_pb2.TextDelta(text="é", tokens=[token])),
             finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="é")),
         )
     )
-    answer = ask(client, logprobs=True, top_logprobs=2)
+    answer = ask(client, logprobs=True, top_logprobs=4)
     (told,) = answer.choices[0].logprobs.content
-    assert [(each.token, each.logprob) for each in told.top_logprobs] == [("é", -0.5), ("a", -1.5)]
-    assert told.top_logprobs[0].bytes == list("é".encode())
-    assert web.fake.last("Generate").options.top_logprobs == 2
+    assert [(each.token, each.logprob, each.bytes) for each in told.top_logprobs] == [
+        ("é", -0.5, [0xC3, 0xA9]),
+        ("a", -1.5, [0x61]),
+        ("\\xf0\\x9f", -2.5, [0xF0, 0x9F]),
+        ("", -3.5, None),
+    ]
+    assert web.fake.last("Generate").options.top_logprobs == 4
     web.fake.requests.clear()
     with pytest.raises(openai.BadRequestError, match="logprobs"):
         ask(client, top_logprobs=2)
@@ -247,6 +393,13 @@ def _shown(url: str = DATA_URL) -> dict[str, object]:
         (
             [{"role": "user", "content": [_shown("data:image/png;base64,***")]}],
             "messages[0].content[0]",
+        ),
+        *(
+            (
+                [{"role": "user", "content": [_shown(f"data:image/png;base64,{text}")]}],
+                "messages[0]",
+            )
+            for text in ("QUJD=QUI", "QUJDR", "QUJD%zz", "QUJDé", "QU%")
         ),
         ([{"role": "user", "content": [_shown("file:///etc/passwd")]}], "messages[0].content[0]"),
         ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -16,7 +17,7 @@ from legato_client.web import caller
 from legato_client.web.listen import Listen
 
 from tests.clients.python.failures import failure
-from tests.clients.python.web.serving import CHAT, HELLO, serving
+from tests.clients.python.web.serving import CHAT, HELLO, connect, serving
 from tests.service.access.certificates import Authority, Files
 
 QUERY = {"question": "why?"}
@@ -106,6 +107,25 @@ def test_pages_of_other_names_are_refused(web):
         assert (reply.status, reply.error["code"]) == (400, "wrong_host")
     for host in ("localhost", "localhost:1", "127.0.0.1", "[::1]:80"):
         assert web.send("GET", "/healthz", b"", {"host": host}).status == 200
+
+
+def test_a_connection_is_kept(web):
+    """One connection carries answers, streams and refusals, one after the other."""
+    sent = {"content-type": "application/json"}
+    hello = {"messages": HELLO}
+    with contextlib.closing(connect(web.url)) as connection:
+        connection.connect()
+        first = connection.sock
+        for body, status in [
+            (hello, 200),
+            ({**hello, "stream": True}, 200),
+            ({**hello, "n": 2}, 400),
+            ({**hello, "logprobs": True}, 200),
+        ]:
+            connection.request("POST", CHAT, json.dumps(body), sent)
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (status, True)
+            assert connection.sock is first
 
 
 def test_tokens_may_be_required():

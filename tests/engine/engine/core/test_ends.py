@@ -8,7 +8,7 @@ from legato_engine.core.results import DetectResult, FinishReason, QueryResult
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.ipc.messages import Done, Failed, Queued, Started
 
-from tests.engine.engine.core.world import World, png
+from tests.engine.engine.core.world import LONG, World, png
 
 
 def test_deadline_while_preparing(gated):
@@ -24,10 +24,14 @@ def test_deadline_while_preparing(gated):
     assert world.core.load().waiting == 0
 
 
-def test_abort_while_preparing(gated):
-    """A pending request that is aborted never starts."""
+@pytest.mark.parametrize("has_image", [True, False])
+def test_abort_while_preparing(gated, has_image):
+    """A request that is aborted while its image or its long text is prepared never starts."""
     world, frontend = gated
-    world.submit("r", CaptionTask(), world.encoded(png()))
+    if has_image:
+        world.submit("r", CaptionTask(), world.encoded(png()))
+    else:
+        world.submit("r", QueryTask(question=LONG))
     frontend.entered.wait(10)
     world.core.abort(RequestKey("r"))
     assert world.core.load().waiting == 0

@@ -15,9 +15,10 @@ from legato_engine.core.task_specs import (
     SegmentTask,
     Turn,
 )
+from legato_engine.errors import PromptTooLong
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
-from tests.engine.engine.core.world import EITHER_KIND, World, png
+from tests.engine.engine.core.world import EITHER_KIND, LONG, World, png
 
 
 @EITHER_KIND
@@ -70,6 +71,23 @@ def test_query_without_an_image(world):
     (done,) = world.run("r")
     assert done.image is None
     assert done.usage.image_tokens == 0
+
+
+def test_a_long_text_holds_up_nobody(gated):
+    """Others are answered while its tokens are made; then it fails if the context is too short."""
+    world, frontend = gated
+    world.submit("long", QueryTask(question=LONG))
+    assert world.core.load().preparing == 1
+    world.submit("short", QueryTask(question="hello"))
+    (done,) = world.run("short")
+    assert isinstance(done, Done)
+    assert frontend.entered.wait(10)
+    assert not world.of("long")
+    frontend.gate.set()
+    world.run("long")
+    error = world.error("long")
+    assert isinstance(error, PromptTooLong)
+    assert "positions, the context has" in str(error)
 
 
 def test_deltas_are_optional(world):

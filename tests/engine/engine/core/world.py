@@ -11,6 +11,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.images import EncodedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import from_value
 from legato_engine.ipc.commands import HoldImage
 from legato_engine.ipc.figures import Load
@@ -22,6 +23,8 @@ from PIL import Image
 CONFIG = EngineConfig(
     model="random-tiny", device="cpu", threads=1, max_running=3, max_waiting=8, page_size=16
 )
+
+LONG = "why? " * 10_000
 
 EITHER_KIND = pytest.mark.parametrize(
     "assembly", ["random-tiny", "random-tiny3"], indirect=True, scope="module"
@@ -109,7 +112,7 @@ class World:
 
 
 class GatedFrontend:
-    """A frontend whose images are prepared only once `gate` is set."""
+    """A frontend whose images and long questions are prepared only once `gate` is set."""
 
     def __init__(self, frontend):
         self._frontend = frontend
@@ -121,6 +124,13 @@ class GatedFrontend:
         self.entered.set()
         self.gate.wait(30)
         return self._frontend.prepare_image(*arguments)
+
+    def make_task(self, request):
+        """Wait for the gate if the question is `LONG`."""
+        if isinstance(request.task, QueryTask) and request.task.question == LONG:
+            self.entered.set()
+            assert self.gate.wait(30), "a long text is prepared on the engine's own thread"
+        return self._frontend.make_task(request)
 
     def __getattr__(self, name):
         return getattr(self._frontend, name)

@@ -103,7 +103,17 @@ def finish(writer):
     writer.close()
 
 
-def add_tokenizer(writer, tokenizer, *, pre="gpt-2", chat=None, ends=(), model="gpt2", scores=None):
+def add_tokenizer(
+    writer,
+    tokenizer,
+    *,
+    pre="gpt-2",
+    chat=None,
+    eos=hub_folder.EOS,
+    ends=(),
+    model="gpt2",
+    scores=None,
+):
     """Add a byte-level tokenizer's vocabulary, or one of SentencePiece with its scores."""
     data = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -121,7 +131,8 @@ def add_tokenizer(writer, tokenizer, *, pre="gpt-2", chat=None, ends=(), model="
     else:
         writer.add_token_scores(scores)
     writer.add_bos_token_id(ids[hub_folder.BOS])
-    writer.add_eos_token_id(ids[hub_folder.EOS])
+    if eos is not None:
+        writer.add_eos_token_id(ids[eos])
     writer.add_add_bos_token(data["post_processor"] is not None)
     for name in ends:
         writer.add_eot_token_id(ids[name])

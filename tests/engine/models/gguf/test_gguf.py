@@ -7,12 +7,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import structlog
 import torch
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField
+from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.gguf import checkpoint
 from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
@@ -207,6 +209,58 @@ def test_a_conversation_ends_where_the_file_says(path):
         task = frontend.make_task(request)
         task.consume(SampledToken(end, (0.0, 0.0)))
         assert task.finish_reason is FinishReason.STOP
+
+
+ENDED = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }} {{ m['content'] }}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("chat", "eos", "ends", "warnings"),
+    [
+        (hub_folder.CHAT, hub_folder.EOS, [hub_folder.EOS], []),
+        (
+            hub_folder.CHAT,
+            hub_folder.BOS,
+            [hub_folder.BOS, hub_folder.EOS],
+            ["end_of_turn_is_no_eos"],
+        ),
+        (hub_folder.CHAT, None, [hub_folder.EOS], ["end_of_turn_is_no_eos"]),
+        (ENDED, hub_folder.EOS, [hub_folder.EOS], []),
+        (ENDED, None, [hub_folder.TURN], ["end_of_turn_is_no_eos"]),
+        ("{{ messages[0]['content'] }}", None, [], ["no_end_of_answer"]),
+        ("{{ messages[0]['content'] }}", hub_folder.EOS, [hub_folder.EOS], []),
+        (None, None, [], ["no_end_of_answer"]),
+    ],
+    ids=[
+        "the same",
+        "another",
+        "none in the file",
+        "by its name",
+        "the next turn",
+        "nowhere",
+        "no conversation",
+        "no template",
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_turns(path, chat, eos, ends, warnings):
+    """A file may name another end of answers, or none: the operator is told, and both end them."""
+    gguf_files.write(path, model(), chat=chat, eos=eos)
+    frontend = resolve("llama", weights=str(path)).frontend
+    assert isinstance(frontend, TextFrontend)
+    with structlog.testing.capture_logs() as lines:
+        frontend.check()
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == warnings
+    tokenizer = hub_folder.byte_level_tokenizer()
+    found = []
+    for name in (hub_folder.BOS, hub_folder.EOS, hub_folder.TURN):
+        request = Request(request_id=RequestKey("p"), task=QueryTask(question="why?"))
+        task = frontend.make_task(request)
+        task.consume(SampledToken(tokenizer.token_to_id(name), (0.0, 0.0)))
+        if task.finish_reason is FinishReason.STOP:
+            found.append(name)
+    assert found == ends
 
 
 def refused(path, **settings):

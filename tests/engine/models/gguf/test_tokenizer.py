@@ -195,6 +195,19 @@ def test_special_tokens_and_ends():
     assert end_tokens(file) == {0, 2}
 
 
+def test_a_file_without_an_end_has_the_control_token_of_a_usual_name():
+    """Text of that name is no end."""
+    file = file_of(byte_level("qwen2"), pre="qwen2", eos_token_id=None)
+    assert end_tokens(file) == set()
+    metadata = dict(file.metadata)
+    tokens = [*metadata["tokenizer.ggml.tokens"], "</s>", "<|endoftext|>"]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1, 3]
+    file = file._replace(metadata=metadata)
+    assert end_tokens(file) == {tokens.index("<|endoftext|>")}
+    assert special_tokens(file)["eos_token"] == "<|endoftext|>"
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [

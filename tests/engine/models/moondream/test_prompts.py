@@ -90,12 +90,39 @@ def test_references_belong_to_the_last_question(moondream2):
     assert ids(prompt).count(5) == 2
 
 
-@pytest.mark.parametrize("turn", [Turn(question=" ", answer="a"), Turn(question="a", answer="")])
-def test_empty_messages_are_refused(moondream2, turn):
+def test_an_empty_question_is_refused(moondream2):
     """The error names the messages."""
-    with pytest.raises(InvalidField) as caught:
-        moondream2.query("cup", (), reasoning=False, history=(turn,))
-    assert caught.value.metadata["field"] == "messages"
+    empty = Turn(question=" ", answer="a")
+    for history, shows_image in [
+        ((empty,), False),
+        ((Turn(question="cup", answer="a"), empty), True),
+    ]:
+        with pytest.raises(InvalidField) as caught:
+            moondream2.query("cup", (), reasoning=False, history=history, shows_image=shows_image)
+        assert caught.value.metadata["field"] == "messages"
+
+
+def test_an_answer_may_be_empty(moondream2):
+    """It takes no positions in the prompt."""
+    prompt = moondream2.query(
+        "cup", (), reasoning=False, history=(Turn(question="cup", answer=" "),)
+    )
+    assert ids(prompt) == (1, 15381, 2, *CUP, 3, 3) * 2
+
+
+def test_an_image_without_text_asks_for_a_caption(moondream2):
+    """It takes the prompt of a caption, first in the conversation; text of the system is text."""
+    caption = ids(moondream2.caption(CaptionLength.NORMAL))
+    alone = moondream2.query(" ", (), reasoning=False, shows_image=True)
+    assert ids(alone) == caption
+    turn = Turn(question="", answer="cup")
+    later = moondream2.query("cup", (), reasoning=True, history=(turn,), shows_image=True)
+    assert ids(later) == (*caption, *CUP, 1, 15381, 2, *CUP, 3, 4)
+    told = moondream2.query("", (), reasoning=False, system="cup", shows_image=True)
+    assert ids(told) == (1, 15381, 2, *CUP, 3, 3)
+    for more in ({"reasoning": True}, {"reasoning": False, "refs": (Point(x=0.5, y=0.5),)}):
+        with pytest.raises(InvalidField, match="need a question"):
+            moondream2.query("", **{"refs": (), "shows_image": True, **more})
 
 
 def test_a_gaze_is_a_point_with_an_eye(moondream2):

@@ -20,7 +20,7 @@ from legato_client._values.tasks import (
     Task,
 )
 from legato_client.web.errors import Refused
-from legato_client.web.operations import MAX_COUNT
+from legato_client.web.operations import MAX_COUNT, sampling_of
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Place = Annotated[list[float], Meta(min_length=2, max_length=4)]
@@ -37,7 +37,9 @@ class Settings(Struct, forbid_unknown_fields=True):
     min_confidence: Annotated[float, Meta(ge=0, le=1)] | None = None
 
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens)
+        return sampling_of(
+            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens
+        )
 
 
 class Question(Struct, forbid_unknown_fields=True, kw_only=True):

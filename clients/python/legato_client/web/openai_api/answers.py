@@ -23,7 +23,11 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(Struct):
-    """A token of the answer. Its text is empty while a character is incomplete."""
+    """A token of the answer.
+
+    `token` has bytes that are no whole character as escapes, `bytes` as they are; null for a token
+    that carries no text.
+    """
 
     token: str
     logprob: float
@@ -194,6 +198,11 @@ def completion(
 def _token(token: results.Token) -> TokenLogprob:
     logprob = 0.0 if token.logprob is None else token.logprob
     likeliest = [
-        TopLogprob(each.text, each.logprob, list(each.text.encode())) for each in token.alternatives
+        TopLogprob(_written(each.bytes), each.logprob, list(each.bytes) or None)
+        for each in token.alternatives
     ]
-    return TokenLogprob(token.text, logprob, list(token.text.encode()), likeliest)
+    return TokenLogprob(_written(token.bytes), logprob, list(token.bytes) or None, likeliest)
+
+
+def _written(piece: bytes) -> str:
+    return piece.decode("utf-8", "backslashreplace")

@@ -79,8 +79,8 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

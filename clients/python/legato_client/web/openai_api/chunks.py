@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 
@@ -23,10 +23,10 @@ DONE = b"[DONE]"
 
 
 class AnswerTokens:
-    """Which tokens are of the answer: those of its text, and the parts of its characters.
+    """Selects the tokens that carry the answer's text, also those of a last, cut character.
 
-    Parts come before the text that they complete; the last token of all ends the answer, and
-    completes nothing.
+    Tokens that complete no text precede the text that they are a part of. Those of a stop string
+    are left out.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,20 @@ class AnswerTokens:
     def of(self, event: Event) -> list[Token]:
         match event:
             case TextDelta():
-                parts, self._parts = self._parts, []
-                return [*parts, *event.tokens]
+                return self._taken(event.tokens)
             case TokensDelta():
                 self._parts += event.tokens
             case ReasoningDelta():
                 self._parts.clear()
+            case Finished(result):
+                ended = result.info.finish_reason == "stop"
+                if not (ended and self._parts and self._parts[-1].bytes):  # by a stop string
+                    return self._taken(())
         return []
+
+    def _taken(self, tokens: Sequence[Token]) -> list[Token]:
+        taken, self._parts = [each for each in (*self._parts, *tokens) if each.bytes], []
+        return taken
 
 
 class Chunks:
@@ -66,6 +73,8 @@ class Chunks:
             case TextDelta():
                 yield self._chunk(Delta(content=event.text), tokens)
             case Finished(QueryResult() as result):
+                if self._logprobs and tokens:
+                    yield self._chunk(Delta(content=""), tokens)
                 yield self._last(result.info)
                 if self._tells_usage:
                     yield self._make([], answers.usage_of(result.info))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_client._values.tasks import Message, QueryTask, Role, Sampling
+from legato_client._values.tasks import Message, QueryTask, Role
 from legato_client.web import pictures
 from legato_client.web.errors import Refused
 from legato_client.web.openai_api.bodies import (
@@ -15,6 +15,7 @@ from legato_client.web.openai_api.bodies import (
     short_value,
 )
 from legato_client.web.openai_api.bodies import Message as ChatMessage
+from legato_client.web.operations import sampling_of
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -37,7 +38,7 @@ async def task_of(body: ChatBody) -> QueryTask:
     ]
     return QueryTask(
         reasoning=bool(body.reasoning),
-        sampling=Sampling(
+        sampling=sampling_of(
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,

@@ -194,8 +194,11 @@ def test_alternatives_have_the_text_that_they_would_complete(make):
     told: list[TokenInfo] = []
     for token in (first, second._replace(logprob=-0.5, alternatives=others)):
         told += tokens_of(task.consume(token))
-    assert [each.text for each in told] == ["", "é"]
-    assert [each.text for each in told[1].alternatives] == ["è", "é"]
+    assert [(each.text, each.piece) for each in told] == [("", b"\xc3"), ("é", b"\xa9")]
+    assert [(each.text, each.piece) for each in told[1].alternatives] == [
+        ("è", b"\xa8"),
+        ("é", b"\xa9"),
+    ]
 
 
 def test_detect_drops_an_unfinished_box(make):
@@ -261,14 +264,28 @@ def test_tokens_come_along_when_asked_for(make):
     task = make(QueryTask(question="?"), return_tokens=True)
     events, _ = run(task, [*text("é!"), *plain(EOS)])
     half, rest, mark = (
-        TokenInfo(token_id=i, text=t)
-        for i, t in zip(StandInTokenizer().encode("é!"), ["", "é", "!"], strict=True)
+        TokenInfo(token_id=i, text=t, piece=p)
+        for i, t, p in zip(
+            StandInTokenizer().encode("é!"), ["", "é", "!"], [b"\xc3", b"\xa9", b"!"], strict=True
+        )
     )
     assert events == [
         TokensDelta(tokens=(half,)),
         TextDelta(text="é", tokens=(rest,)),
         TextDelta(text="!", tokens=(mark,)),
         TokensDelta(tokens=(TokenInfo(token_id=EOS),)),
+    ]
+
+
+def test_a_character_that_the_budget_cuts_is_told_in_bytes(make):
+    """The text leaves the cut character out; its tokens are reported, and have their bytes."""
+    task = make(QueryTask(question="?"), return_tokens=True, max_tokens=3)
+    events, result = run(task, text("a😀")[:3])
+    assert result.answer == "a"
+    assert [(each.text, each.piece) for each in tokens_of(events)] == [
+        ("a", b"a"),
+        ("", b"\xf0"),
+        ("", b"\x9f"),
     ]
 
 

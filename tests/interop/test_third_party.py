@@ -1,0 +1,187 @@
+"""Other people's clients, as their users install them, in front of real servers.
+
+Those that developers have anyway (openai, moondream, and npm's openai where there is Node) always
+run, the others after `make test-clients`. The page docs/http.md lists what is tested here.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.resources
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.clients.python.web.serving import http_server
+from tests.conformance import programs
+from tests.e2e.server import Server
+
+ROOT = programs.ROOT
+PROGRAM = Path(__file__).with_name("third_party.py")
+CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+STREET = str(importlib.resources.files("legato_tiny") / "samples" / "street.jpg")
+NOBODY = "nobody looked at this picture"  # what the engine without a model begins to say
+
+pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)
+
+OF_OPENAI = {
+    "tools": (400, "tools"),
+    "structured output": (400, "response_format"),
+    "embeddings": (404, "Not Found"),
+}
+REFUSED: dict[str, dict[str, tuple[int, str]]] = {
+    "openai": {
+        **OF_OPENAI,
+        "n": (400, "n"),
+        "penalties": (400, "frequency_penalty"),
+        "URL of an image": (400, "messages[0].content[0].image_url.url"),
+        "responses": (404, "Not Found"),
+        "completions": (404, "Not Found"),
+    },
+    "openai (npm)": {**OF_OPENAI, "n": (400, "n"), "responses": (404, "Not Found")},
+    "moondream": {},
+    "langchain-openai": {**OF_OPENAI, "JSON mode": (400, "response_format")},
+    "litellm": OF_OPENAI,
+    "llm": {
+        "tools": (400, "tools is not served"),
+        "schema": (400, "response_format is not served"),
+        "JSON mode": (400, "response_format is not served"),
+    },
+}
+"""Cases that fail, by client, with the status and the parameter or words of the error."""
+
+
+class Target(NamedTuple):
+    """A served model, by gRPC and by HTTP."""
+
+    model: str
+    address: str
+    url: str
+
+
+@pytest.fixture(scope="module", params=["null", "legato-tiny"])
+def target(request, tmp_path_factory):
+    """The engine without a model, whose answers are known, and the model that comes along."""
+    folder = tmp_path_factory.mktemp("server")
+    with (
+        Server(folder, "--model", request.param) as server,
+        http_server(server.address) as url,
+    ):
+        yield Target(request.param, server.address, url)
+        server.settle()
+
+
+@functools.cache
+def command(client: str) -> list[str]:
+    """The program of a client; skips the test where the client is not installed."""
+    if client == "openai (npm)":
+        try:
+            programs.install_node_packages()
+        except programs.Missing as error:
+            pytest.skip(str(error))
+        return ["node", str(programs.NODE / "third_party.mjs")]
+    if importlib.util.find_spec(client.replace("-", "_")):
+        return [sys.executable, str(PROGRAM), client]
+    if not CLIENTS_PYTHON.exists():
+        pytest.skip(f"needs the package {client}: make test-clients")
+    return [str(CLIENTS_PYTHON), str(PROGRAM), client]
+
+
+def outcomes(client: str, target: Target, folder: Path) -> dict[str, Any]:
+    """What became of each case."""
+    more = [] if client == "openai (npm)" else [str(folder)]
+    done = subprocess.run(
+        [*command(client), target.url, target.model, STREET, *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=programs.PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("client", REFUSED)
+def test_clients_of_http(target, client, tmp_path):
+    """Everything that the page says works does, and what it says is refused names its parameter."""
+    found = outcomes(client, target, tmp_path)
+    works = {name for name, outcome in found.items() if "result" in outcome}
+    refused = REFUSED[client]
+    failed = {name: outcome for name, outcome in found.items() if name not in works}
+    assert failed.keys() == refused.keys(), failed
+    assert listed(client) == (works, set(failed))
+    for name, (status, words) in refused.items():
+        outcome = failed[name]
+        assert outcome["status"] == status
+        assert words == outcome["param"] or words in outcome["message"]
+    for name in works:
+        check(name, found[name]["result"], target.model)
+
+
+def check(name: str, result: Any, model: str) -> None:
+    """An answer is what the model says; of other results it matters that there are any."""
+    if model == "null" and isinstance(result, str) and name not in ("segment", "leaving"):
+        assert result.startswith(NOBODY), name
+    elif model == "null":
+        assert result, name
+    elif name in ("image", "image alone", "query", "caption", "streamed caption"):
+        assert "bus" in result, name
+    elif name in ("detect", "point"):
+        assert len(result) == 1, name
+
+
+def listed(client: str) -> tuple[set[str], set[str]]:
+    """What works and what is refused by the page's table."""
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(client)} \|(.*)\|(.*)\|$", page, re.MULTILINE)
+    works, refused = ({each.strip() for each in cell.split(",")} - {"", "nothing"} for cell in row)
+    return works, refused
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+def ghz(target: Target, call: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Ghz's summary of 40 calls; it takes the contract from the server's reflection."""
+    path = shutil.which("ghz", path=programs.PATH)
+    if path is None:
+        pytest.skip("needs ghz: make test-clients")
+    options = ["--insecure", "--total", "40", "--concurrency", "4", "--format", "json"]
+    options += ["--call", f"legato.v1.InferenceService/{call}", "--data", json.dumps(request)]
+    done = subprocess.run(
+        [path, *options, target.address],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=programs.PATIENCE,
+    )
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "code"),
+    [
+        ("Query", {"question": "hello"}, "OK"),
+        ("Generate", {"task": {"query": {"question": "hello"}}}, "OK"),
+        ("Detect", {"image": {"encoded": {"data": STREET}}, "object": "bus"}, "OK"),
+        ("Detect", {"object": "bus"}, "InvalidArgument"),
+        ("Query", {"question": "hello", "options": {"model": "none"}}, "NotFound"),
+    ],
+    ids=["unary", "stream", "image", "no image", "unknown model"],
+)
+def test_ghz(target, call, request_, code):
+    """Every call of the load generator ends with the status that the contract says."""
+    if "image" in request_:
+        data = base64.b64encode(Path(STREET).read_bytes()).decode()
+        request_ = {**request_, "image": {"encoded": {"data": data}}}
+    assert ghz(target, call, request_)["statusCodeDistribution"] == {code: 40}

@@ -1,0 +1,300 @@
+"""Calls of other people's clients, each a case whose outcome is printed as JSON.
+
+Run by the Python that has the client: `python third_party.py CLIENT URL MODEL IMAGE FOLDER`. It
+imports nothing of Legato. An outcome is what the case returns, or the HTTP status and the parameter
+of the error that the client raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Case = Callable[[], Any]
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA}}
+QUESTION = "What is in the picture?"
+
+
+class Failed(Exception):
+    """A command that failed; its text names the HTTP status."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        status = re.search(r"Error code: (\d+)", text)
+        self.status_code = int(status[1]) if status else None
+
+
+def data_url(image: str) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(Path(image).read_bytes()).decode()
+
+
+def shown(image: str) -> list[dict[str, Any]]:
+    """A user's message with an image."""
+    return [
+        {"type": "text", "text": QUESTION},
+        {"type": "image_url", "image_url": {"url": data_url(image)}},
+    ]
+
+
+def openai_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """OpenAI's own package, which has more endpoints than `legato http`."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+
+    def ask(content: Any = "hello", **more: Any) -> Any:
+        messages: Any = content if _is_talk(content) else [{"role": "user", "content": content}]
+        return client.chat.completions.create(model=model, messages=messages, **more)
+
+    def text(reply: Any) -> str:
+        return str(reply.choices[0].message.content)
+
+    def streamed() -> list[Any]:
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+        said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        return [said, chunks[-2].choices[0].finish_reason, chunks[-1].usage.completion_tokens > 0]
+
+    async def parallel() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as asynchronous:
+            asked: Any = [{"role": "user", "content": "hello"}]
+            create = asynchronous.chat.completions.create
+            replies = await asyncio.gather(
+                *(create(model=model, messages=asked, temperature=0) for _ in range(4))
+            )
+        return [text(reply) for reply in replies]
+
+    talk = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "again"},
+    ]
+    remote = [{"type": "image_url", "image_url": {"url": "https://a.example/a.jpg"}}]
+    return {
+        "models": lambda: [each.id for each in client.models.list()],
+        "answer": lambda: text(ask()),
+        "stream": streamed,
+        "async": lambda: asyncio.run(parallel()),
+        "image": lambda: text(ask(shown(image))),
+        "image alone": lambda: text(ask(shown(image)[1:])),
+        "conversation": lambda: text(ask(talk)),
+        "logprobs": lambda: "".join(
+            bytes(each.bytes).decode()
+            for each in ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        ),
+        "sampling": lambda: text(
+            ask(temperature=0, top_p=0, seed=-1, stop=["zzz"], max_completion_tokens=9, n=1)
+        ),
+        "raw response": lambda: (
+            client.chat.completions.with_raw_response.create(
+                model=model, messages=[{"role": "user", "content": "hello"}]
+            ).status_code
+        ),
+        "tools": lambda: text(ask(tools=[TOOL])),
+        "structured output": lambda: text(ask(response_format=FORMAT)),
+        "n": lambda: text(ask(n=2)),
+        "penalties": lambda: text(ask(frequency_penalty=0.5)),
+        "URL of an image": lambda: text(ask(remote)),
+        "responses": lambda: client.responses.create(model=model, input="hello").output_text,
+        "completions": lambda: client.completions.create(model=model, prompt="hello").choices,
+        "embeddings": lambda: client.embeddings.create(model=model, input="hello").data,
+    }
+
+
+def moondream_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """Moondream's own package."""
+    import moondream
+    from PIL import Image
+
+    client = moondream.vl(endpoint=f"{url}/v1", model=model)
+    picture = Image.open(image)
+    talk = [{"role": "user", "content": "hello"}]
+    return {
+        "caption": lambda: client.caption(picture)["caption"],
+        "streamed caption": lambda: "".join(client.caption(picture, stream=True)["caption"]),
+        "query": lambda: client.query(picture, QUESTION)["answer"],
+        "question without image": lambda: client.query(question="hello")["answer"],
+        "detect": lambda: client.detect(picture, "bus")["objects"],
+        "point": lambda: client.point(picture, "bus")["points"],
+        "segment": lambda: client.segment(picture, "bus")["path"],
+        "encoded image": lambda: client.caption(client.encode_image(picture))["caption"],
+        "settings": lambda: client.caption(picture, settings={"temperature": 0, "top_p": 0})[
+            "caption"
+        ],
+        "conversation": lambda: client.chat(talk)["message"]["content"],
+    }
+
+
+def langchain_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """ChatOpenAI of langchain-openai."""
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+    chat = ChatOpenAI(base_url=f"{url}/v1", api_key="unused", model=model, max_retries=0)
+    talk = [
+        SystemMessage("be brief"),
+        HumanMessage("hello"),
+        AIMessage(""),
+        HumanMessage("again"),
+    ]
+    return {
+        "answer": lambda: chat.invoke("hello").content,
+        "stream": lambda: "".join(str(each.content) for each in chat.stream("hello")),
+        "batch": lambda: [each.content for each in chat.batch(["hello", "hello"])],
+        "async": lambda: asyncio.run(chat.ainvoke("hello")).content,
+        "usage": lambda: chat.invoke("hello").usage_metadata["output_tokens"] > 0,
+        "image": lambda: chat.invoke([HumanMessage(shown(image))]).content,
+        "conversation": lambda: chat.invoke(talk).content,
+        "logprobs": lambda: (
+            len(chat.bind(logprobs=True).invoke("hello").response_metadata["logprobs"]["content"])
+            > 0
+        ),
+        "tools": lambda: chat.bind_tools([TOOL]).invoke("hello").content,
+        "structured output": lambda: chat.with_structured_output(
+            {"title": "count", **SCHEMA}
+        ).invoke("hello"),
+        "JSON mode": lambda: chat.with_structured_output(None, method="json_mode").invoke("hello"),
+        "embeddings": lambda: OpenAIEmbeddings(
+            base_url=f"{url}/v1", api_key="unused", max_retries=0, check_embedding_ctx_length=False
+        ).embed_query("hello"),
+    }
+
+
+def litellm_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """The function `completion` of litellm with the provider `openai`."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is downloaded
+    import litellm
+
+    litellm.suppress_debug_info = True
+    litellm.telemetry = False
+
+    def ask(content: Any = "hello", **more: Any) -> Any:
+        messages = content if _is_talk(content) else [{"role": "user", "content": content}]
+        return litellm.completion(
+            model=f"openai/{model}",
+            api_base=f"{url}/v1",
+            api_key="unused",
+            messages=messages,
+            max_retries=0,
+            **more,
+        )
+
+    def text(reply: Any) -> Any:
+        return reply.choices[0].message.content
+
+    async def asynchronous() -> Any:
+        reply = await litellm.acompletion(
+            model=f"openai/{model}",
+            api_base=f"{url}/v1",
+            api_key="unused",
+            messages=[{"role": "user", "content": "hello"}],
+        )
+        return text(reply)
+
+    def streamed() -> str:
+        chunks = ask(stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    talk = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "again"},
+    ]
+    return {
+        "answer": lambda: text(ask()),
+        "stream": streamed,
+        "async": lambda: asyncio.run(asynchronous()),
+        "usage": lambda: ask().usage.completion_tokens > 0,
+        "image": lambda: text(ask(shown(image))),
+        "conversation": lambda: text(ask(talk)),
+        "sampling": lambda: text(ask(temperature=0, top_p=0, seed=-1, stop=["zzz"], max_tokens=9)),
+        "top_k": lambda: text(ask(top_k=-1)),
+        "tools": lambda: text(ask(tools=[TOOL])),
+        "structured output": lambda: text(ask(response_format=FORMAT)),
+        "embeddings": lambda: litellm.embedding(
+            model=f"openai/{model}", api_base=f"{url}/v1", api_key="unused", input=["hello"]
+        ),
+    }
+
+
+def llm_cases(url: str, model: str, image: str, folder: str) -> dict[str, Case]:
+    """The command `llm`, with a model in its extra-openai-models.yaml."""
+    settings: dict[str, Any] = {"model_id": "legato", "model_name": model, "api_base": f"{url}/v1"}
+    settings |= {"api_key_name": "legato", "vision": True, "supports_schema": True}
+    entries = [settings, {**settings, "model_id": "legato-tools", "supports_tools": True}]
+    Path(folder, "extra-openai-models.yaml").write_text(json.dumps(entries))
+    Path(folder, "keys.json").write_text(json.dumps({"legato": "unused"}))
+    environment = {**os.environ, "LLM_USER_PATH": folder}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("llm")), *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise Failed(done.stderr.strip())
+        return done.stdout.strip()
+
+    def ask(*words: str) -> str:
+        return run("-m", "legato", *words)
+
+    return {
+        "answer": lambda: ask("--no-stream", "hello"),
+        "stream": lambda: ask("hello"),
+        "system": lambda: ask("-s", "be brief", "hello"),
+        "image": lambda: ask(QUESTION, "-a", image),
+        "conversation": lambda: [ask("hello"), ask("-c", "again")][1],
+        "options": lambda: ask("-o", "temperature", "0", "-o", "seed", "1", "hello"),
+        "JSON mode": lambda: ask("-o", "json_object", "1", "hello"),
+        "schema": lambda: ask("--schema", json.dumps(SCHEMA), "hello"),
+        "tools": lambda: run("-m", "legato-tools", "-T", "llm_version", "hello"),
+    }
+
+
+CLIENTS: dict[str, Callable[[str, str, str, str], dict[str, Case]]] = {
+    "openai": openai_cases,
+    "moondream": moondream_cases,
+    "langchain-openai": langchain_cases,
+    "litellm": litellm_cases,
+    "llm": llm_cases,
+}
+
+
+def _is_talk(content: Any) -> bool:
+    return isinstance(content, list) and "role" in content[0]
+
+
+def outcomes(cases: dict[str, Case]) -> Iterator[tuple[str, Any]]:
+    for name, case in cases.items():
+        try:
+            yield name, {"result": case()}
+        except Exception as error:  # noqa: BLE001 - whatever a client raises is its outcome
+            status, param = (getattr(error, key, None) for key in ("status_code", "param"))
+            yield name, {"status": status, "param": param, "message": f"{error}"[:500]}
+
+
+if __name__ == "__main__":
+    client, *arguments = sys.argv[1:]
+    json.dump(dict(outcomes(CLIENTS[client](*arguments))), sys.stdout)
