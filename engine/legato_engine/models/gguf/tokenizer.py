@@ -70,7 +70,7 @@ def end_tokens(file: GgufFile) -> frozenset[int]:
 
 def _eos(file: GgufFile) -> int | None:
     """Return the file's end of sequence; without one, the control token of a usual name."""
-    said: int | None = _get(file, "eos_token_id")
+    said = _id(file, "eos")
     if said is not None:
         return said
     kinds = zip(_tokens(file), _kinds(file), strict=True)
