@@ -42,12 +42,12 @@ GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 GHZ := github.com/bojand/ghz/cmd/ghz@v0.93.0
 # Stages in quotes run two at a time, in this order: what one core does has the other beside it. proto-check and tools build
 # programs of Go: one after the other, the second finds the standard library in the cache.
-CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages"
+CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages test-bits"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -162,6 +162,13 @@ TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-r
 # Of all tests that wait for a clock or another process, three may fail once; their names and failures are printed.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
 	@$(TESTS) --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks $(ARGS)
+
+# torch chooses its kernels by this variable; the library of C++ kernels is this processor's own all the same.
+test-bits: | $(STAMP) ## those that compare bits, as on CPUs with AVX2 and with neither that nor AVX-512
+	@for capability in avx2 default; do \
+		echo "==> test-bits: $$capability"; \
+		ATEN_CPU_CAPABILITY=$$capability $(TESTS) tests/engine tests/published -m "bits and not gpu and not slow" $(ARGS) || exit 1; \
+	done
 
 test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race
 	@$(TESTS) -p tests.stalls --timeout 900 $(ARGS)

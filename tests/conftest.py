@@ -13,25 +13,61 @@ from tests.fork_server.popen import ForkingStarts
 WAITING = ("tests/simulation/", "tests/faults/", "tests/e2e/")
 """Folders of long files, most of which wait for servers most of the time."""
 
-DETERMINISTIC = (
+RUN_ONCE = (
     "tests/contract/",
     "tests/docs/",
     "tests/emulator/",
     "tests/engine/core/",
+    "tests/engine/engine/",
     "tests/engine/kernels/",
     "tests/engine/kv_cache/",
     "tests/engine/layers/",
     "tests/engine/megakernel/",
-    "tests/engine/models/llama/",
-    "tests/engine/models/moondream/",
+    "tests/engine/models/",
     "tests/engine/resident/",
+    "tests/engine/runtime/",
     "tests/engine/scheduler/",
     "tests/engine/speculative/",
     "tests/service/convert/",
     "tests/simulation/",
     "training/tests/",
 )
-"""Folders of tests that wait for no clock and no other process: none runs twice if it fails."""
+"""Folders of tests that never run a second time: they wait for no clock and no other process, or
+they compare bits, where a failure that does not repeat is a defect."""
+
+BITS = (
+    "tests/engine/engine/test_prefix_sharing.py",
+    "tests/engine/kernels/cpu/test_decoder.py",
+    "tests/engine/kernels/cpu/test_weights.py",
+    "tests/engine/kernels/test_activations.py",
+    "tests/engine/kernels/test_attention.py",
+    "tests/engine/kernels/test_experts.py",
+    "tests/engine/kernels/test_linear.py",
+    "tests/engine/kernels/test_packed_weights.py",
+    "tests/engine/kernels/test_reference_certainty.py",
+    "tests/engine/kernels/test_sampling_spec.py",
+    "tests/engine/layers/",
+    "tests/engine/models/decoder/test_engine.py",
+    "tests/engine/models/llama/",
+    "tests/engine/models/moondream/test_adapters.py",
+    "tests/engine/models/moondream/test_model.py",
+    "tests/engine/models/moondream/test_moondream3.py",
+    "tests/engine/models/moondream/test_moondream3_reference.py",
+    "tests/engine/models/phi/",
+    "tests/engine/models/qwen/",
+    "tests/engine/runtime/test_decode_loops.py",
+    "tests/engine/runtime/test_draft_model.py",
+    "tests/engine/runtime/test_drafting_loops.py",
+    "tests/engine/runtime/test_eight_bit.py",
+    "tests/engine/runtime/test_kernel_backend.py",
+    "tests/engine/runtime/test_logprobs.py",
+    "tests/engine/speculative/test_default_draft.py",
+    "tests/engine/speculative/test_speculation.py",
+    "tests/engine/speculative/test_speculation_batches.py",
+    "tests/published/",
+)
+"""Tests that compare bits of the CPU's operations, which torch computes with the vectors that the
+processor has: CI runs them with those of other processors too. They have the mark `bits`."""
 
 _starts = ForkingStarts()
 _MAY_FORK = os.environ.get("LEGATO_TEST_STARTS") != "execute"
@@ -84,15 +120,18 @@ def pytest_runtest_protocol(item):
     return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items):
     """Spread files that wait among those that compute, so that cores are busy; none comes last.
 
-    A test that is deterministic runs once, whatever `--reruns` says.
+    A test of `RUN_ONCE` runs once, whatever `--reruns` says.
     """
     files = list(dict.fromkeys(_file(item) for item in items))
     for item in items:
-        if item.nodeid.startswith(DETERMINISTIC):
+        if item.nodeid.startswith(RUN_ONCE):
             item.add_marker(pytest.mark.flaky(reruns=0))
+        if item.nodeid.startswith(BITS):
+            item.add_marker(pytest.mark.bits)
     waiting = [file for file in files if file.startswith(WAITING)]
     computing = [file for file in files if not file.startswith(WAITING)]
     ranks = {file: 0.8 * number / len(waiting) for number, file in enumerate(waiting)}

@@ -220,15 +220,9 @@ class Sequence:
         return self.finalized and self.inflight_refs > 0
 
     def keys(self, start: int, stop: int) -> Keys:
-        """All positions are after the image prefix.
-
-        A sampled token's payload is ignored if the task has none: it is left from another launch.
-        """
-        first, num_prompt = max(start - self.prefix_length, 0), len(self.prompt)
+        """Return the keys of positions after the image prefix."""
+        first = max(start - self.prefix_length, 0)
         keys = self.tokens[first : stop - self.prefix_length]
-        if not self.task.has_payload and first + len(keys) > num_prompt:
-            kept = max(num_prompt - first, 0)
-            keys[kept:] = [(token_id, NO_PAYLOAD) for token_id, _ in keys[kept:]]
         return tuple(keys) if start >= self.prefix_length else (BOS_KEY, *keys)
 
     def commit(self, token: SampledToken) -> None:

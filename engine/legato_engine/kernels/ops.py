@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels import pages, reference, reference_experts
+from legato_engine.kernels import activations, pages, reference, reference_experts
 from legato_engine.kernels.cuda import fused_attention, gemm, grouped, prefill, token_rows
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.layer_cache import LayerCache
@@ -154,7 +154,7 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
     if token_rows.can_gate(both_T2F):
         return token_rows.gate(both_T2F)
     gate_TF, up_TF = both_T2F.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return activations.silu(gate_TF) * up_TF
 
 
 def write_kv(

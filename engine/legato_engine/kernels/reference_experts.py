@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels import pages
+from legato_engine.kernels import activations, pages
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 from legato_engine.kernels.reference import add_low_rank_rows, whole_blocks
@@ -81,13 +81,9 @@ def own_low_rank(
 
 
 def gate(z: torch.Tensor) -> torch.Tensor:
-    """In float32, rounded once.
-
-    The gelu's input is copied first: torch rounds the remainder of a vector differently in strided
-    or split tensors.
-    """
+    """In float32, rounded once."""
     u, g = z.float().chunk(2, dim=-1)
-    return (F.gelu(u.contiguous()) * (g + 1.0)).to(z.dtype)
+    return (activations.gelu(u, "none") * (g + 1.0)).to(z.dtype)
 
 
 def _change_rows(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from legato_engine.kernels import activations
 from legato_engine.kernels.quantised import E4M3, Quantised
 
 _LARGEST = 448.0
@@ -37,4 +38,4 @@ def quantise(x: torch.Tensor) -> Quantised:
 
 
 def quantise_gelu(x: torch.Tensor) -> Quantised:
-    return quantise(F.gelu(x.float(), approximate="tanh"))
+    return quantise(activations.gelu(x.float()))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops, packed_weights
+from legato_engine.kernels import activations, ops, packed_weights
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.cpu.weights import PanelWeight
 from legato_engine.kernels.packed_weights import PackedWeight
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
             if counted is not None:
                 return counted
         if not self._fuses_gelu(x):
-            return F.gelu(self(x), approximate="tanh")
+            return activations.gelu(self(x))
         rows = x.reshape(-1, self.in_features)
         out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], self.out_features)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import row_ops
+from legato_engine.kernels import activations, row_ops
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
@@ -24,7 +23,7 @@ class MLP(nn.Module):
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
             return out
-        hidden = F.gelu(adapters.add_fc1(self.fc1(x), x), approximate="tanh")
+        hidden = activations.gelu(adapters.add_fc1(self.fc1(x), x))
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:

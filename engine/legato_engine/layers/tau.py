@@ -6,10 +6,9 @@ Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E features, Z 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops
+from legato_engine.kernels import activations, ops
 
 
 class Tau(nn.Module):
@@ -35,11 +34,11 @@ class Tau(nn.Module):
     def fill(self) -> None:
         positions_P = torch.arange(self._max_positions, dtype=torch.float32)
         log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
-        self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
+        self.gain_PH = activations.sigmoid(log_P1 * self.alpha.float()) + 0.5
 
     def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Scale [T, 3, H, E], not yet rotated."""
-        features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
+        features_TC = activations.gelu(qkv_T3HE.flatten(1), self._approximate)
         gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
         placed_TH = self.gain_PH[positions_T]
         q_TH, v_TH = gain_TZ.chunk(2, dim=1)

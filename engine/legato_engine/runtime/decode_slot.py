@@ -118,8 +118,8 @@ class DecodeSlot:
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)
         self.tokens_R = self.outputs.device["token"]
-        self.payload_R2 = self.outputs.device["payload"]
-        self.certainty_R2 = self.outputs.device["certainty"]  # stale unless a row has payloads
+        self.payload_R2 = self.outputs.device["payload"]  # stale unless a row has payloads
+        self.certainty_R2 = self.outputs.device["certainty"]  # likewise
         self.logprob_R = self.outputs.device["logprob"]  # stale unless a row wants it
         self.entry_R = self.staged.device["scheduled"] if speculates else None
 

@@ -16,6 +16,7 @@ from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.scheduler.runner import RowTokens
+from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.tasks import SampledToken
 
 Outputs = Mapping[str, np.ndarray]
@@ -43,10 +44,13 @@ def have_common_pages(rows: Sequence[ScheduledSequence]) -> bool:
 def sampled_tokens(
     outputs: Outputs, slot: DecodeSlot, count: int, needs: Needs
 ) -> list[SampledToken]:
-    """One for each of `count` rows."""
+    """Return the tokens of `count` rows.
+
+    Fields that the launch did not need are left from an earlier launch of the slot.
+    """
     fields: list[Iterable[Any]] = [
         outputs["token"][:count].tolist(),
-        map(tuple, outputs["payload"][:count].tolist()),
+        map(tuple, outputs["payload"][:count].tolist()) if needs.payload else repeat(NO_PAYLOAD),
         outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
         map(tuple, outputs["certainty"][:count].tolist()) if needs.payload else repeat(None),
         _alternatives(slot, count) if needs.alternatives else repeat(()),

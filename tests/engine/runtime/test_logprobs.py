@@ -17,6 +17,7 @@ from legato_engine.engine.sequences import make_sequence
 from legato_engine.runtime.logprobs import token_logprobs
 from legato_engine.runtime.sampler import constraint_table
 from legato_engine.scheduler.sink import SilentSink
+from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.tasks import Constraint
 from PIL import Image
 
@@ -189,6 +190,14 @@ def test_asking_changes_nothing_else(assembly, prepared):
         assert all(token.logprob is None for token in tokens)
         assert [token[:2] for token in mixed[name]] == [token[:2] for token in tokens]
     assert mixed["boxes"] == alone["boxes"]
+
+
+def test_a_launch_without_values_has_no_payloads(assembly, prepared):
+    """What an earlier launch of the slot left is neither a payload nor a part of a key."""
+    boxes = run(assembly, prepared, request("boxes"))["boxes"]
+    assert any(token.payload != NO_PAYLOAD for token in boxes)
+    caption = run(assembly, prepared, request("caption"))["caption"]
+    assert {token.payload for token in caption} == {NO_PAYLOAD}
 
 
 def test_a_token_is_measured_among_the_allowed():

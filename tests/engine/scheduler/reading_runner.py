@@ -32,9 +32,9 @@ def length_of(key: str | None) -> int:
 def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) -> SampledToken:
     """Return the token that the device samples after these positions; depends on all of them."""
     if BROKEN in contents:
-        return SampledToken(NOT_FINITE, (0.0, 0.0))
+        return SampledToken(NOT_FINITE, NO_PAYLOAD)
     token = hash((seed, constraint, *contents)) % VOCABULARY
-    return SampledToken(token, (token / VOCABULARY if payload else len(contents), 0.25))
+    return SampledToken(token, (token / VOCABULARY, 0.25) if payload else NO_PAYLOAD)
 
 
 def prefix_contents(sequence: EngineSequence) -> list[int]:
@@ -46,7 +46,7 @@ def prefix_contents(sequence: EngineSequence) -> list[int]:
 def content(before: int, token: TokenKey | SampledToken) -> int:
     """Return the KV of a token, which depends on it, its payload and all positions before it."""
     token_id, payload = token[:2]
-    return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
+    return BROKEN if before == BROKEN else hash((before, token_id, payload[0]))
 
 
 class Input(NamedTuple):

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels import ops, reference
+from legato_engine.kernels import activations, ops, reference
 from legato_engine.kernels.accelerated import DraftSizes, DraftWeights, draft_layer_proposer
 from legato_engine.kernels.parameters import Affine
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -58,7 +57,7 @@ class DraftLayer(nn.Module):
         self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
     ) -> torch.Tensor:
         """`seen_RHE`: the attention's output."""
-        inner_RF = F.gelu(self.fc1(joined_RD), approximate="tanh")
+        inner_RF = activations.gelu(self.fc1(joined_RD))
         next_RD: torch.Tensor = state_RD + self.proj(seen_RHE.flatten(1)) + self.fc2(inner_RF)
         return next_RD
 

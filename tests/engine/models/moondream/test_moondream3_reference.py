@@ -6,6 +6,7 @@ The weights go through a published checkpoint: a file in layout A, read by the l
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -17,6 +18,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.core.task_specs import CaptionLength, DetectTask, PointTask
 from legato_engine.core.tokens import PromptToken
+from legato_engine.kernels import pages
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.prompts import Prompts
@@ -33,11 +35,13 @@ from tests.reference.cases import leaning
 from tests.reference.moondream3 import config as sizes
 from tests.reference.moondream3 import (
     encode_image,
+    fp8,
     prompts,
     quantise_cache,
     quantise_experts,
     random_weights,
     skills,
+    text,
 )
 from tests.reference.moondream3.adapters import random_adapter
 from tests.reference.moondream3.prompts import Coord, Size, Text, object_text
@@ -282,9 +286,33 @@ def test_an_adapter_changes_what_it_changes_in_the_reference(
     check_steps(both, image, prompt, steps, session=session)
 
 
-FLIPS = 2e-3
-"""Relative error of states where keys and values are e4m3: a few lie so near the middle of two
-codes that float32 rounds them to the other one than float64 does, a sixteenth away."""
+TIE = 3e-6
+"""Error of keys and values in float32, as a fraction of the largest: one that lies nearer than this
+to the middle of two codes may get either. A wrong code is off by up to an eighth: of 3,456 values
+of the prompt "query without an image" of seed 1 one, -335.99991 between -320 and -352, gets the
+other code, which changes 91 codes of the next layer, and states by 0.011."""
+
+
+def ties_as_stored(session, row, monkeypatch):
+    """Let the reference store the engine's code, instead of its own, where both are right."""
+    kv, length = session.kv, int(session.positions_R[row])
+    stored = [
+        pages.gather_pages(cache_NHSE, session.page_table_RM[row], length).double().numpy()
+        for layer in range(len(kv.k_LNHSE))
+        for cache_NHSE in (kv.k_LNHSE[layer], kv.v_LNHSE[layer])
+    ]
+    calls = itertools.count()
+    begun = [0] * len(stored)  # positions of a layer's keys or values that the reference has
+
+    def cached(values_HTK, scale):
+        index, error = next(calls) % len(stored), TIE * np.abs(values_HTK).max()
+        first = begun[index]
+        begun[index] += values_HTK.shape[1]
+        codes_HTK = stored[index][first : begun[index]].transpose(1, 0, 2)
+        low, high = (fp8.cached(values_HTK + each, scale) for each in (-error, error))
+        return np.where(low == high, low, codes_HTK * scale)
+
+    monkeypatch.setattr(text, "cached", cached)
 
 
 def both_changes(config, weights):
@@ -296,7 +324,7 @@ def both_changes(config, weights):
 @pytest.mark.parametrize("change", [quantise_cache, both_changes])
 @pytest.mark.parametrize("skill", ["query", "detect", "query without an image"])
 def test_keys_and_values_in_e4m3_are_those_of_the_reference(
-    make_both, prepare, noise_image, skill, seed, change
+    make_both, prepare, noise_image, skill, seed, change, monkeypatch
 ):
     """With scales in the file, prefill and steps read what was stored."""
     both = make_both(seed, change)
@@ -304,21 +332,29 @@ def test_keys_and_values_in_e4m3_are_those_of_the_reference(
     prompt, run = SKILLS[skill]
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
     embeddings_PD = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
-    steps = run(embeddings_PD, both.described, both.weights).steps
     if skill == "query without an image":
         image = None
-    check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps, FLIPS)
+    prompt, session = prompt(Prompts(both.config, TOKENIZER)), PagedSession(both.model)
+    tokens = [step.token for step in run(embeddings_PD, both.described, both.weights).steps]
+    session.prefill(2, image, prompt)
+    for token in tokens:
+        session.feed(2, *value_of(token))
+        session.step()
+    ties_as_stored(session, 2, monkeypatch)
+    steps = run(embeddings_PD, both.described, both.weights).steps
+    assert [step.token for step in steps] == tokens
+    check_steps(both, image, prompt, steps)
 
 
 def test_e4m3_leaves_its_mark(make_both, prepare, noise_image):
-    """The scales change states by more than the tolerance."""
+    """The scales change states by far more than the tolerance."""
     states = []
     for change in (lambda _config, weights: weights, quantise_cache):
         both = make_both(0, change)
         image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
         prompt = Prompts(both.config, TOKENIZER).query("why?", (), reasoning=False)
         states.append(PagedSession(both.model).prefill(2, image, prompt)[0])
-    assert relative_error(states[1], states[0]) > 5 * FLIPS
+    assert relative_error(states[1], states[0]) > 1e-2
 
 
 def solved(model, task, image):
