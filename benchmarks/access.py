@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 import trustme
 from legato.v1 import inference_pb2, inference_pb2_grpc, media_pb2
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from PIL import Image
 
 from benchmarks import record

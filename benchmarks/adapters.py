@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.layers.lora import AdapterBank
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.decode_step import MoondreamStep
-from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.models.step_kernels import StepInputs
+from legato_engine.models.paged_attention import DecodeBatch
 
 from benchmarks import lists, record
 from benchmarks.kernels import timed

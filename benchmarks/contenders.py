@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import cpu
 from benchmarks.echo import Answers

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_ENGINE = "legato_engine.engine.process"
+_ENGINE = "legato_engine.core.process"
 
 
 def seconds(pid: int) -> float:

@@ -27,8 +27,7 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.proposer import Proposer
 

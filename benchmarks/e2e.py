@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import image_files, lists, record
 from benchmarks.load import Cell, LoadProcesses

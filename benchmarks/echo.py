@@ -20,9 +20,9 @@ import grpc
 import uvloop
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_engine.ipc import latency_policy
+from legato_service import lifecycle
 from legato_service.config import ServiceConfig
-from legato_service.lifecycle import tuning
-from legato_service.rpc.grpc_options import server_options
+from legato_service.listeners import server_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,5 +94,5 @@ async def _serve(answers: Answers) -> None:
 
 if __name__ == "__main__":
     if "--tuned" in sys.argv[2:]:
-        tuning.tune_process(latency_policy.resolve("auto"))
+        lifecycle.tune_process(latency_policy.resolve("auto"))
     uvloop.run(_serve(Answers.load(Path(sys.argv[1]))))

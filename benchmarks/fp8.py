@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from legato_engine.device.base import Device
 from legato_engine.device.select import open_device
-from legato_engine.kernels import reference_rows, row_ops
+from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import fused_attention
 from legato_engine.layers.fp8 import Fp8Linear
 from legato_engine.layers.linear import Linear
@@ -141,7 +141,7 @@ def layer(bench: Bench, name: str, rows: int, inputs: int, outputs: int) -> dict
     x_MK = bench.random(rows, inputs)
     linear = Linear(inputs, outputs).to(x_MK.device, torch.bfloat16)
     fp8 = Fp8Linear(linear)
-    quantised = row_ops.quantise(x_MK)
+    quantised = ops.quantise(x_MK)
     one = torch.ones((), device=x_MK.device)
 
     def by_tensor() -> torch.Tensor:
@@ -174,18 +174,18 @@ def steps(bench: Bench, crops: int) -> list[dict[str, object]]:
     ln = torch.nn.LayerNorm(vision.dim, device=x_MD.device, dtype=torch.bfloat16)
     works: dict[str, dict[str, Callable[[], object]]] = {
         "norm": {
-            "bf16_ms": lambda: row_ops.add_norm(x_MD, y_MD, ln),
-            "kernel_ms": lambda: row_ops.add_norm_quantised(x_MD, y_MD, ln),
-            "torch_ms": lambda: reference_rows.add_norm_quantised(x_MD, y_MD, ln),
+            "bf16_ms": lambda: ops.add_norm(x_MD, y_MD, ln),
+            "kernel_ms": lambda: ops.add_norm_quantised(x_MD, y_MD, ln),
+            "torch_ms": lambda: reference.add_norm_quantised(x_MD, y_MD, ln),
         },
         "gelu": {
             "bf16_ms": lambda: F.gelu(x_MF, approximate="tanh"),
-            "kernel_ms": lambda: row_ops.quantise_gelu(x_MF),
-            "torch_ms": lambda: reference_rows.quantise_gelu(x_MF),
+            "kernel_ms": lambda: ops.quantise_gelu(x_MF),
+            "torch_ms": lambda: reference.quantise_gelu(x_MF),
         },
         "plain": {
-            "kernel_ms": lambda: row_ops.quantise(x_MD),
-            "torch_ms": lambda: reference_rows.quantise(x_MD),
+            "kernel_ms": lambda: ops.quantise(x_MD),
+            "torch_ms": lambda: reference.quantise(x_MD),
         },
     }
     return [

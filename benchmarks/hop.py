@@ -25,21 +25,25 @@ from legato_client import AsyncClient, CachedImage, Client, QueryResult, Samplin
 # isort: split
 import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core.images import CachedImage as CachedSource
-from legato_engine.core.images import EncodedImage, ImageSource
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.engine_core import EngineCore
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
+from legato_engine.core.engine_core import EngineCore
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import Done, EngineMessage, Failed
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import CachedImage as CachedSource
+from legato_engine.types import (
+    EncodedImage,
+    ImageSource,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from msgspec import structs
 
 from benchmarks import lists, record

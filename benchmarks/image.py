@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core.images import ImageInfo
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.device.base import Device
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
 from legato_engine.images.decoding import content_key, decode_encoded, image_id
-from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
-from legato_engine.kernels.cut_plan import CutPlan
+from legato_engine.images.memory import PixelMemory, Pixels, host_slab
+from legato_engine.kernels.images import CutPlan
 from legato_engine.models import registry
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
+from legato_engine.types import ImageInfo
 from PIL import Image
 
 from benchmarks import record
@@ -109,7 +108,7 @@ def _cut_stages(
     if device.torch_device.type != "cuda" or not plan.fits:
         return {"stage": None, "upload": None, "resize and cut": None}
     from legato_engine.kernels import accelerated, image_staging
-    from legato_engine.kernels.cut_plan import MAX_WORDS
+    from legato_engine.kernels.images import MAX_WORDS
 
     host = image_staging.HostImage(
         device.pinned((image_staging.NUM_PIXEL_BYTES,), torch.uint8),

@@ -13,25 +13,22 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
+from legato_engine.client.connection import Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
-from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import WITH_BLOB
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import WITH_BLOB, Request, RequestKey
+from legato_service import lifecycle, logs
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
-from legato_service.lifecycle import tuning
-from legato_service.logs import configuration
 from legato_service.server import Server
 
 CONFIG = EngineConfig(model=null_model.NAME, null_objects=100_000)
@@ -147,6 +144,6 @@ async def _serve() -> None:
 
 
 if __name__ == "__main__":
-    configuration.configure("info", terminal=False)
-    tuning.tune_process(latency_policy.resolve(CONFIG.latency_policy))
+    logs.configure("info", terminal=False)
+    lifecycle.tune_process(latency_policy.resolve(CONFIG.latency_policy))
     uvloop.run(_serve())

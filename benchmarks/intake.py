@@ -24,8 +24,8 @@ from legato.v1 import (
     media_pb2,
     task_pb2,
 )
-from legato_client._images.shared_frames import SharedFrames
-from legato_client.cli.local_server import LocalServer
+from legato_client._images.sources import SharedFrames
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import record
 from benchmarks.photos import Photographer

@@ -19,18 +19,21 @@ import numpy as np
 import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.core.requests import make_sequence
 from legato_engine.device.base import Device
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.models.frontend import PreparedImage
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.models.bundle import PreparedImage
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import (
+    CachedImage,
+    ImageInfo,
+    PromptToken,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 
 from benchmarks import record
 

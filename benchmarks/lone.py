@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from legato_client import Client, Sampling
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from legato_engine.telemetry.timeline import LANES, timeline_path
 
 from benchmarks import cpu, image_files, record

@@ -16,9 +16,8 @@ import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, speculating, with_decode_path
-from legato_engine.runtime import allocation
+from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.runtime import model_runner
 
 from benchmarks import record
 
@@ -68,7 +67,7 @@ def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
     before = _free()
     change = with_decode_path if setting in DECODE_PATHS else speculating
-    with mock.patch.object(allocation, "NUM_SLOTS", slots):
+    with mock.patch.object(model_runner, "NUM_SLOTS", slots):
         alive.append(change(assembly, setting))
     return before - _free()
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc, media_pb2, task_pb2
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from legato_ray.endpoints import EndpointFile
 
 from benchmarks import record

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import cpu, image_files, lists, record
 from benchmarks.e2e import START_TIMEOUT, default_calls

@@ -16,9 +16,8 @@ import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.scheduler.output import SilentSink
 
 from benchmarks import record
 

@@ -11,10 +11,9 @@ import dataclasses
 import time
 
 import torch
-from legato_engine.kernels.cuda.resident import RING_STAGES, rows_of
-from legato_engine.resident.instructions import Op
-from legato_engine.resident.program import Program
-from legato_engine.resident.sizes import MOONDREAM2, ModelSizes
+from legato_engine.kernels.megakernel.kernel import RING_STAGES, rows_of
+from legato_engine.kernels.megakernel.program import Op, Program
+from legato_engine.kernels.megakernel.sizes import MOONDREAM2, ModelSizes
 
 from benchmarks.resident_drafts import time_drafts
 from benchmarks.resident_kernel import ResidentKernel

@@ -20,19 +20,26 @@ from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
 from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
-from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentBuild, ResidentWeights
-from legato_engine.kernels.cuda.resident_values import value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.resident_launch import ResidentDrafts, ResidentRows
+from legato_engine.kernels.decode_loop import ResidentDrafts, ResidentRows
+from legato_engine.kernels.megakernel.kernel import (
+    RING_STAGES,
+    ResidentBuild,
+    ResidentWeights,
+    value_dims,
+)
+from legato_engine.kernels.megakernel.program import build_program
+from legato_engine.kernels.megakernel.sizes import MOONDREAM2
 from legato_engine.kernels.step import StepCache
-from legato_engine.resident.program import build_program
-from legato_engine.resident.sizes import MOONDREAM2
-from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState, Layout
-from legato_engine.runtime.request_descriptors import DESCRIPTOR, STARTS, WORDS
-from legato_engine.runtime.token_ring import TokenRing
-from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy, FixedBlockPolicy
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.runtime.buffers import TokenRing
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout
+from legato_engine.runtime.descriptors import DESCRIPTOR, STARTS, WORDS
+from legato_engine.speculative.policy import (
+    INITIAL_RATE,
+    BlockPolicy,
+    FixedBlockPolicy,
+    TokenBudgetPolicy,
+)
 
 from benchmarks.resident_kernel import ResidentKernel, Rules, lasting
 from benchmarks.resident_model import DEVICE, Cache, Model

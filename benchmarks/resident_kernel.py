@@ -9,18 +9,17 @@ import dataclasses
 
 import torch
 from legato_engine.kernels.cuda.module import Compile, Module
-from legato_engine.kernels.cuda.resident import (
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues
+from legato_engine.kernels.decode_loop import ANY, DONE, STOP, ResidentRows
+from legato_engine.kernels.megakernel.kernel import (
     RING_STAGES,
     ResidentBuild,
     ResidentWeights,
+    value_dims,
 )
-from legato_engine.kernels.cuda.resident_values import value_dims
-from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import ANY, DONE, STOP
+from legato_engine.kernels.megakernel.program import Program, build_program
 from legato_engine.kernels.parameters import Affine
-from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.kernels.step import StepCache
-from legato_engine.resident.program import Program, build_program
 
 from benchmarks.resident_model import DEVICE, Cache, Model
 

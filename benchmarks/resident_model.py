@@ -11,8 +11,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from legato_engine.kernels.megakernel.sizes import HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
-from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -6,10 +6,9 @@ import statistics
 
 import torch
 from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
-from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.instructions import Op
-from legato_engine.resident.ring_model import ring_problem
-from legato_engine.resident.sizes import MOONDREAM2, PAGE
+from legato_engine.kernels.megakernel.kernel import RING_STAGES
+from legato_engine.kernels.megakernel.program import Op
+from legato_engine.kernels.megakernel.sizes import MOONDREAM2, PAGE, ring_problem
 
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model

@@ -10,15 +10,15 @@ import math
 
 import torch
 import torch.nn.functional as F
-from legato_engine.kernels.cuda.packing import pack
+from legato_engine.kernels.cuda.skinny_gemm import pack
 from legato_engine.kernels.cuda.value_heads import (
     DecoderWeights,
     TwoLayerValues,
     ValueEncoder,
     ValueSizes,
 )
+from legato_engine.kernels.megakernel.sizes import ModelSizes
 from legato_engine.kernels.parameters import Affine
-from legato_engine.resident.sizes import ModelSizes
 
 from benchmarks.resident_model import DEVICE, DTYPE, Linear
 

@@ -21,9 +21,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from legato_client import Client
-from legato_client.calibration.labelled import ANNOTATIONS, LabelledPicture, read_labels
-from legato_client.calibration.scored import Scored, score
-from legato_client.cli.local_server import LocalServer
+from legato_client.calibration.scored import (
+    ANNOTATIONS,
+    LabelledPicture,
+    Scored,
+    read_labels,
+    score,
+)
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import record
 from benchmarks.provenance import ROOT

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from legato_client import AsyncClient
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from PIL import Image, ImageDraw
 
 from benchmarks import record

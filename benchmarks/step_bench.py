@@ -12,19 +12,18 @@ import torch
 from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
-from legato_engine.layers.moe import ExpertLinear
+from legato_engine.layers.mlp import ExpertLinear
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.decode_step import MoondreamStep
+from legato_engine.models.moondream.decode_step import MoondreamStep, has_kernels
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
-from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.paged_cache import KVCache
-from legato_engine.models.step_kernels import StepInputs
+from legato_engine.models.paged_attention import KVCache
 from legato_engine.runtime.kv_pool import kv_dtype
 
 MODELS = {

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from legato_engine.kernels import ops, pages
-from legato_engine.kernels.experts import Routes
+from legato_engine.kernels.parameters import Routes
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.model import MoondreamModel
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
-from legato_engine.models.step_kernels import StepInputs
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
 from benchmarks.step_bench import DEVICE, KV_SCALE, PAGE, Bench
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.runtime.model_runner import ModelRunner
 
 STEPS, WARM = 100, 20

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 
 from benchmarks import record
 

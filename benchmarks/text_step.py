@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
-from legato_engine.layers.grouped_attention import HeadPlan
+from legato_engine.layers.attention import HeadPlan
 from legato_engine.models.decoder.config import DecoderConfig
-from legato_engine.models.decoder.model import DecoderModel
-from legato_engine.models.decoder.network import DecoderNetwork
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
 from benchmarks import lists, record
 from benchmarks.step_floor import BANDWIDTH

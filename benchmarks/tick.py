@@ -9,33 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.events import Event, TextDelta
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, QueryResult
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import Certainty, PromptToken
-from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.request_stages import ScheduledRequest
-from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.codec import encode
-from legato_engine.ipc.messages import EngineMessage
+from legato_engine.core.output import OutputSink
+from legato_engine.core.requests import RequestTable, ScheduledRequest
+from legato_engine.ipc.messages import EngineMessage, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import SpecialTokens
-from legato_engine.models.moondream.tasks.detect import DetectSkill
-from legato_engine.models.moondream.tasks.object_list import Listing
-from legato_engine.models.moondream.tasks.skill_task import TaskSetup
-from legato_engine.runtime.request_descriptors import Descriptor
-from legato_engine.scheduler.clock import SystemClock
-from legato_engine.scheduler.launch import Launch, LaunchKind
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.runner import LaunchTimes, RowTokens
-from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.step_record import Observer, StepRecord
+from legato_engine.models.moondream.tasks import DetectSkill, Listing, TaskSetup
+from legato_engine.runtime.descriptors import Descriptor
+from legato_engine.scheduler.batch import Launch, LaunchKind, Observer, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes, RowTokens, SystemClock
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.policy import block_sizes
 from legato_engine.tasks import SampledToken, Task
+from legato_engine.types import (
+    Certainty,
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TextDelta,
+)
 
 from benchmarks import record
 

@@ -10,14 +10,11 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from legato_engine.ipc.codec import encode
-from legato_engine.ipc.messages import TimelineBatch
-from legato_engine.scheduler.launch import Launch
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.telemetry.step_stats import StepStats
-from legato_engine.telemetry.step_totals import StepCounter
+from legato_engine.ipc.messages import TimelineBatch, encode
+from legato_engine.scheduler.batch import Launch
+from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.telemetry.steps import StepCounter, StepStats, TimelineStream
 from legato_engine.telemetry.timeline import StepFeed
-from legato_engine.telemetry.timeline_stream import TimelineStream
 
 from benchmarks.tick import TASKS, ticks
 

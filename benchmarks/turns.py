@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from legato_client.load.record import Record
+from legato_client.load.report import Record
 from legato_client.load.run import run
 
 from benchmarks.contenders import Contender

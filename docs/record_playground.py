@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from legato_client import Client
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
 from PIL import Image
 
 TARGET = Path(__file__).parent / "images" / "playground-recording.webp"

@@ -54,7 +54,7 @@ VERSIONS = (
     Place("clients/go/legato/dial.go", r'^const Version = "([^"]+)"$'),
 )
 REVISIONS = (
-    Place("service/legato_service/servicer/server.py", r"^CONTRACT_REVISION = (\d+)\b"),
+    Place("service/legato_service/services/server.py", r"^CONTRACT_REVISION = (\d+)\b"),
     Place("clients/python/legato_client/_version.py", r"^CONTRACT_REVISION = (\d+)\b"),
 )
 MINIMUM = Place(REVISIONS[0].path, r"^MINIMUM_CLIENT_REVISION = (\d+)\b")

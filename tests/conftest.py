@@ -24,7 +24,7 @@ RUN_ONCE = (
     "tests/engine/layers/",
     "tests/engine/megakernel/",
     "tests/engine/models/",
-    "tests/engine/resident/",
+    "tests/megakernel_model/",
     "tests/engine/runtime/",
     "tests/engine/scheduler/",
     "tests/engine/speculative/",

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.interfaces import LaunchTimes, RowTokens
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
 

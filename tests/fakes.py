@@ -9,16 +9,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-from legato_engine.core.events import Event, TextDelta
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, QueryResult
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import Constraint, SampledToken, Task, successor
+from legato_engine.types import (
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TextDelta,
+)
 
 VOCABULARY = 97
 STOP_EVERY = 13  # token ids divisible by it end a task

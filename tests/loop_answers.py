@@ -6,12 +6,10 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import msgspec
-from legato_engine.core.events import Event
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
-from legato_engine.engine.assembly import Assembly
+from legato_engine.core.assembly import Assembly
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
+from legato_engine.types import Event, FinishReason, RequestKey
 
 from benchmarks.loops import Decodes, picture, question, recorded, skilled, values_of
 from benchmarks.speculation.run import RecordedTask

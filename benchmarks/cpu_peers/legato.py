@@ -7,17 +7,20 @@ from collections.abc import Sequence as Many
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import Event
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
+from legato_engine.core.assembly import assemble
+from legato_engine.core.requests import make_sequence
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of
+from legato_engine.types import (
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 
 from benchmarks.cpu_peers import turn
 

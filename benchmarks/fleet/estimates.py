@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from legato_engine.scheduler.wait_estimate import SMOOTHING, WaitEstimate
+from legato_engine.scheduler.queue import SMOOTHING, WaitEstimate
 
 from benchmarks.fleet.costs import ROWS
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 from legato_engine.bench.workload import Workload
-from legato_engine.core.request_key import RequestKey
-from legato_engine.engine.assembly import Assembly
-from legato_engine.scheduler.runner import Pause
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.core.assembly import Assembly
+from legato_engine.scheduler.batch import StepRecord
+from legato_engine.scheduler.interfaces import Pause
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import RequestKey
 
 from benchmarks.loops.decodes import Decodes, recorded, values_of
 from benchmarks.loops.requests import NUM_SKILLS, picture, question, skilled

@@ -6,12 +6,11 @@ import gc
 from collections.abc import Sequence
 from typing import Self
 
-from legato_engine.engine.assembly import Assembly
-from legato_engine.scheduler.launch import LaunchKind, Plan
-from legato_engine.scheduler.runner import Pause, sleep
+from legato_engine.core.assembly import Assembly
+from legato_engine.scheduler.batch import LaunchKind, Plan, StepRecord
+from legato_engine.scheduler.interfaces import Pause, sleep
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.sink import SilentSink
-from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks.speculation.run import RecordedTask

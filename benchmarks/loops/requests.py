@@ -5,15 +5,23 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 from legato_engine.bench.workload import fixed_length
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.sequences import make_sequence
+from legato_engine.core.assembly import Assembly
+from legato_engine.core.requests import make_sequence
 from legato_engine.errors import TaskUnsupported
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.bundle import PreparedImage
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 from PIL import Image
 
 NUM_SKILLS = 5

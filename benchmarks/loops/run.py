@@ -27,11 +27,10 @@ from unittest import mock
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.garbage import freeze_loaded
-from legato_engine.engine.loading import assemble, with_decode_path
-from legato_engine.kernels.cuda import resident_decoder
-from legato_engine.kernels.cuda.resident import ResidentBuild
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path
+from legato_engine.core.garbage import freeze_loaded
+from legato_engine.kernels.megakernel import offer
+from legato_engine.kernels.megakernel.kernel import ResidentBuild
 
 from benchmarks import equal_answers, lists, record
 from benchmarks.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
@@ -75,7 +74,7 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
     )
     graph = assemble(config)
     late = functools.partial(ResidentBuild, delays=arguments.late)
-    with mock.patch.object(resident_decoder, "ResidentBuild", late):
+    with mock.patch.object(offer, "ResidentBuild", late):
         others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
     if not others["resident"].runner.resident_rows:  # loops stand in for it
         del others["resident"]

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 from legato_engine.bench.workload import Workload
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import DetectTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.sequences import make_sequence
+from legato_engine.core.assembly import Assembly
+from legato_engine.core.requests import make_sequence
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import CachedImage, DetectTask, Request, RequestKey, SamplingParams
 
 from benchmarks.loops.decodes import Decodes, recorded
 from benchmarks.loops.requests import picture

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from legato_engine.core.task_specs import QueryTask
+from legato_engine.types import QueryTask
 from PIL import Image
 
 from benchmarks import record

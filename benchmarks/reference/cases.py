@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from legato_engine.core.geometry import Box, Point, SpatialRef
-from legato_engine.core.task_specs import (
+from legato_engine.types import (
+    Box,
     CaptionLength,
     CaptionTask,
     DetectTask,
+    Point,
     PointTask,
     QueryTask,
+    SpatialRef,
     TaskSpec,
 )
 

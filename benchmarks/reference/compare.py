@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from legato_engine.core.results import (
+from legato_engine.types import (
     CaptionResult,
     DetectResult,
     FinishReason,

@@ -11,17 +11,22 @@ from pathlib import Path
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import Event
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.models.frontend import PreparedImage
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.core.assembly import assemble
+from legato_engine.core.requests import make_sequence
+from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.tasks import SampledToken, Task
+from legato_engine.types import (
+    CachedImage,
+    Event,
+    FinishReason,
+    ImageInfo,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskResult,
+)
 from PIL import Image
 
 from benchmarks.reference.cases import Case, Size

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from legato_engine.core.geometry import Point, SpatialRef
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask
 from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.types import CaptionTask, DetectTask, Point, PointTask, QueryTask, SpatialRef
 from PIL import Image
 
 from benchmarks.reference.cases import Case, Size

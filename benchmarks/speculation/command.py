@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 
 from benchmarks import lists
 from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure

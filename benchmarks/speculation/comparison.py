@@ -14,9 +14,8 @@ from functools import partial
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.garbage import freeze_loaded
-from legato_engine.engine.loading import speculating
+from legato_engine.core.assembly import Assembly, speculating
+from legato_engine.core.garbage import freeze_loaded
 from legato_engine.errors import InvalidField
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.proposer import UNKNOWN, Proposer

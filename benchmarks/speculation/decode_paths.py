@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import speculating
+from legato_engine.core.assembly import Assembly, speculating
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 
 from benchmarks.loops import Decodes, recorded

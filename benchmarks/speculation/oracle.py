@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from legato_engine.config import MAX_BLOCK_SIZE
-from legato_engine.core.tokens import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
+from legato_engine.types import PromptToken
 
 Rate = float | Sequence[float]
 _NO_MATCH = -2  # a token that no row has

@@ -9,16 +9,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from legato_engine.core.events import Event
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.engine.assembly import Assembly
-from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.scheduler.sink import SilentSink
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.core.assembly import Assembly
+from legato_engine.scheduler.batch import LaunchKind, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
+from legato_engine.types import Event, FinishReason, RequestKey, TaskResult
 
 _PERCENTILES = (50, 95, 99)
 _MS = 1e3

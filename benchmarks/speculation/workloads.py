@@ -16,15 +16,22 @@ from pathlib import Path
 
 import numpy as np
 from legato_engine.bench.workload import fixed_length
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import CaptionLength, CaptionTask, QueryTask, TaskSpec
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.core.assembly import Assembly
+from legato_engine.core.requests import make_sequence
+from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import (
+    CachedImage,
+    CaptionLength,
+    CaptionTask,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskSpec,
+)
 from PIL import Image
 
 from benchmarks.speculation.oracle import Rate

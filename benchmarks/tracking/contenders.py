@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
-from legato_service.tracking import association, box_filter
-from legato_service.tracking.tracker import Tracker, TrackIds
+from legato_service import tracking
+from legato_service.tracking import Tracker, TrackIds
 
 from benchmarks.tracking.clips import Array, Frame
 
@@ -76,16 +76,16 @@ def contender(name: str) -> Iterator[None]:
     """Ours with one part exchanged, for the length of the block."""
     with contextlib.ExitStack() as stack:
         if name == "ours, scipy":
-            stack.enter_context(mock.patch.object(association, "assign", _by_scipy))
+            stack.enter_context(mock.patch.object(tracking, "assign", _by_scipy))
         if name == "ours, velocity":
             # The same noise of the velocity in a second, without a memory of the acceleration.
-            factor = np.sqrt(box_filter.FADING / _FADING)
-            noise_A = box_filter.ACCELERATION_A * factor
-            stack.enter_context(mock.patch.object(box_filter, "ACCELERATION_A", noise_A))
-            stack.enter_context(mock.patch.object(box_filter, "FADING", _FADING))
-        box_filter.forget_transitions()
+            factor = np.sqrt(tracking.FADING / _FADING)
+            noise_A = tracking.ACCELERATION_A * factor
+            stack.enter_context(mock.patch.object(tracking, "ACCELERATION_A", noise_A))
+            stack.enter_context(mock.patch.object(tracking, "FADING", _FADING))
+        tracking.forget_transitions()
         yield
-    box_filter.forget_transitions()
+    tracking.forget_transitions()
 
 
 def _by_scipy(gain_TD: Array) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from legato_service.tracking.tracker import Tracker, TrackIds
+from legato_service.tracking import Tracker, TrackIds
 
 from benchmarks import record
 from benchmarks.tracking import scoring

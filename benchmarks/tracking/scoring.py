@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from legato_service.tracking.tracker import Tracker, TrackIds
+from legato_service.tracking import Tracker, TrackIds
 
 from benchmarks.tracking.clips import Array, Frame
 

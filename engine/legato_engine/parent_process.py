@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def bind_to_parent(parent: int) -> None:
-    """In a child, first of all: ignore stop signals, and die with the parent.
+    """Ignore stop signals and die with the parent; call it first in a child.
 
     A terminal signals all processes; only the parent acts on that. On Linux the parent is the
     thread that started the child.

@@ -6,9 +6,8 @@ import dataclasses
 import enum
 from typing import Any, Protocol
 
-from legato_engine.core.requests import Request
-from legato_engine.core.tokens import Certainty, PromptToken
 from legato_engine.tasks import SampledToken, Task
+from legato_engine.types import Certainty, PromptToken, Request
 
 TokenKey = tuple[int, tuple[float, float]]
 """A token id with its payload; with the preceding ones it determines the KV."""
@@ -84,7 +83,7 @@ class Progress:
 
 
 class Learnt(Protocol):
-    """What the device has learnt of a sequence's draft tokens, and the block that it chose."""
+    """Acceptance statistics and block size that the device chose for a sequence."""
 
     @property
     def accepted_weight(self) -> float: ...  # tokens, older ones counting less
@@ -175,7 +174,7 @@ class Sequence:
 
     @property
     def num_committed(self) -> int:
-        """At most 2 fewer than `progress.num_launched`."""
+        """Return the committed tokens, at most 2 fewer than `progress.num_launched`."""
         return len(self.tokens) - len(self.prompt)
 
     @property

@@ -7,10 +7,18 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from legato_engine.core.events import Event, ReasoningDelta, TextDelta, TokensDelta
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.core.tokens import Certainty, PromptToken, TokenInfo
+from legato_engine.types import (
+    Certainty,
+    Event,
+    FinishReason,
+    PromptToken,
+    ReasoningDelta,
+    SamplingParams,
+    TaskResult,
+    TextDelta,
+    TokenInfo,
+    TokensDelta,
+)
 
 
 class SampledToken(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from legato_client import AsyncClient, LegatoError
-from legato_client.cli.exits import CommandError
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
+from legato_client.cli.settings import CommandError
 
 from examples.robot import overlay, report
 from examples.robot.drive import Clip, play

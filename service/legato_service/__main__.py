@@ -12,13 +12,11 @@ from legato_engine.ipc import latency_policy
 from legato_engine.log_sink import standard_error
 from rich.console import Console
 
-from legato_service import arguments
+from legato_service import arguments, lifecycle, logs
 from legato_service.config import ServiceConfig
-from legato_service.engines.processes import make_engines
-from legato_service.lifecycle import tuning
-from legato_service.lifecycle.console import Announcer, LogAnnouncer, TerminalAnnouncer
-from legato_service.logs import configuration
-from legato_service.start import start
+from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
+from legato_service.engines.devices import make_engines
+from legato_service.process import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     config = _with_logs(arguments.parse(argv), for_people=console.is_terminal)
     faulthandler.enable()  # SIGABRT writes the stacks
-    configuration.configure(config.log_level, terminal=console.is_terminal)
+    logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
-    tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
+    lifecycle.tune_process(latency_policy.resolve(config.engine.latency_policy))
     return uvloop.run(start(config, announcer, lambda: make_engines(config)))
 
 

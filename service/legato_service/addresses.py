@@ -35,7 +35,7 @@ def host_of(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether no other machine can reach the address."""
+    """Return whether no other machine can reach the address."""
     host = host_of(address)
     if address.startswith(UNIX) or host == "localhost":
         return True
@@ -68,7 +68,7 @@ def bind(
 
 
 def _reason(address: str) -> str:
-    """Why the kernel refuses the address, which gRPC does not tell; empty if it no longer does."""
+    """Return why the kernel refuses the address, which gRPC omits; "" if it no longer does."""
     host, port = host_of(address), int(address.rpartition(":")[2])
     try:
         family, kind, protocol, _, name = socket.getaddrinfo(

@@ -76,12 +76,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_credentials(self) -> bool:
-        """Whether callers need a credential."""
+        """Return whether callers need a credential."""
         return bool(self.tokens or self.tls_client_ca)
 
     @property
     def admin_on_main(self) -> bool:
-        """Whether AdminService is on the main listener: with credentials, or on request."""
+        """Return whether AdminService is on the main listener: with credentials, or on request."""
         same = self.admin_listen == ADMIN_SAME
         return same or (self.has_credentials and self.admin_listen != ADMIN_OFF)
 
@@ -140,5 +140,5 @@ def _check_listeners(config: ServiceConfig) -> None:
 
 
 def is_protected(config: ServiceConfig) -> bool:
-    """Whether listeners that other machines reach have TLS and ask for a credential."""
+    """Return whether listeners reachable from other machines require TLS and credentials."""
     return bool(config.tls_cert) and config.has_credentials

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from legato_engine.client.connection import Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
-from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.core.requests import Request
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
-from legato_engine.ipc.messages import Done, ImageHeld, ModelInfo
+from legato_engine.ipc.messages import (
+    Done,
+    DropImage,
+    HoldImage,
+    ImageHeld,
+    ImageTotals,
+    Load,
+    ModelInfo,
+    StepTotals,
+)
 from legato_engine.shm.blob_store import BlobStore
+from legato_engine.types import Request
 
 
 class Stream(Protocol):
@@ -51,12 +58,12 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str:
-        """As the operator named it."""
+        """Return the device as the operator named it."""
         ...
 
     @property
     def blobs(self) -> BlobStore:
-        """Where the images of its requests are staged."""
+        """Return the store in which its requests' images are staged."""
         ...
 
     @property
@@ -143,7 +150,7 @@ class Engine(Protocol):
         ...
 
     def set_pipeline_depth(self, depth: int) -> None:
-        """From its next step on, until this engine ends."""
+        """Set the pipeline depth from the next step until this engine ends."""
         ...
 
     async def hold(self, command: HoldImage) -> ImageHeld: ...

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import gc
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
 import structlog
-from legato_engine.client.engine_client import EngineClient
+from legato_engine.client.engine_client import EXIT_UNSERVABLE, EngineClient
 from legato_engine.client.monitor import EngineState
-from legato_engine.client.supervisor import EXIT_UNSERVABLE
+from legato_engine.errors import InvalidField
 
 from legato_service import addresses
-from legato_service.access.files import FileRejected
+from legato_service.access.credentials import FileRejected
 from legato_service.config import ServiceConfig
+from legato_service.console import Announcer
 from legato_service.engines.group import EngineGroup
-from legato_service.lifecycle.console import Announcer
-from legato_service.lifecycle.drain import LAST_WRITES
-from legato_service.lifecycle.orphans import inherits_orphans, reap_orphans
-from legato_service.lifecycle.signals import Signals
-from legato_service.lifecycle.watchdog import arm_watchdog
+from legato_service.lifecycle import (
+    LAST_WRITES,
+    Signals,
+    arm_watchdog,
+    inherits_orphans,
+    reap_orphans,
+)
 from legato_service.listeners import Listeners
 from legato_service.server import Server
-from legato_service.workers.port import reserved
-from legato_service.workers.processes import WorkerProcesses
+from legato_service.workers.processes import WorkerProcesses, reserved
 
 log = structlog.get_logger("legato.service")
 
@@ -192,3 +195,30 @@ async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, Non
             task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     return next(task.result() for task in tasks if task in done)
+
+
+# ---------------------------------------------------------------- start
+
+# The start of the first service process.
+
+
+async def start(
+    config: ServiceConfig, announcer: Announcer, make_engines: Callable[[], Sequence[EngineClient]]
+) -> int:
+    """Start the engines, which load while this process imports gRPC; then serve.
+
+    `make_engines` runs within the loop. Return the exit code, as `process.serve`.
+    """
+    signals = Signals()
+    try:
+        engines = make_engines()
+    except InvalidField as error:
+        log.error("configuration_rejected", reason=str(error), **error.metadata)
+        return EXIT_UNSERVABLE
+    for each in engines:
+        await each.start()
+    await asyncio.sleep(0)  # so that their processes begin before the imports
+    # takes half a second
+
+    gc.freeze()  # these modules stay, too
+    return await serve(config, announcer, engines, signals)

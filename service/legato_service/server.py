@@ -17,16 +17,13 @@ from legato.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from legato_engine.images.quota import ByteQuota
+from legato_engine.images.memory import ByteQuota
 
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
-from legato_service.images.held_uploads import HeldUploads
-from legato_service.images.intake import ImageIntake
+from legato_service.images.intake import HeldUploads, ImageIntake
 from legato_service.images.shared_memory import shared_reader
-from legato_service.lifecycle.drain import CUT_WRITES, LAST_WRITES, Drain
-from legato_service.lifecycle.memory import give_back
-from legato_service.lifecycle.peers import Peers
+from legato_service.lifecycle import CUT_WRITES, LAST_WRITES, Drain, Peers, give_back
 from legato_service.listeners import Listeners
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.collector import Collector
@@ -38,13 +35,12 @@ from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer
-from legato_service.servicer.admin import AdminServicer, Sessions
-from legato_service.servicer.image import ImageServicer
-from legato_service.servicer.inference import InferenceServicer
-from legato_service.servicer.server import ServerServicer
-from legato_service.servicer.session import SessionServicer
-from legato_service.session.registry import SessionRegistry
-from legato_service.session.session import SessionLimits
+from legato_service.services.admin import AdminServicer, Sessions
+from legato_service.services.image import ImageServicer
+from legato_service.services.inference import InferenceServicer
+from legato_service.services.server import ServerServicer
+from legato_service.services.session import SessionServicer
+from legato_service.session.session import SessionLimits, SessionRegistry
 from legato_service.tracing.settings import tracer
 
 log = structlog.get_logger("legato.service")
@@ -212,7 +208,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether health checks say that it serves."""
+        """Return whether health checks report serving."""
         return self._health.is_ready
 
     def withdraw(self) -> None:
@@ -241,7 +237,7 @@ class Server:
         return await self._drain.begun.wait()
 
     async def drained(self) -> bool:
-        """Whether all requests ended in time."""
+        """Return whether all requests ended in time."""
         return await self._drain.wait()
 
     async def drain(self, grace: float) -> bool:

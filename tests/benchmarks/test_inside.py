@@ -1,9 +1,6 @@
 """The service with the null engine in its own process."""
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import QueryResult
-from legato_engine.core.task_specs import QueryTask
+from legato_engine.types import QueryResult, QueryTask, Request, RequestKey
 
 from benchmarks.contenders import inside_server, recorded
 from benchmarks.inside import InsideEngine

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from legato_engine.core.events import ObjectEvent
-from legato_engine.core.geometry import Box
-from legato_engine.core.results import DetectResult, FinishReason, PointResult, QueryResult
-from legato_engine.models.moondream.constraints import Allow, constraint_table
+from legato_engine.models.moondream.tasks import Allow, constraint_table
+from legato_engine.types import (
+    Box,
+    DetectResult,
+    FinishReason,
+    ObjectEvent,
+    PointResult,
+    QueryResult,
+)
 from PIL import Image
 
 from benchmarks import reference

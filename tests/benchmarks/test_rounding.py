@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from legato_client import Box
-from legato_client.calibration.labelled import LabelledPicture
-from legato_client.calibration.scored import Scored
+from legato_client.calibration.scored import LabelledPicture, Scored
 
 from benchmarks import rounding
 

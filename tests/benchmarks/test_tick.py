@@ -2,8 +2,8 @@
 
 import pytest
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.results import DetectResult, FinishReason
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.types import DetectResult, FinishReason
 
 from benchmarks.tick import DRAFTING, TASKS, detect, ticks
 

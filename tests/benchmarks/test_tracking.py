@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from legato_service.tracking import box_filter
+from legato_service import tracking
 
 from benchmarks.tracking.clips import MOTIONS, Frame, clip
 from benchmarks.tracking.contenders import contender, follower
@@ -52,13 +52,13 @@ def test_overlaps_are_intersections_over_unions():
 
 def test_acceleration_is_worth_something_and_comes_back():
     """The exchanged part of a contender changes the figures inside of the block only."""
-    fading = box_filter.FADING
+    fading = tracking.FADING
     every = [frame for frame in FRAMES if frame.sequence % 10 == 1]
     own = extrapolated(every, FRAMES, 10 / 30)
     with contender("ours, velocity"):
-        assert fading != box_filter.FADING
+        assert fading != tracking.FADING
         plain = extrapolated(every, FRAMES, 10 / 30)
-    assert fading == box_filter.FADING
+    assert fading == tracking.FADING
     assert extrapolated(every, FRAMES, 10 / 30) == own
     assert own["extrapolated"] > plain["extrapolated"] > own["as_found"]
 

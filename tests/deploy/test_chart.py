@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from legato_service.lifecycle import watchdog
-from legato_service.lifecycle.drain import LAST_WRITES
+from legato_service import lifecycle
+from legato_service.lifecycle import LAST_WRITES
 
 from tests.deploy.manifests import (
     CHART,
@@ -130,7 +130,7 @@ def test_the_kubelet_waits_for_the_whole_drain(example):
         for each in args
         if each.startswith(option)
     )
-    exits = LAST_WRITES + watchdog.TIMEOUT + 2
+    exits = LAST_WRITES + lifecycle.TIMEOUT + 2
     assert rendered(example).pod["terminationGracePeriodSeconds"] >= delay + grace + exits
     assert delay > 0
 

@@ -14,7 +14,7 @@ from legato_engine.client.engine_client import EngineLimits
 from legato_service import __main__ as service
 from legato_service import arguments
 from legato_service.config import ServiceConfig
-from legato_service.engines.processes import make_engines
+from legato_service.engines.devices import make_engines
 
 LIMITS = EngineLimits(backoff_first=0.05, backoff_cap=0.05)
 PATIENCE = 600.0  # seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cyclonedds.domain import Domain
 from legato_client.ros import messages
-from legato_client.ros.participant import DEFAULT, LATCHED, SENSOR_DATA, Participant
+from legato_client.ros.node import DEFAULT, LATCHED, SENSOR_DATA, Participant
 
 from tests.e2e.scenes import two_shapes
 from tests.e2e.server import ENVIRONMENT, until

@@ -250,7 +250,7 @@ def children(pid: int) -> list[int]:
 
 def _is_engine(pid: int) -> bool:
     try:
-        return b"legato_engine.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"legato_engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

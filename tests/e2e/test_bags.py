@@ -8,7 +8,7 @@ import json
 import pytest
 from legato_client import Box
 from legato_client.cli import main
-from legato_client.cli.exits import ExitCode
+from legato_client.cli.settings import ExitCode
 from PIL import Image
 
 from tests.clients.python.ros import bags

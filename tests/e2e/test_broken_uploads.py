@@ -21,7 +21,7 @@ KINDS = ("PNG", "JPEG", "progressive", "WEBP")
 
 LEAKS = """
 import legato_engine.shm.blob_reader as reader
-import legato_service.servicer.image as servicer
+import legato_service.services.image as servicer
 kept = []
 def leaking(function):
     def call(*arguments):

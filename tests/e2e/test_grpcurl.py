@@ -113,7 +113,7 @@ def test_generate(shell):
 
 def test_the_banner_of_a_server_can_be_run(shell):
     """The line that `legato serve` suggests works as it is printed."""
-    from legato_service.lifecycle.console import example
+    from legato_service.console import example
 
     line = example("127.0.0.1:50051", ("detect",)).replace("photo.jpg", "street.jpg")
     program = f"{sys.executable} -m legato_client.cli"

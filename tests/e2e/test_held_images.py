@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, image_pb2_grpc, inference_pb2, media_pb2
-from legato_client._images.shared_frames import SharedFrames
+from legato_client._images.sources import SharedFrames
 from PIL import Image
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes

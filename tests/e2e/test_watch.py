@@ -10,7 +10,7 @@ import av
 import pytest
 from legato_client import Box
 from legato_client.cli import main
-from legato_client.cli.exits import ExitCode
+from legato_client.cli.settings import ExitCode
 
 from tests.clients.python.live.streams import HttpCamera
 from tests.e2e.scenes import SIZE, overlap, two_shapes

@@ -8,9 +8,6 @@ from legato_engine.kernels.cuda import (
     attention,
     decoder,
     drafting,
-    expert_adapters,
-    head,
-    layer_boundary,
     sampling,
     skinny_gemm,
     tau_decoder,
@@ -26,8 +23,8 @@ PROCESSORS = 12
 @pytest.fixture(autouse=True)
 def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the engine compiles itself are emulated, on a GPU of a few multiprocessors."""
-    of_single_steps = attention, decoder, head, layer_boundary, sampling, value_heads
-    for module in (*of_single_steps, adapters, drafting, expert_adapters, tau_decoder):
+    of_single_steps = attention, decoder, decoder, decoder, sampling, value_heads
+    for module in (*of_single_steps, adapters, drafting, tau_decoder, tau_decoder):
         monkeypatch.setattr(module, "Module", EmulatedModule)
     monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.resident.sizes import ModelSizes
+from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from tests.emulator.build import Patch
 from tests.emulator.module import EmulatedModule, Schedule

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from legato_engine.kernels.cuda import decoder, head
+from legato_engine.kernels.cuda import decoder
 
 from tests.emulator.build import Patch
 from tests.emulator.module import EmulatedFault, EmulatedModule
@@ -53,7 +53,7 @@ SOON = "a finisher that does not let a block pass"
 def found(monkeypatch: pytest.MonkeyPatch, *patches: Patch) -> str | None:
     """What tells of them in a step, if anything does."""
     patched = functools.partial(EmulatedModule, patches=patches)
-    for module in (decoder, head):
+    for module in (decoder, decoder):
         monkeypatch.setattr(module, "Module", patched)
     world = world_of(plain(PARTS), CPU)
     try:

@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from legato_engine.kernels.cuda.resident import SOURCE, source_folder
+from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 
 from benchmarks.resident_model import forward
 from tests.emulator.build import Patch, sources

@@ -18,15 +18,15 @@ from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_TOKENS,
     SPLITS,
-    Attention,
     AttentionSizes,
+    PagedAttention,
     StepPositions,
     splits_for,
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import UNKNOWN
 
 from tests.emulator.small import CPU
@@ -100,7 +100,7 @@ def test_lookup_is_what_torch_does() -> None:
 class Cached:
     """Random keys and values in pages of a caches' dtype, in random order; and the kernel."""
 
-    attention: Attention
+    attention: PagedAttention
     k_NHSE: torch.Tensor
     v_NHSE: torch.Tensor
     table_RM: torch.Tensor
@@ -122,7 +122,7 @@ class Cached:
             out_stride=HEADS * HEAD_DIM + 24,
             kv_bytes=dtype.itemsize,
         )
-        attention = Attention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
+        attention = PagedAttention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
         k_NHSE, v_NHSE = caches
         table_RM = (torch.randperm(TABLES * count) + 1).view(TABLES, count)
         return cls(attention, k_NHSE, v_NHSE, table_RM, scale_2)

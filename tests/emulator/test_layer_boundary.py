@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from legato_engine.kernels.cuda import skinny_gemm
-from legato_engine.kernels.cuda.layer_boundary import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
+from legato_engine.kernels.cuda.decoder import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
 from legato_engine.models.moondream.presets import legato_tiny_config
 
 from tests.emulator.module import EmulatedKernel

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.resident.sizes import ModelSizes
+from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from tests.emulator.module import EmulatedFault, Schedule
 from tests.emulator.small import EVEN, SMALL, WIDE, emulated

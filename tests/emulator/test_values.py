@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from legato_engine.resident.sizes import MOONDREAM2
+from legato_engine.kernels.megakernel.sizes import MOONDREAM2
 
 from tests.emulator.small import EVEN, SMALL, emulated
 from tests.resident import values

@@ -11,15 +11,28 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from hypothesis import strategies as st
-from legato_engine.core.images import CachedImage, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.messages import Done, EngineOutput, Failed, ImageDropped, ImageHeld, Started
+from legato_engine.ipc.messages import (
+    Done,
+    DropImage,
+    EngineOutput,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
+    Started,
+)
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import (
+    CachedImage,
+    DetectTask,
+    EncodedImage,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from PIL import Image
 
 NAMES = ("acme", "rival")

@@ -140,8 +140,8 @@ except ValueError:
 log.info("third")
 __import__("logging").getLogger("library").warning("fourth")
 """
-SERVICE = "from legato_service.logs import configuration as c; c.configure('info', terminal={})"
-ENGINE = "from legato_engine.engine.logs import configure_logging; configure_logging()"
+SERVICE = "from legato_service import logs as c; c.configure('info', terminal={})"
+ENGINE = "from legato_engine.core.process import configure_logging; configure_logging()"
 CONFIGURED = {
     "service": SERVICE.format(False),
     "terminal": SERVICE.format(True),

@@ -10,14 +10,14 @@ WALL_CLOCK = {"time", "time_ns", "now", "utcnow", "today"}
 # Stamps that are shown or sent, and expiries that people write as dates.
 ALLOWED = {
     "service/legato_service/access/principal.py",
-    "service/legato_service/images/held_uploads.py",
-    "service/legato_service/logs/configuration.py",
+    "service/legato_service/images/intake.py",
+    "service/legato_service/logs.py",
     "service/legato_service/rpc/call_log.py",
-    "service/legato_service/servicer/image.py",
+    "service/legato_service/services/image.py",
     "service/legato_service/session/session.py",
     "service/legato_service/tracing/tracer.py",
     "engine/legato_engine/crash/bundle.py",
-    "engine/legato_engine/engine/logs.py",
+    "engine/legato_engine/core/process.py",
 }
 
 

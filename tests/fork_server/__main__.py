@@ -34,9 +34,9 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 IMPORTED = {
     "all": (
-        "legato_engine.engine.loading",
-        "legato_engine.engine.process",
-        "legato_engine.models.llama.family",
+        "legato_engine.core.assembly",
+        "legato_engine.core.process",
+        "legato_engine.models.decoder.families",
         "legato_engine.models.moondream.family",
         "legato_engine.models.moondream.model",
         "legato_engine.models.moondream.weights",
@@ -48,7 +48,7 @@ IMPORTED = {
     "little": (
         "legato_engine.images.decoding_worker",
         "legato_engine.ipc.service_connections",
-        "legato_engine.ipc.subscribers",
+        "legato_engine.ipc.service_connections",
         "legato_engine.shm.blob_reader",
     ),
 }

@@ -24,7 +24,7 @@ FORKED = frozenset(
     {
         DECODER,
         READER,
-        "legato_engine.engine.process",
+        "legato_engine.core.process",
         "legato_service",
         "legato_service.workers.worker",
         "tests.e2e.quick_service",

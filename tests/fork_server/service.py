@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from legato_engine.client import supervisor
+from legato_engine.client import engine_client
 
 from tests.fork_server.client import ForkServer
 from tests.fork_server.popen import FORKED
 
-_spawn = supervisor.ChildProcess.spawn
+_spawn = engine_client.ChildProcess.spawn
 
 
 class ForkedProcess:
@@ -48,8 +48,8 @@ def fork_children_of(server: ForkServer) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
 
     async def spawn(
-        cls: type[supervisor.ChildProcess], command: Sequence[str], inherited: Sequence[int] = ()
-    ) -> supervisor.ChildProcess:
+        cls: type[engine_client.ChildProcess], command: Sequence[str], inherited: Sequence[int] = ()
+    ) -> engine_client.ChildProcess:
         if list(command[:2]) != [sys.executable, "-m"] or command[2] not in FORKED:
             return await _spawn(command, inherited)
         fds = {0: nothing, 1: 1, 2: 2, **{fd: fd for fd in inherited}}
@@ -57,5 +57,5 @@ def fork_children_of(server: ForkServer) -> None:
         process: Any = ForkedProcess(pid)
         return cls(process)
 
-    vars_of: Any = supervisor.ChildProcess
+    vars_of: Any = engine_client.ChildProcess
     vars_of.spawn = classmethod(spawn)

@@ -34,7 +34,7 @@ def test_every_process_has_its_command_its_parent_and_its_own_files(server):
     for pid, module in (
         (first, "legato_service"),
         (worker, "legato_service.workers.worker"),
-        (engine, "legato_engine.engine.process"),
+        (engine, "legato_engine.core.process"),
     ):
         words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
         assert words[:3] == [sys.executable, "-m", module]

@@ -26,11 +26,10 @@ with atheris.instrument_imports(
         "legato_service",
     ]
 ):
-    from legato_engine.core.request_key import RequestKey
     from legato_engine.errors import LegatoError
     from legato_engine.images.decoding import decode_file
-    from legato_engine.images.headers import check_scans, inspect
-    from legato_engine.images.orientation import displayed_size
+    from legato_engine.images.headers import check_scans, displayed_size, inspect
+    from legato_engine.types import RequestKey
     from legato_service.convert import requests, skills
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header

@@ -11,9 +11,9 @@ from google.rpc import error_details_pb2, status_pb2
 from legato.v1 import session_pb2
 from legato_client import AsyncClient, Client, DetectTask, LegatoError, QueryTask
 from legato_client._errors import from_rpc_error, from_status
+from legato_client._grpc import channel as rpcs
+from legato_client._grpc.channel import Method, message_of
 from legato_client._session.state import SessionState
-from legato_client._transport import methods as rpcs
-from legato_client._transport.methods import Method, message_of
 
 from tests.fuzz.messages import filled
 from tests.fuzz.mutation import mutate

@@ -11,12 +11,10 @@ from http import HTTPStatus
 
 import pytest
 from legato_client import LegatoError
-from legato_client.web import pictures
+from legato_client.web import bodies, moondream_api
 from legato_client.web.bodies import Bodies
 from legato_client.web.errors import Refused
-from legato_client.web.moondream_api import bodies
-from legato_client.web.openai_api.bodies import ChatBody
-from legato_client.web.openai_api.conversation import task_of
+from legato_client.web.openai_api import ChatBody, task_of
 from msgspec import Struct
 from starlette.requests import Request
 
@@ -33,11 +31,11 @@ TRACES = (b"Traceback", b"a bug of this HTTP server", b"Internal Server Error")
 
 BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatBody,
-    "/v1/query": bodies.QueryBody,
-    "/v1/caption": bodies.CaptionBody,
-    "/v1/detect": bodies.DetectBody,
-    "/v1/point": bodies.PointBody,
-    "/v1/segment": bodies.SegmentBody,
+    "/v1/query": moondream_api.QueryBody,
+    "/v1/caption": moondream_api.CaptionBody,
+    "/v1/detect": moondream_api.DetectBody,
+    "/v1/point": moondream_api.PointBody,
+    "/v1/segment": moondream_api.SegmentBody,
 }
 _loop = asyncio.new_event_loop()
 
@@ -66,10 +64,10 @@ async def _body_to_task(data: bytes) -> None:
         if isinstance(body, ChatBody):
             body.check()
             await task_of(body)
-        elif isinstance(body, bodies.Question):
+        elif isinstance(body, moondream_api.Question):
             body.task()
             if body.image_url is not None:
-                await pictures.decoded(body.image_url, "image_url")
+                await bodies.decoded(body.image_url, "image_url")
 
 
 def body_seeds() -> list[bytes]:

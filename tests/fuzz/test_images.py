@@ -6,14 +6,14 @@ from typing import cast
 
 import pytest
 from legato.v1 import media_pb2
-from legato_engine.core.images import EncodedImage
-from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.pixel_memory import PixelMemory, host_slab
-from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.images.memory import PixelMemory, host_slab
+from legato_engine.models.bundle import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import EncodedImage
 from legato_service.images.intake import ImageIntake, stage
 
 from tests.fuzz.mutation import mutate

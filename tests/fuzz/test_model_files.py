@@ -26,9 +26,9 @@ import torch
 from huggingface_hub import constants, file_download
 from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.hub import download, store
-from legato_engine.hub.catalog import INDEX, Published, Source
+from legato_engine.hub.store import INDEX, Published, Source
 from legato_engine.models import untrusted
-from legato_engine.models.checkpoint_files import headers, opened
+from legato_engine.models.checkpoint import headers, opened
 from legato_engine.models.gguf.reader import read_gguf
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.presets import tiny_random_config

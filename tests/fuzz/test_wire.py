@@ -6,7 +6,7 @@ import grpc
 import pytest
 import structlog
 from legato.v1 import session_pb2
-from legato_client._transport.async_status import ServerStatus
+from legato_client._grpc.transport import ServerStatus
 
 from tests.fuzz.messages import disturbed, methods, request_of
 from tests.fuzz.mutation import mutate

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import torch
 from legato_engine.bench.workload import fixed_length
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.core.assembly import Assembly
+from legato_engine.core.requests import make_sequence
+from legato_engine.scheduler.batch import LaunchKind, StepRecord
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.sink import SilentSink
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 ROWS = 4
 RANKS = {"x": 8, "y": 64}

@@ -6,7 +6,7 @@ Shape legend: T rows, K values of a row.
 from __future__ import annotations
 
 import torch
-from legato_engine.kernels.quantised import Quantised
+from legato_engine.kernels.parameters import Quantised
 
 CUDA = torch.device("cuda", 0)
 DIMS = (16, 48, 320, 1152, 1280, 1296, 2304, 4304, 8192)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
-from legato_engine.models.step_kernels import StepInputs
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import (

@@ -9,20 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.core.task_specs import CaptionTask, QueryTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.core.requests import make_sequence
 from legato_engine.kernels import ops, reference
-from legato_engine.kernels.low_rank import AdapterRows
-from legato_engine.models.capabilities import Adapter
+from legato_engine.kernels.parameters import AdapterRows
+from legato_engine.models.base import Adapter
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskResult,
+)
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file

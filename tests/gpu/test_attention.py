@@ -18,8 +18,8 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     MAX_TOKENS,
     SPLITS,
-    Attention,
     AttentionSizes,
+    PagedAttention,
     StepPositions,
     splits_for,
 )
@@ -73,7 +73,7 @@ MIXTURES = (
 class World:
     """Random keys and values in pages, assigned to rows in random order; and the kernel."""
 
-    attention: Attention
+    attention: PagedAttention
     k_NHSE: torch.Tensor
     v_NHSE: torch.Tensor
     table_RM: torch.Tensor
@@ -160,7 +160,7 @@ def world(request):
         out_stride=WIDTH + BEHIND,
         kv_bytes=dtype.itemsize,
     )
-    attention = Attention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
+    attention = PagedAttention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
     k_NHSE, v_NHSE = caches
     return World(attention, k_NHSE, v_NHSE, table_RM.view(ROWS, count), scale_2)
 

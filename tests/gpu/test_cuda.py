@@ -10,20 +10,28 @@ from collections.abc import Sequence as Many
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import Event
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import DetectResult, FinishReason, TaskResult
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
-from legato_engine.core.tokens import TokenInfo
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.core.requests import make_sequence
 from legato_engine.device.select import open_device
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    Event,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskResult,
+    TaskSpec,
+    TokenInfo,
+)
 
 from tests.gpu.image import shapes_picture
 

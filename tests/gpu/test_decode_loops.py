@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results

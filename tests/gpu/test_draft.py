@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble, speculating
+from legato_engine.core.assembly import assemble, speculating
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft
 from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
-from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.paged_attention import KVCache
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 from torch import nn
 

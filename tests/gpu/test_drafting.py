@@ -13,12 +13,8 @@ import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.drafting import LookupKernel
-from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
-from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState, Layout
-from legato_engine.runtime.graph_runner import GraphRunner
-from legato_engine.runtime.reference_drafts import ReferenceDrafts
-from legato_engine.runtime.request_descriptors import (
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout
+from legato_engine.runtime.descriptors import (
     DESCRIPTOR,
     NO_DRAFTS,
     STARTS,
@@ -26,19 +22,22 @@ from legato_engine.runtime.request_descriptors import (
     WORDS,
     Descriptor,
 )
-from legato_engine.speculative.block_policy import (
+from legato_engine.runtime.graphs import GraphRunner
+from legato_engine.runtime.reference_drafts import ReferenceDrafts
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
     BlockPolicy,
+    CostTable,
     FixedBlockPolicy,
+    TokenBudgetPolicy,
 )
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
 
 from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.oracle_kernel import OracleKernel
+from tests.engine.speculative.drafted import Flag, RequestDescriptor
 from tests.engine.speculative.histories import row_history
 
 ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
@@ -290,7 +289,7 @@ def test_ten_thousand_decisions_of_a_gpu_are_the_specifications(name):
     trace = Trace(device, POLICIES[name]())
     trace.drafts.descriptor_R4.copy_(Side(device, 0, policy, by_kernels=True).drafts.descriptor_R4)
     trace.drafts.forget()
-    requests = [RequestDescriptor(row, (1,), 1000) for row in range(ROWS)]
+    requests = [RequestDescriptor(row, 1000) for row in range(ROWS)]
     rates, sizes = [draw.random() for _ in range(ROWS)], set()
     for launch in range(10_000):
         pressed = launch % 100 > 90

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -21,8 +20,7 @@ from legato_engine.kernels.decode_loop import (
     control_drafting_step,
 )
 from legato_engine.runtime.sampler import successor_table
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
+from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
 from legato_engine.tasks import Constraint
 
 from benchmarks.loops import question, randomly

@@ -7,7 +7,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import grouped
-from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.parameters import ExpertWeights, Routes
 
 from tests.engine.kernels.expert_cases import by_hand, dequantised, layers, quantised, tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels import reference_rows, row_ops
+from legato_engine.kernels import ops, reference
 from legato_engine.layers import fp8
 from legato_engine.layers.fp8 import Fp8Linear
 from legato_engine.layers.linear import Linear
@@ -21,7 +21,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def _lacks_fp8() -> bool:
-    return not torch.cuda.is_available() or not row_ops.can_multiply_e4m3(CUDA)
+    return not torch.cuda.is_available() or not ops.can_multiply_e4m3(CUDA)
 
 
 pytestmark = [
@@ -45,16 +45,16 @@ def test_plain_rows_are_the_reference(dim):
     """Every byte and every scale of plain rows is torch's, whatever the number of rows."""
     for count in COUNTS:
         x_TK = rows(count, dim)
-        assert_same(row_ops.quantise(x_TK), reference_rows.quantise(x_TK), 0.0)
+        assert_same(ops.quantise(x_TK), reference.quantise(x_TK), 0.0)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_gelu_rows_are_the_reference(dim):
     """After a gelu values are torch's, but for ties that fall the other way."""
     x_TK = torch.randn(729, dim, device=CUDA).mul_(3).bfloat16()
-    assert_same(row_ops.quantise_gelu(x_TK), reference_rows.quantise_gelu(x_TK), FLIPPED)
+    assert_same(ops.quantise_gelu(x_TK), reference.quantise_gelu(x_TK), FLIPPED)
     far_TK = x_TK * 1e3
-    assert_same(row_ops.quantise_gelu(far_TK), reference_rows.quantise_gelu(far_TK), FLIPPED)
+    assert_same(ops.quantise_gelu(far_TK), reference.quantise_gelu(far_TK), FLIPPED)
 
 
 def test_rows_that_are_zero_or_not_finite_stay_so():
@@ -63,7 +63,7 @@ def test_rows_that_are_zero_or_not_finite_stay_so():
     x_TK[0] = 0
     x_TK[1, 700] = float("nan")
     x_TK[2, 3] = float("inf")
-    ours = row_ops.quantise(x_TK)
+    ours = ops.quantise(x_TK)
     assert (ours.values[0].float() == 0).all()
     assert ours.values.float().isnan().any(-1).tolist() == [False, True, True, False]
 
@@ -73,7 +73,7 @@ def test_a_layer_is_its_emulation(inputs, outputs):
     """The multiplication is float32's of the same e4m3 values, but for what its sums round."""
     linear = Linear(inputs, outputs).to(CUDA, torch.bfloat16)
     ours = Fp8Linear(linear)
-    x = row_ops.quantise(rows(3 * 243, inputs).view(3, 243, inputs))
+    x = ops.quantise(rows(3 * 243, inputs).view(3, 243, inputs))
     out = ours.multiply(x)
     assert out.shape == (3, 243, outputs)
     operands = (x.values.flatten(0, 1), x.scale.flatten(0, 1), ours.weight, ours.scale)

@@ -16,7 +16,7 @@ from cuda.bindings import runtime
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import gemm
-from legato_engine.kernels.cuda.library_launch import LibraryLauncher
+from legato_engine.kernels.cuda.gemm import LibraryLauncher
 
 CUDA = torch.device("cuda", 0)
 SIZES = [(6561, 1152, 1152), (6561, 4304, 1152), (730, 10240, 2048), (129, 64, 96)]

@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.images.pixel_memory import PixelMemory
+from legato_engine.images.memory import PixelMemory
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
-from legato_engine.kernels.cut_plan import MAX_WORDS, CropGeometry, CutPlan
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, stage
-from legato_engine.kernels.lanczos import resize
+from legato_engine.kernels.images import MAX_WORDS, CropGeometry, CutPlan, resize
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.models.moondream.vision import Vision, patches

@@ -19,8 +19,9 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.experts import Routes
-from legato_engine.layers.moe import ExpertLinear
+from legato_engine.kernels.parameters import Routes
+from legato_engine.layers.mlp import ExpertLinear
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import (
     ARCHITECTURE_3,
     Gelu,
@@ -37,8 +38,7 @@ from legato_engine.models.moondream.presets import (
 )
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
-from legato_engine.models.step_kernels import StepInputs
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import compiler
-from legato_engine.kernels.cuda.layer_boundary import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
+from legato_engine.kernels.cuda import module
+from legato_engine.kernels.cuda.decoder import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.decode_step import MoondreamStep
-from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu.test_kernels import DEVICE, World, indexable, make_world
 from tests.gpu.test_replays import different_replays
@@ -37,11 +37,11 @@ def world() -> World:
 @pytest.fixture(scope="module", params=["as they are", "late at random"])
 def kernels(request: pytest.FixtureRequest, world: World) -> Iterator[MoondreamStep]:
     """The kernels, and those whose warps come to where others wait for them at any time."""
-    texts = dict(compiler.sources())
+    texts = dict(module.sources())
     if request.param == "late at random":
         texts["common.cuh"] = "#define DELAYS\n" + texts["common.cuh"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "sources", lambda: texts)
+        patch.setattr(module, "sources", lambda: texts)
         network = world.network
         yield MoondreamStep(world.config, network.text, network.region, world.kv)
 

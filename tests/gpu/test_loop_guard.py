@@ -10,11 +10,10 @@ import pytest
 import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import LOOP_PATHS, RESIDENT_PATH, EngineConfig
-from legato_engine.core.request_key import RequestKey
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.models.moondream.presets import moondream2_config
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.types import RequestKey
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models import hub_folder

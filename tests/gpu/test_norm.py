@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels import ops, reference_rows, row_ops
+from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import fused_attention
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
@@ -53,7 +53,7 @@ def test_a_sum_and_its_norm_are_torchs(dim):
         x_TK, y_TK = rows(count, dim), rows(count, dim).flip(0).contiguous()
         expected_TK = x_TK + y_TK
         exact_TK = copy.deepcopy(layer).float()(expected_TK.float())
-        sum_TK, normed_TK = row_ops.add_norm(x_TK, y_TK, layer)
+        sum_TK, normed_TK = ops.add_norm(x_TK, y_TK, layer)
         assert sum_TK.data_ptr() == x_TK.data_ptr()
         assert torch.equal(sum_TK, expected_TK)
         torch.testing.assert_close(normed_TK.float(), exact_TK, rtol=1.1 * ROUNDED, atol=1e-4)
@@ -69,7 +69,7 @@ def test_a_sum_of_three_and_its_norm_are_exact(dim):
         z_TK = rows(count, dim).roll(1, 0).contiguous()
         expected_TK = (x_TK.float() + y_TK.float() + z_TK.float()).bfloat16()
         before_TK = x_TK.clone()
-        sum_TK, normed_TK = row_ops.add3_norm(x_TK, y_TK, z_TK, layer)
+        sum_TK, normed_TK = ops.add3_norm(x_TK, y_TK, z_TK, layer)
         assert sum_TK.data_ptr() == y_TK.data_ptr()
         assert torch.equal(x_TK, before_TK)
         assert torch.equal(sum_TK, expected_TK)
@@ -79,15 +79,15 @@ def test_a_sum_of_three_and_its_norm_are_exact(dim):
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or not row_ops.can_multiply_e4m3(CUDA), reason="needs e4m3"
+    not torch.cuda.is_available() or not ops.can_multiply_e4m3(CUDA), reason="needs e4m3"
 )
 def test_a_sum_and_its_quantised_norm_are_the_reference(dim):
     """Every bit of the sum; its norm's values but for ties that fall the other way."""
     layer = layer_norm(dim)
     for count in COUNTS:
         x_TK, y_TK = rows(count, dim), rows(count, dim).flip(0).contiguous()
-        expected_TK, expected = reference_rows.add_norm_quantised(x_TK, y_TK, layer)
-        sum_TK, ours = row_ops.add_norm_quantised(x_TK, y_TK, layer)
+        expected_TK, expected = reference.add_norm_quantised(x_TK, y_TK, layer)
+        sum_TK, ours = ops.add_norm_quantised(x_TK, y_TK, layer)
         assert torch.equal(sum_TK, expected_TK)
         assert_same(ours, expected, FLIPPED + 2 / (count * dim))
 
@@ -99,7 +99,7 @@ def test_without_a_second_term_there_is_the_norm_alone(dim):
     exact = copy.deepcopy(layer).float()
     for x_TK in (rows(729, dim), rows(1, dim), rows(7, dim + 1)[:, :dim]):
         before_TK, out_TK = x_TK.clone(), torch.empty_like(x_TK)
-        sum_TK, normed_TK = row_ops.add_norm(x_TK, None, layer, out_TK)
+        sum_TK, normed_TK = ops.add_norm(x_TK, None, layer, out_TK)
         assert sum_TK is x_TK
         assert normed_TK.data_ptr() == out_TK.data_ptr()
         assert torch.equal(x_TK, before_TK)
@@ -113,7 +113,7 @@ def test_the_second_term_repeats():
     x_NTK, y_1TK = rows(3 * 29, 1152).view(3, 29, 1152), rows(29, 1152)[None]
     before_1TK = y_1TK.clone()
     expected_NTK = x_NTK + y_1TK
-    sum_NTK, normed_NTK = row_ops.add_norm(x_NTK, y_1TK, layer)
+    sum_NTK, normed_NTK = ops.add_norm(x_NTK, y_1TK, layer)
     assert torch.equal(sum_NTK, expected_NTK)
     assert torch.equal(y_1TK, before_1TK)
     torch.testing.assert_close(normed_NTK, layer(expected_NTK), rtol=2 * ROUNDED, atol=1e-3)
@@ -132,7 +132,7 @@ def test_what_the_kernel_cannot_load_is_torchs():
         (rows(5, 1153), odd),
     ):
         before_TK = x_TK.clone()
-        sum_TK, normed_TK = row_ops.add_norm(x_TK, x_TK, each)
+        sum_TK, normed_TK = ops.add_norm(x_TK, x_TK, each)
         assert torch.equal(sum_TK, before_TK + before_TK)
         assert torch.equal(normed_TK, each(before_TK + before_TK))
 

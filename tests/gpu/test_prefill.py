@@ -15,14 +15,13 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda import prefill
-from legato_engine.kernels.layer_cache import LayerCache
-from legato_engine.kernels.spans import Span
+from legato_engine.kernels.pages import LayerCache, Span
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.paged_cache import KVCache, PrefillSpan
+from legato_engine.models.paged_attention import KVCache, PrefillSpan
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = [

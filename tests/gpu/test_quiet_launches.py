@@ -11,16 +11,13 @@ import pytest
 import torch
 from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, with_decode_path
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.models.moondream.outlines.crop import Crop
-from legato_engine.scheduler.launch import LaunchKind, Refinement
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path
+from legato_engine.core.requests import make_sequence
+from legato_engine.models.moondream.refiner.refiner import Crop
+from legato_engine.scheduler.batch import LaunchKind, Refinement
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 from benchmarks.loops import picture, recorded, skilled, values_of
 from benchmarks.loops.requests import NUM_SKILLS

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
+from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.decode_step import MoondreamStep
-from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu.test_kernels import DEVICE, World, make_world
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
+from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, MOONDREAM2
 
 from tests.gpu.hopper import HOPPER
 from tests.resident import words

@@ -11,7 +11,7 @@ import random
 import time
 
 import pytest
-from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
+from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, MOONDREAM2
 
 from benchmarks.resident_drafts import DraftingRows
 from tests.gpu.hopper import HOPPER

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, speculating
-from legato_engine.kernels.resident_builds import Kind as Launches
-from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
+from legato_engine.core.assembly import Assembly, assemble, speculating
+from legato_engine.kernels.decode_loop import BatchKind as Launches
+from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
 
 from benchmarks.loops import question, randomly
 from benchmarks.speculation.decode_paths import Answers, answer
@@ -94,8 +93,10 @@ def test_requests_come_and_go(drafting: Assembly, skills: bool) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 5])
-@pytest.mark.parametrize("kind", [Kind.BEST, Kind.SETTLED], ids=lambda kind: kind.name)
-def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int) -> None:
+@pytest.mark.parametrize(
+    "kind", [CounterKind.BEST, CounterKind.SETTLED], ids=lambda kind: kind.name
+)
+def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: CounterKind, step: int) -> None:
     """Its rows go on in loops after the last step that the host has heard of, also when some row
     was settled in the one after it.
     """
@@ -105,8 +106,8 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int)
     steps = steps_of(assembly)
     build = next(each for each in steps.builds if each.tokens >= 24)
     # An instruction of one worker waits for one signal more than there is in that step.
-    op = {Kind.BEST: 0, Kind.SETTLED: build.count - 2}[kind]
-    of = 7 if kind is Kind.BEST else 0
+    op = {CounterKind.BEST: 0, CounterKind.SETTLED: build.count - 2}[kind]
+    of = 7 if kind is CounterKind.BEST else 0
     words = dict(zip(FIELDS, build._table.view(-1, build.count, WORDS)[of, op], strict=False))
     signals = steps.program.sizes.num_workers
     words["wait"].fill_(counter(steps.program.sizes, kind))

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, with_decode_path
-from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path
+from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
+from legato_engine.runtime.autotune import ALL
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.graph_runner import Work
-from legato_engine.runtime.path_table import ALL
+from legato_engine.runtime.graphs import Work
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 from tests.gpu.hopper import HOPPER
@@ -131,7 +130,7 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, step: int) -> None:
     build, sizes = steps_of(assembly).builds[0], steps_of(assembly).program.sizes
     # Worker 7's first instruction: in that step it waits for one head more than there are.
     words = dict(zip(FIELDS, build._table.view(-1, build.count, WORDS)[7, 0], strict=False))
-    words["wait"].fill_(counter(sizes, Kind.BEST))
+    words["wait"].fill_(counter(sizes, CounterKind.BEST))
     words["wait_count"].fill_(1 - step - int(build._epoch[0]))
     words["wait_stride"].fill_(sizes.num_workers + 1)
     build.patience_ms = 50

@@ -12,8 +12,8 @@ import pytest
 import torch
 from legato_engine.kernels.cuda.sampling import SampledTokens, Sampler
 from legato_engine.kernels.cuda.value_heads import ValueReader, ValueSizes
-from legato_engine.kernels.reference_certainty import concentration, existence
-from legato_engine.runtime.row_state import RowState
+from legato_engine.kernels.reference import concentration, existence
+from legato_engine.runtime.decode_slot import RowState
 from legato_engine.runtime.sampler import constraint_table, greedy
 from legato_engine.tasks import Constraint
 

@@ -10,10 +10,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from legato_engine.kernels import ops, reference, row_ops
+from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import token_rows
-from legato_engine.kernels.layer_cache import LayerCache
-from legato_engine.kernels.spans import AttentionMetadata
+from legato_engine.kernels.pages import AttentionMetadata, LayerCache
 
 CUDA = torch.device("cuda", 0)
 PAGE, CONTEXT = 16, 4096
@@ -84,7 +83,7 @@ def test_a_sum_and_its_rms_norm_are_torchs(dim):
         x_TK, y_TK = noise(count, dim), noise(count, dim)
         for term_TK in (None, y_TK):
             expected_TK = x_TK.clone() if term_TK is None else x_TK + term_TK
-            sum_TK, normed_TK = row_ops.add_rms_norm(x_TK, term_TK, norm)
+            sum_TK, normed_TK = ops.add_rms_norm(x_TK, term_TK, norm)
             assert torch.equal(sum_TK, expected_TK)
             wanted_TK = exact(expected_TK.float())
             torch.testing.assert_close(normed_TK.float(), wanted_TK, rtol=1.1 * ROUNDED, atol=1e-5)

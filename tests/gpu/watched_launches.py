@@ -15,8 +15,8 @@ import itertools
 import sys
 from unittest import mock
 
-from legato_engine.kernels.cuda import resident
-from legato_engine.resident.sizes import LEGATO_TINY, PAGE
+from legato_engine.kernels.megakernel import kernel
+from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, PAGE
 
 from tests.resident import both, drafts, values, words
 
@@ -75,7 +75,7 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="kind", choices=KINDS)
-    with mock.patch.object(resident, "PATIENCE_MS", 600_000):
+    with mock.patch.object(kernel, "PATIENCE_MS", 600_000):
         for kind in parser.parse_args().kinds:
             KINDS[kind]()
             sys.stdout.write(f"{kind}: all launches are over\n")

@@ -25,11 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 from legato_engine.config import LOOKUP_DRAFT, SPECULATION_OFF, EngineConfig
-from legato_engine.engine.loading import assemble, speculating
+from legato_engine.core.assembly import assemble, speculating
 from legato_engine.kernels.cuda import attention, draft_layer, module, skinny_gemm
 from legato_engine.models.moondream import decode_step
 from legato_engine.models.moondream import draft as moondream_draft
-from legato_engine.runtime import graph_runner
+from legato_engine.runtime import graphs
 
 from benchmarks.speculation.run import Run
 from benchmarks.speculation.workloads import real_requests, sample_images
@@ -71,7 +71,7 @@ def _passes_of(tokens: int) -> Callable[[], None]:
 
 def _host_switch() -> None:
     """Branches are captured; the host reads which of them to replay."""
-    capture = graph_runner.GraphRunner._work
+    capture = graphs.GraphRunner._work
 
     def work(self, make, *shape):
         if make.__name__ == "drafting":
@@ -81,7 +81,7 @@ def _host_switch() -> None:
             return self._captured[key]
         return capture(self, make, *shape)
 
-    graph_runner.GraphRunner._work = work
+    graphs.GraphRunner._work = work
 
 
 def _no_clusters() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask, Turn
-from legato_engine.engine.sequences import make_sequence
+from legato_engine.core.requests import make_sequence
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams, Turn
 
 from tests.engine.models import against_transformers as same
 from tests.published.reference import TOKENS

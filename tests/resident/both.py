@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.sizes import ModelSizes
-from legato_engine.speculative.block_policy import BlockPolicy
+from legato_engine.kernels.megakernel.kernel import RING_STAGES
+from legato_engine.kernels.megakernel.sizes import ModelSizes
+from legato_engine.speculative.policy import BlockPolicy
 
 from benchmarks.resident_drafts import DraftingRows
 from benchmarks.resident_kernel import Rules

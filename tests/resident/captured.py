@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from legato_engine.kernels.megakernel.sizes import HEAD_DIM, PAGE, ROTARY_DIM
 from legato_engine.kernels.parameters import Affine
 from legato_engine.kernels.step import DecoderSizes, DecoderStep, StepCache, StepPositions
-from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM
 
 from benchmarks.resident_model import Cache, Model
 from tests.resident.words import Rows, World

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from legato_engine.kernels.accelerated import SampledTokens
-from legato_engine.kernels.cuda.resident import rows_of
 from legato_engine.kernels.cuda.value_heads import Embedder, MlpBins, TokenInputs, ValueReader
+from legato_engine.kernels.megakernel.kernel import rows_of
 
 from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_values import PAIR, SCALAR

@@ -9,15 +9,15 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.sizes import ModelSizes
-from legato_engine.speculative.block_policy import (
+from legato_engine.kernels.megakernel.kernel import RING_STAGES
+from legato_engine.kernels.megakernel.sizes import ModelSizes
+from legato_engine.speculative.policy import (
     AdaptiveBlockPolicy,
     BlockPolicy,
+    CostTable,
     FixedBlockPolicy,
+    TokenBudgetPolicy,
 )
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
 
 from benchmarks.resident_drafts import DraftedStep, DraftingRows
 from benchmarks.resident_kernel import ResidentKernel, Rules

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 
 import torch
-from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.sizes import ModelSizes
+from legato_engine.kernels.megakernel.kernel import RING_STAGES
+from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_model import Cache, Model, forward

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 
 import torch
 from legato_engine.kernels.accelerated import Sampler
-from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentWeights
-from legato_engine.resident.instructions import Kind, counter
-from legato_engine.resident.program import Program
-from legato_engine.resident.sizes import ModelSizes
+from legato_engine.kernels.megakernel.kernel import RING_STAGES, ResidentWeights
+from legato_engine.kernels.megakernel.program import CounterKind, Program, counter
+from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_model import Cache, Model, forward
@@ -236,6 +235,6 @@ def stuck_in_step(program: Program, step: int) -> Program:
     """In that step of a first launch worker 7 waits for one head more than there are."""
     sizes, workers = program.sizes, list(program.workers)
     first, *rest = workers[7]
-    wait = {"wait": counter(sizes, Kind.BEST), "wait_stride": sizes.num_workers + 1}
+    wait = {"wait": counter(sizes, CounterKind.BEST), "wait_stride": sizes.num_workers + 1}
     workers[7] = (dataclasses.replace(first, wait_count=1 - step, **wait), *rest)
     return Program(sizes, program.ring_stages, tuple(workers))

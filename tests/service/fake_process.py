@@ -11,15 +11,19 @@ import os
 import signal
 import threading
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason, QueryResult
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.ipc.commands import Abort, Command, Shutdown, Stop, Submit
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Heartbeat, Loading, Ready
-from legato_engine.ipc.service_connections import ServiceConnections
-from legato_engine.ipc.subscribers import Subscribers
+from legato_engine.ipc.messages import (
+    Abort,
+    Command,
+    Heartbeat,
+    Load,
+    Loading,
+    Ready,
+    Shutdown,
+    Stop,
+    Submit,
+)
+from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
+from legato_engine.types import FinishReason, QueryResult, QueryTask, Request, RequestKey
 
 from tests.service.fakes import MODEL, done, started
 

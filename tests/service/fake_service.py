@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import uvloop
 from legato_engine.client.engine_client import EngineClient, EngineLimits
-from legato_service import arguments
-from legato_service.engines.processes import make_engines
-from legato_service.lifecycle.console import LogAnnouncer
-from legato_service.logs import configuration
-from legato_service.start import start
+from legato_service import arguments, logs
+from legato_service.console import LogAnnouncer
+from legato_service.engines.devices import make_engines
+from legato_service.process import start
 
 
 def main() -> int:
@@ -23,7 +22,7 @@ def main() -> int:
     module, *rest = sys.argv[1:]
     config = arguments.parse(rest)
     faulthandler.enable()
-    configuration.configure(config.log_level, terminal=False)
+    logs.configure(config.log_level, terminal=False)
     command = (sys.executable, "-m", module)
     limits = EngineLimits(backoff_first=0.01, backoff_cap=0.02)
 

@@ -7,50 +7,59 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+from legato_engine.client.connection import Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
-from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.core.events import (
-    Event,
-    Grounding,
-    ObjectEvent,
-    OutlineEvent,
-    PointEvent,
-    ReasoningDelta,
-    TextDelta,
+from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
+from legato_engine.images.decoding import content_key, image_id
+from legato_engine.ipc.messages import (
+    Delta,
+    Done,
+    DropImage,
+    HoldImage,
+    ImageHeld,
+    ImageTotals,
+    Load,
+    ModelInfo,
+    Started,
+    StepTotals,
 )
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.images import CachedImage, EncodedImage, ImageInfo, RawImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import (
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import (
+    Box,
+    CachedImage,
     CaptionResult,
+    CaptionTask,
     DetectResult,
+    DetectTask,
+    EncodedImage,
+    Event,
     FinishReason,
+    Grounding,
+    ImageInfo,
+    ObjectEvent,
     Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
     PointResult,
+    PointTask,
     QueryResult,
+    QueryTask,
+    RawImage,
+    ReasoningDelta,
+    Request,
+    RequestKey,
     SegmentResult,
+    SegmentTask,
     TaskResult,
+    TaskSpec,
+    TextDelta,
     Timings,
     Usage,
 )
-from legato_engine.core.task_specs import (
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    TaskSpec,
-)
-from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
-from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
-from legato_engine.ipc.messages import Delta, Done, ImageHeld, ModelInfo, Started
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
 
 MODEL = ModelInfo(
     name="fake-1",

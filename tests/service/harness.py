@@ -21,12 +21,12 @@ from legato.v1 import (
     server_pb2_grpc,
     session_pb2_grpc,
 )
-from legato_client._transport.async_status import ServerStatus
+from legato_client._grpc.transport import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
-from legato_service.servicer.admin import Sessions
+from legato_service.services.admin import Sessions
 from PIL import Image
 
 from tests.service.fakes import FakeEngine

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from legato_client._images.shared_frames import SharedFrames
+from legato_client._images.sources import SharedFrames
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from legato.v1 import error_pb2, image_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.request_key import RequestKey
+from legato_engine.types import RequestKey
 from legato_service.errors import (
     STATUS_MAPPINGS,
     DuplicateRequest,

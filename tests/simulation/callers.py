@@ -9,12 +9,6 @@ import random
 
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core.events import TextDelta
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, QueryResult
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -24,6 +18,16 @@ from legato_engine.errors import (
     QueueFull,
 )
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.types import (
+    CachedImage,
+    FinishReason,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TextDelta,
+)
 
 from tests.fakes import SILENT_EVERY
 from tests.simulation.engine_host import POISON, PREFIX, task_of

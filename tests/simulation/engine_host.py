@@ -8,27 +8,32 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from legato_engine.core.images import CachedImage, ImageInfo, ImageSource
-from legato_engine.core.requests import Request
-from legato_engine.engine.engine_core import EngineCore
-from legato_engine.engine.lease_handler import LeaseHandler
-from legato_engine.engine.loaded_image import PreprocessedImage
-from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.quarantine import Quarantine
-from legato_engine.engine.refinements import Refinements
-from legato_engine.engine.request_table import RequestTable
+from legato_engine.core.engine_core import EngineCore
+from legato_engine.core.leases import LeaseHandler
+from legato_engine.core.output import OutputSink
+from legato_engine.core.preprocessor import PreprocessedImage
+from legato_engine.core.quarantine import Quarantine
+from legato_engine.core.refinements import Refinements
+from legato_engine.core.requests import RequestTable
 from legato_engine.errors import ImageNotFound
-from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.leases import ImageLeases
-from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.commands import Abort, Command, Stop, Submit
-from legato_engine.ipc.messages import Heartbeat, ModelInfo, Ready, RunningAlone
+from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
+from legato_engine.images.memory import ByteQuota
+from legato_engine.ipc.messages import (
+    Abort,
+    Command,
+    Heartbeat,
+    ModelInfo,
+    Ready,
+    RunningAlone,
+    Stop,
+    Submit,
+)
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.models.frontend import PreparedImage
-from legato_engine.scheduler.launch import Launch
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.models.bundle import PreparedImage
+from legato_engine.scheduler.batch import Launch
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.tasks import Constraint
+from legato_engine.types import CachedImage, ImageInfo, ImageSource, Request
 
 from tests.engine.scheduler.world import RandomBlocks, shared
 from tests.fake_runner import FakeRunner

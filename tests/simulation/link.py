@@ -11,10 +11,23 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.ipc.codec import decode_command, decode_engine_message, encode
-from legato_engine.ipc.commands import Abort, Command, Shutdown, Stop, Submit
-from legato_engine.ipc.messages import FINAL, EngineMessage, Heartbeat, Loading, Ready, RunningAlone
+from legato_engine.ipc.messages import (
+    FINAL,
+    Abort,
+    Command,
+    EngineMessage,
+    Heartbeat,
+    Loading,
+    Ready,
+    RunningAlone,
+    Shutdown,
+    Stop,
+    Submit,
+    decode_command,
+    decode_engine_message,
+    encode,
+)
+from legato_engine.types import RequestKey
 
 TICK = 1e-9  # seconds
 

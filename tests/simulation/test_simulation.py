@@ -9,7 +9,7 @@ import asyncio
 import time
 
 import pytest
-from legato_engine.engine.engine_core import EngineCore
+from legato_engine.core.engine_core import EngineCore
 
 from tests.simulation.run import Totals, run, run_all
 from tests.simulation.virtual_time import NothingLeft, virtual_time

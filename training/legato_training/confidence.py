@@ -14,11 +14,15 @@ from typing import Any
 
 import numpy as np
 from legato_client import Box, Point
-from legato_client.calibration import objects
-from legato_client.calibration.fit import Fit, Pairs, calibration_error, fit, reliability
-from legato_client.calibration.judge import judge
-from legato_client.calibration.labelled import ANNOTATIONS, LabelledFolder, read_labels
-from legato_client.calibration.scored import SKILLS, Scored
+from legato_client.calibration import scored
+from legato_client.calibration.fit import Fit, Pairs, calibration_error, fit, judge, reliability
+from legato_client.calibration.scored import (
+    ANNOTATIONS,
+    SKILLS,
+    LabelledFolder,
+    Scored,
+    read_labels,
+)
 
 WIDTH, HEIGHT, MARGIN = 300, 300, 44
 
@@ -163,7 +167,7 @@ def main() -> None:
         read_labels(folder, folder / ANNOTATIONS, absent=args.absent)
         for folder in (args.fit, args.test)
     )
-    fitting, testing = (objects.read(args.objects, name) for name in ("fit", "test"))
+    fitting, testing = (scored.read(args.objects, name) for name in ("fit", "test"))
     document: dict[str, Any] = {
         "fit_pictures": len(fit_labels.pictures),
         "pictures": len(labels.pictures),

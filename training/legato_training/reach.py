@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from legato_client import Box, Point
 from legato_client.calibration.fit import calibration_error, fit, log_loss
-from legato_client.calibration.labelled import ANNOTATIONS, LabelledPicture, read_labels
-from legato_client.calibration.scored import right_places
+from legato_client.calibration.scored import ANNOTATIONS, LabelledPicture, read_labels, right_places
 from PIL import Image
 from torch import Tensor
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from legato_client import Box
-from legato_client.calibration.labelled import LabelledPicture
-from legato_engine.kernels.reference_certainty import concentration
+from legato_client.calibration.scored import LabelledPicture
+from legato_engine.kernels.reference import concentration
 from legato_training.reach import OCTAVES, PLACES, PRESENT, Question, keep, kept, masses, study
 
 

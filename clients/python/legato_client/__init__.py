@@ -11,7 +11,7 @@ being made. Every failure is a `LegatoError`.
 """
 
 # gRPC reads its environment once, when it is imported.
-from legato_client._transport import grpc_environment as grpc_environment
+from legato_client._grpc import environment as environment
 
 # isort: split
 
@@ -46,66 +46,75 @@ from legato_client._errors import (
     UnencryptedToken,
     Unimplemented,
 )
-from legato_client._images.raw_frame import PixelFormat, RawFrame
-from legato_client._images.shared_frames import SharedFrame, SharedFrames, SlotsBusy, shm_namespace
-from legato_client._images.sources import CachedImage, HeldImage, ImageInput
+from legato_client._images.sources import (
+    CachedImage,
+    HeldImage,
+    ImageInput,
+    PixelFormat,
+    RawFrame,
+    SharedFrame,
+    SharedFrames,
+    SlotsBusy,
+    shm_namespace,
+)
 from legato_client._session.async_session import AsyncSession
 from legato_client._session.blocking_session import Session
-from legato_client._values.admin import (
-    AbortCount,
-    DecodeSteps,
-    EngineLoad,
-    Load,
-    TimelineSpan,
-    TimelineUpdate,
-    Unfinished,
-)
-from legato_client._values.events import (
-    Event,
-    Finished,
-    OutlineDelta,
-    Queued,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-    TokensDelta,
-)
-from legato_client._values.motion import BoxAxes, Motion
-from legato_client._values.results import (
+from legato_client._types.results import (
     Box,
+    BoxAxes,
     CaptionResult,
     Detection,
     DetectResult,
+    Event,
+    Finished,
     FrameStamp,
     Grounding,
     ImageInfo,
+    Motion,
     Outline,
+    OutlineDelta,
     Point,
     PointedObject,
     PointResult,
     QueryResult,
+    Queued,
     Reasoning,
+    ReasoningDelta,
     ResponseInfo,
     Result,
     SegmentResult,
+    Started,
+    TextDelta,
     Timings,
     Token,
     TokenAlternative,
     TokenCertainty,
+    TokensDelta,
+    TrackNow,
     Usage,
 )
-from legato_client._values.server import ConfidenceInfo, Limits, ModelInfo, ServerInfo
-from legato_client._values.session import (
+from legato_client._types.server import (
+    AbortCount,
     Answer,
+    ConfidenceInfo,
+    DecodeSteps,
+    EngineLoad,
     FrameDelta,
     FrameDropped,
     FramePolicy,
     FrameResult,
     GoAway,
+    Limits,
+    Load,
+    ModelInfo,
+    ServerInfo,
     SessionStats,
     SessionTerms,
+    TimelineSpan,
+    TimelineUpdate,
+    Unfinished,
 )
-from legato_client._values.tasks import (
+from legato_client._types.tasks import (
     CaptionLength,
     CaptionTask,
     DetectTask,
@@ -119,7 +128,6 @@ from legato_client._values.tasks import (
     Task,
     Tracking,
 )
-from legato_client._values.tracks import TrackNow
 
 __all__ = [
     "AbortCount",

@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from legato_client._client_methods import ClientMethods
-from legato_client._convert import skills
+from legato_client._grpc.settings import ClientSettings, ConfiguredClient
+from legato_client._grpc.transport import AsyncTransport
 from legato_client._images.sources import ImageInput
+from legato_client._proto import skills
 from legato_client._session.async_session import AsyncSession
-from legato_client._session.plan import SessionPlan, plan, show_as_method
-from legato_client._transport.async_transport import AsyncTransport
-from legato_client._transport.settings import ConfiguredClient, Settings
-from legato_client._values.results import Result
-from legato_client._values.tasks import Options, Task
+from legato_client._session.state import SessionPlan, plan, show_as_method
+from legato_client._types.results import Result
+from legato_client._types.tasks import Options, Task
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -113,7 +113,7 @@ class AsyncClient(ConfiguredClient):
         """End running calls and the connection."""
         await self._connection.close()
 
-    def _connect(self, settings: Settings) -> None:
+    def _connect(self, settings: ClientSettings) -> None:
         self._connection = AsyncTransport(settings)
         self._calls = ClientMethods(settings, self._connection)
 

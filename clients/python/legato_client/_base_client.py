@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-"""What every call of a client shares."""
+"""State that all calls of a client share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from google.protobuf.message import Message
 from legato.v1 import media_pb2, server_pb2
 
 from legato_client._errors import Busy, PermissionDenied, Unimplemented
-from legato_client._images.shared_frames import SharedFrame, shm_namespace
-from legato_client._images.sources import ImageInput, is_ready, to_image
-from legato_client._transport import affinity, channel, methods
-from legato_client._transport.base import Transport
-from legato_client._transport.settings import Settings
-from legato_client._transport.wire import to_bytes
-from legato_client._values import server
+from legato_client._grpc import channel
+from legato_client._grpc.channel import to_bytes
+from legato_client._grpc.settings import ClientSettings
+from legato_client._grpc.transport import Transport
+from legato_client._images.sources import ImageInput, SharedFrame, is_ready, shm_namespace, to_image
+from legato_client._types import server
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -27,7 +26,7 @@ ValueT = TypeVar("ValueT")
 class BaseClient:
     """Sends requests over a transport."""
 
-    def __init__(self, settings: Settings, transport: Transport) -> None:
+    def __init__(self, settings: ClientSettings, transport: Transport) -> None:
         self._settings = settings
         self._transport = transport
         self._server: server.ServerInfo | None = None
@@ -56,13 +55,13 @@ class BaseClient:
 
     async def _unary(
         self,
-        method: methods.Method[ResponseT, ValueT],
+        method: channel.Method[ResponseT, ValueT],
         request: Message,
         timeout: float | None,
         file: bytes | None = None,
     ) -> ValueT:
         """`file` is the encoded image that the request lacks."""
-        near = affinity.of(request)
+        near = channel.of(request)
         data = await self._bytes_of(request, file)
         return await self._with_retries(
             method, lambda left: self._transport.unary(method, data, left, near), timeout
@@ -70,7 +69,7 @@ class BaseClient:
 
     async def _with_retries(
         self,
-        method: methods.Method[ResponseT, ValueT],
+        method: channel.Method[ResponseT, ValueT],
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
@@ -114,7 +113,7 @@ class BaseClient:
 
     async def _fetch_server(self, timeout: float | None) -> server.ServerInfo:
         request = server_pb2.GetServerInfoRequest()
-        info = await self._unary(methods.GET_SERVER_INFO, request, timeout)
+        info = await self._unary(channel.GET_SERVER_INFO, request, timeout)
         server.check_client(info)
         self._server = info
         return info

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from legato_client._client_methods import ClientMethods
+from legato_client._grpc.settings import ClientSettings, ConfiguredClient
+from legato_client._grpc.transport import BlockingTransport, run
 from legato_client._session.blocking_session import Session
-from legato_client._session.plan import SessionPlan, plan, show_as_method
-from legato_client._transport.blocking_transport import BlockingTransport, run
-from legato_client._transport.settings import ConfiguredClient, Settings
+from legato_client._session.state import SessionPlan, plan, show_as_method
 
 P = ParamSpec("P")
 ValueT = TypeVar("ValueT")
@@ -101,6 +101,6 @@ class Client(ConfiguredClient):
         """End running calls and the connection."""
         self._connection.close()
 
-    def _connect(self, settings: Settings) -> None:
+    def _connect(self, settings: ClientSettings) -> None:
         self._connection = BlockingTransport(settings)
         self._calls = ClientMethods(settings, self._connection)

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 from legato.v1 import admin_pb2, image_pb2, server_pb2
 
 from legato_client._base_client import BaseClient
-from legato_client._convert import chat, requests, responses, skills
-from legato_client._convert.upload import Upload
 from legato_client._errors import LegatoError
+from legato_client._grpc import channel
+from legato_client._grpc.transport import EventReader
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
-from legato_client._transport import affinity, channel, methods
-from legato_client._transport.event_reader import EventReader
-from legato_client._values import admin, events, results, server
-from legato_client._values import tasks as _tasks
+from legato_client._proto import requests, responses, skills
+from legato_client._proto.requests import Upload
+from legato_client._types import results, server
+from legato_client._types import tasks as _tasks
 
 _DEFAULT_SAMPLING = _tasks.Sampling()
 _DEFAULT_OPTIONS = _tasks.Options()
@@ -61,7 +61,7 @@ class ClientMethods(BaseClient):
         if isinstance(messages, str):
             messages = (_tasks.Message("user", messages),)
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
-        image = chat.image_of(task, None)
+        image = skills.image_of(task, None)
         return await self._ask(skills.QUERY, image, task, options, timeout)
 
     async def caption(
@@ -147,7 +147,7 @@ class ClientMethods(BaseClient):
         """
         shown, file = await self._image_or_file(image)
         request = requests.run_tasks(shown, tasks, options)
-        return await self._unary(methods.RUN_TASKS, request, timeout, file)
+        return await self._unary(channel.RUN_TASKS, request, timeout, file)
 
     async def generate(
         self,
@@ -156,7 +156,7 @@ class ClientMethods(BaseClient):
         *,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> AsyncGenerator[events.Event, None]:
+    ) -> AsyncGenerator[results.Event, None]:
         """Events of one task as they decode, `Finished` last.
 
         When the server is lost, another one of the same name goes on, up to three times within
@@ -165,16 +165,16 @@ class ClientMethods(BaseClient):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        shown, file = await self._image_or_file(chat.image_of(task, image))
+        shown, file = await self._image_or_file(skills.image_of(task, image))
         request = requests.generate(shown, task, options)
         request.checkpoints = True
-        near = affinity.of(request)
+        near = channel.of(request)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         deadline, reader, addition = channel.Deadline(time_limit), EventReader(), b""
         while True:
             sent, left = data + addition, deadline.left()
-            messages = self._transport.stream(methods.GENERATE, sent, left, near)
+            messages = self._transport.stream(channel.GENERATE, sent, left, near)
             try:
                 async with contextlib.aclosing(messages):
                     async for message in messages:
@@ -200,7 +200,7 @@ class ClientMethods(BaseClient):
     ) -> skills.ResultT:
         shown, file = await self._image_or_file(image)
         request = requests.question(shown, task, options)
-        method = methods.OF_SKILLS[skill.name]
+        method = channel.OF_SKILLS[skill.name]
         answer: skills.ResultT = await self._unary(method, request, timeout, file)
         return answer
 
@@ -216,9 +216,9 @@ class ClientMethods(BaseClient):
         """
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
         return await self._with_retries(
-            methods.PUT_IMAGE,
+            channel.PUT_IMAGE,
             lambda left: self._transport.upload(
-                methods.PUT_IMAGE, upload.requests(), left, upload.image_id
+                channel.PUT_IMAGE, upload.requests(), left, upload.image_id
             ),
             timeout,
         )
@@ -227,7 +227,7 @@ class ClientMethods(BaseClient):
         """Make the server forget an image, by its value or id; NotFound when it is not held."""
         image_id = image.image_id if isinstance(image, CachedImage) else image
         request = image_pb2.DeleteImageRequest(image_id=image_id)
-        await self._unary(methods.DELETE_IMAGE, request, timeout)
+        await self._unary(channel.DELETE_IMAGE, request, timeout)
 
     # ------------------------------------------------------------ the server
 
@@ -244,16 +244,16 @@ class ClientMethods(BaseClient):
         page_token = ""
         while True:
             request = server_pb2.ListModelsRequest(page_token=page_token)
-            page, page_token = await self._unary(methods.LIST_MODELS, request, timeout)
+            page, page_token = await self._unary(channel.LIST_MODELS, request, timeout)
             found += page
             if not page_token:
                 return tuple(found)
 
     # ------------------------------------------------------------ the operator's
 
-    async def load(self, *, timeout: float | None = None) -> admin.Load:
-        """What the engine holds right now; answers also while it is starting, or lost."""
-        return await self._unary(methods.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
+    async def load(self, *, timeout: float | None = None) -> server.Load:
+        """Return what the engine holds now; also answers while it is starting or lost."""
+        return await self._unary(channel.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
 
     async def abort(
         self,
@@ -262,19 +262,19 @@ class ClientMethods(BaseClient):
         session_id: str | None = None,
         everything: bool = False,
         timeout: float | None = None,
-    ) -> admin.AbortCount:
+    ) -> server.AbortCount:
         """Stop a request, a session with all its work, or everything; name exactly one."""
         request = requests.abort(request_id, session_id, everything)
-        return await self._unary(methods.ABORT, request, timeout)
+        return await self._unary(channel.ABORT, request, timeout)
 
     async def drain(
         self, grace: float | None = None, *, timeout: float | None = None
-    ) -> admin.Unfinished:
+    ) -> server.Unfinished:
         """Have the server shut down once what runs has ended, within `grace` seconds.
 
         None leaves the server's own grace. Returns at once, with what is left to finish.
         """
-        return await self._unary(methods.DRAIN, requests.drain(grace), timeout)
+        return await self._unary(channel.DRAIN, requests.drain(grace), timeout)
 
     async def metrics(self, accept: str = "", *, timeout: float | None = None) -> str:
         """All metrics of the server in a text format of Prometheus, as a scrape gives them.
@@ -282,7 +282,7 @@ class ClientMethods(BaseClient):
         `accept` chooses the format as HTTP's header does.
         """
         request = admin_pb2.GetMetricsRequest(accept=accept)
-        return await self._unary(methods.GET_METRICS, request, timeout)
+        return await self._unary(channel.GET_METRICS, request, timeout)
 
     async def set_pipeline_depth(self, depth: int, *, timeout: float | None = None) -> None:
         """Have every engine keep at most `depth` launches in flight: 1 blocks, 2 pipelines.
@@ -291,12 +291,12 @@ class ClientMethods(BaseClient):
         capability `pipeline_depth` raises Unimplemented.
         """
         request = admin_pb2.SetPipelineDepthRequest(depth=depth)
-        await self._unary(methods.SET_PIPELINE_DEPTH, request, timeout)
+        await self._unary(channel.SET_PIPELINE_DEPTH, request, timeout)
 
     async def watch_timeline(
         self, seconds: float | None = None, *, timeout: float | None = None
-    ) -> AsyncGenerator[admin.TimelineUpdate, None]:
-        """What the server's engine does, launch by launch, some 20 updates a second while it works.
+    ) -> AsyncGenerator[server.TimelineUpdate, None]:
+        """Stream the engine's launches, some 20 updates a second while it works.
 
         Ends after `seconds`; None watches until the iterator is closed, or `timeout`.
         """
@@ -304,7 +304,7 @@ class ClientMethods(BaseClient):
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         if seconds is not None and timeout is None:
             time_limit = seconds + self._settings.timeout
-        messages = self._transport.stream(methods.WATCH_TIMELINE, data, time_limit, "")
+        messages = self._transport.stream(channel.WATCH_TIMELINE, data, time_limit, "")
         async with contextlib.aclosing(messages):
             async for message in messages:
-                yield methods.WATCH_TIMELINE.parse(message)
+                yield channel.WATCH_TIMELINE.parse(message)

@@ -110,7 +110,7 @@ class ImageNotFound(NotFound):
 
 
 class AlreadyExists(LegatoError):
-    """What was named exists already."""
+    """The named object exists already."""
 
     code = "ALREADY_EXISTS"
 

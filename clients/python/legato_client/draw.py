@@ -14,15 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
-from legato_client._values.results import (
-    Detection,
-    Mark,
-    Outline,
-    Point,
-    PointedObject,
-    Result,
-)
-from legato_client._values.session import FrameResult
+from legato_client._types.results import Detection, Mark, Outline, Point, PointedObject, Result
+from legato_client._types.server import FrameResult
 
 # Bright on dark and on light ground, and apart from each other for most colour-blind readers.
 PALETTE = (
@@ -42,7 +35,7 @@ _INK, _PAPER = (24, 26, 31), (250, 250, 248)
 
 
 def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
-    """What of a result has a place in the image; text and a failed task have none."""
+    """Return a result's places in the image; text and failed tasks have none."""
     outcome = result.outcome if isinstance(result, FrameResult) else result
     return () if isinstance(outcome, LegatoError) else outcome.marks
 

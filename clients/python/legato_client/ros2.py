@@ -28,7 +28,7 @@ import dataclasses
 import math
 from typing import Any, Protocol, TypeVar
 
-from legato_client._values.results import Box, Detection, DetectResult, FrameStamp, PointResult
+from legato_client._types.results import Box, Detection, DetectResult, FrameStamp, PointResult
 
 _NS = 1_000_000_000
 _MAX_SEC = 2**31 - 1  # builtin_interfaces/Time counts seconds in an int32
@@ -208,7 +208,7 @@ class HeaderLike(Protocol):
 
     @property
     def stamp(self) -> TimeLike:
-        """When the data was taken."""
+        """Return the capture time."""
 
     @property
     def frame_id(self) -> str:

@@ -1,10 +1,4 @@
-"""The gain from pipelining: `python -m legato_engine.bench --device cpu --model legato-tiny`.
-
-The same requests run on the same loaded model at pipeline depth 1 (blocking) and 2, in interleaved
-repeats. The parts of a step are medians over full decode batches. The gain that the cost model
-predicts from them is shown with the gain observed in the decode phase, which excludes prefills
-(`legato_engine.bench.decode_phase`).
-"""
+"""`legato bench`: the gain from pipelining."""
 
 from __future__ import annotations
 
@@ -17,14 +11,101 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 from rich.console import Console
+from rich.table import Table
 
-from legato_engine.bench.decode_phase import MIN_LENGTH, Comparison, compare, measure
 from legato_engine.bench.options import TABLES, bench_parser
-from legato_engine.bench.tables import full_tables, photon_tables, task_table
-from legato_engine.bench.workload import Workload
+from legato_engine.bench.workload import DEPTHS, MIN_LENGTH, Comparison, Workload, compare, measure
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import Assembly, assemble
+
+
+def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
+    return step_table(rows, title), speedup_table(rows, title)
+
+
+def step_table(rows: Sequence[Comparison], title: str) -> Table:
+    heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
+    table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
+    for row in rows:
+        cost = row.pipelined
+        parts = (cost.forward, cost.sampling, cost.period, cost.idle, cost.tick, cost.wait)
+        table.add_row(
+            row.task, str(row.streams), str(row.context), *(f"{part:.3f}" for part in parts)
+        )
+    return table
+
+
+def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
+    heads = (
+        *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
+        *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
+    )
+    table = _table(f"Blocking and pipelined: {title}", heads)
+    for row in rows:
+        table.add_row(
+            row.task,
+            str(row.streams),
+            f"{row.blocking.period:.3f}",
+            f"{row.pipelined.period:.3f}",
+            str(row.length),
+            f"{row.predicted - 1:+.1%}",
+            f"{row.observed - 1:+.1%}",
+            *(f"{row.tokens_per_second[depth]:.0f}" for depth in DEPTHS),
+            f"{row.blocking.idle:.3f}",
+        )
+    return table
+
+
+def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
+    """Tables as in Photon's article on pipelined decoding, with its rounding."""
+    parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
+    heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
+    gains = _table(title, heads)
+    for row in rows:
+        streams = "1 stream" if row.streams == 1 else f"{row.streams} streams"
+        cost = row.pipelined
+        parts.add_row(streams, f"{cost.forward:.2f}", f"{cost.sampling:.2f}", f"{cost.period:.2f}")
+        gains.add_row(
+            streams,
+            f"{row.blocking.period:.2f}",
+            f"{cost.period:.2f}",
+            str(row.length),
+            f"{row.predicted - 1:+.1%}",
+            f"{row.observed - 1:+.1%}",
+        )
+    return parts, gains
+
+
+def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
+    heads = ("streams", "context", "query ms", "detect ms", "detect over text")
+    table = _table(f"Constrained steps: {title}", heads)
+    for row in figures:
+        table.add_row(
+            str(row["streams"]),
+            str(row["context"]),
+            f"{row['query_ms']:.3f}",
+            f"{row['detect_ms']:.3f}",
+            f"{row['detect_over_text']:.3f}",
+        )
+    return table
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table
+
+
+# ---------------------------------------------------------------- command
+
+# The gain from pipelining: `python -m legato_engine.bench --device cpu --model legato-tiny`.
+#
+# The same requests run on the same loaded model at pipeline depth 1 (blocking) and 2, in
+# interleaved
+# repeats. The parts of a step are medians over full decode batches. The gain that the cost model
+# predicts from them is shown with the gain observed in the decode phase, which excludes prefills
+# (`legato_engine.bench.workload`).
 
 _TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120

@@ -23,18 +23,23 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import replay_parser
 from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import SKILL_OF_TASK, TaskSpec
+from legato_engine.core import assembly as loading
+from legato_engine.core.assembly import Assembly
+from legato_engine.core.requests import make_sequence
 from legato_engine.crash import bundle as bundles
 from legato_engine.crash.bundle import Bundle
 from legato_engine.crash.recording import RequestShape
-from legato_engine.engine import loading
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as Scheduled
+from legato_engine.types import (
+    SKILL_OF_TASK,
+    CachedImage,
+    ImageInfo,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskSpec,
+)
 
 EXIT_CRASHED = 3
 """Exit code when the engine died again."""

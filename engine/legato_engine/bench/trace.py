@@ -11,8 +11,8 @@ from rich.console import Console
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import trace_parser
 from legato_engine.bench.workload import Workload
-from legato_engine.engine.loading import assemble
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.core.assembly import assemble
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.telemetry.timeline import StepFeed, Timeline
 
 

@@ -1,56 +1,325 @@
-"""A service process's connection to the engine."""
+"""A service process's connection to the engine, with its open requests."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
-from legato_engine.client.open_requests import OpenRequests
-from legato_engine.client.pending_commands import PendingCommands
-from legato_engine.client.recovery import Recovery
-from legato_engine.client.refused_requests import RefusedRequests
-from legato_engine.client.request_stream import RequestStream, Restage
-from legato_engine.client.siblings import Siblings
+from legato_engine.client.recovery import SUSPECT, Recovery, RefusedRequests, can_resume
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
 from legato_engine.errors import (
     Draining,
     EngineLost,
+    ImageNotFound,
     InvalidField,
     LegatoError,
+    from_value,
 )
-from legato_engine.ipc.commands import (
-    Command,
-    DropImage,
-    Expect,
-    HoldImage,
-    SetPipelineDepth,
-    StopElsewhere,
-    WatchTimeline,
+from legato_engine.ipc.latency_policy import (
+    EXPECTED_REQUEST,
+    SHORT_REQUEST,
+    BusyPoll,
+    LatencyPolicy,
 )
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.ipc.messages import (
+    Abort,
+    Command,
     Delta,
     Done,
+    DropImage,
     EngineMessage,
+    Expect,
     Failed,
     Heartbeat,
+    HoldImage,
     ImageDropped,
     ImageHeld,
+    Load,
     Loading,
     Queued,
     Ready,
     RunningAlone,
+    SetPipelineDepth,
     Started,
+    Stop,
+    StopElsewhere,
     Stopped,
+    Submit,
     TimelineBatch,
+    WatchTimeline,
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore
+from legato_engine.types import WITH_BLOB, CachedImage, Request, RequestKey
+
+RepliedCommand = HoldImage | DropImage | StopElsewhere
+Reply = ImageHeld | ImageDropped | Stopped
+
+
+class PendingCommands:
+    """Commands without a reply yet. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[RepliedCommand | Abort], None]) -> None:
+        self._send = send
+        self._replies: dict[RequestKey, asyncio.Future[Reply]] = {}
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    async def call(self, command: RepliedCommand) -> Reply:
+        """Send `command` and return its reply; abort it in the engine on cancellation.
+
+        Nothing is awaited before the command is sent.
+
+        Raises:
+            LegatoError: the error of `Failed`, or of `fail`.
+        """
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[command.request_id] = reply
+        self._send(command)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            self._send(Abort(request_id=command.request_id))
+            raise
+        finally:
+            del self._replies[command.request_id]
+            del reply  # a failed one holds the traceback, and with it this frame
+
+    def resolve(self, output: Reply | Failed) -> None:
+        """Deliver a reply; drop it when its caller is gone."""
+        reply = self._replies.get(output.request_id)
+        if reply is None or reply.done():
+            return
+        if isinstance(output, Failed):
+            reply.set_exception(from_value(output.error))
+        else:
+            reply.set_result(output)
+
+    def fail(self, error: LegatoError) -> None:
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+
+# ---------------------------------------------------------------- siblings
+
+# The engines beside one, as its connection knows them.
+
+
+class Siblings(Protocol):
+    """Takes requests that an engine cannot run."""
+
+    def take_over(self, stream: RequestStream) -> bool:
+        """Have another engine run a request that is not sent; False: none serves."""
+        ...
+
+    def find_image(self, stream: RequestStream) -> bool:
+        """Have another engine run a request whose image is not at those it `searched`.
+
+        False: none is left.
+        """
+        ...
+
+    def saw(self, stream: RequestStream, output: Started | Done, number: int) -> None:
+        """Note what engine `number` said of a request's image."""
+        ...
+
+
+# ---------------------------------------------------------------- open requests
+
+# The open requests of a connection.
+
+
+class Send(Protocol):
+    """Sends a command, `at_once` or with the event loop's next turn."""
+
+    def __call__(self, command: Command, *, at_once: bool = False) -> None: ...
+
+
+class OpenRequests:
+    """Open requests of one engine, each kept until its last output.
+
+    Belongs to one event loop, and discards the blobs of requests that end or leave. A request that
+    its engine cannot run goes to a sibling, or waits for the next engine.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        policy: LatencyPolicy,
+        blobs: BlobStore,
+        recovery: Recovery,
+        send: Send,
+    ) -> None:
+        """`number` is the engine's among its siblings."""
+        self._number = number
+        self._blobs = blobs
+        self._recovery = recovery
+        self._send = send
+        self._sends_at_once, self._polls = policy.send_at_once, policy.busy_poll
+        self._busy_poll = BusyPoll()
+        self._streams: dict[RequestKey, RequestStream] = {}
+        self.siblings: Siblings | None = None  # None: this is the only engine
+        self.num_answered = 0  # requests that engines ended
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._streams
+
+    def poll_ahead(self) -> bool:
+        """Poll for a request that is about to come, if this process polls and has no other."""
+        if not self._polls or self._streams:
+            return False
+        self._busy_poll.extend(EXPECTED_REQUEST)
+        return True
+
+    def add(self, request: Request, restage: Restage | None) -> RequestStream:
+        """Register a request that is not sent yet."""
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
+        self._streams[request.request_id] = stream
+        return stream
+
+    def send(self, stream: RequestStream) -> None:
+        """Send a request for the first time.
+
+        A lone one leaves a turn earlier, and so may one without progress, because its call has no
+        other.
+        """
+        stream.is_sent = True
+        request = stream.request
+        lone = len(self._streams) == 1
+        quick = self._sends_at_once and not request.progress
+        self._send(Submit(request=request), at_once=lone or quick)
+        if not lone:
+            self._busy_poll.end()
+        elif self._polls:
+            self._busy_poll.extend(SHORT_REQUEST)
+
+    def feed(self, output: StreamOutput | Failed) -> bool:
+        """Deliver an output; False: it is of no open request."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return False
+        if isinstance(output, Failed) and _names_lost_image(stream, output):
+            self._find_image(stream, output)
+            return True
+        if self.siblings is not None and isinstance(output, (Started, Done)):
+            self.siblings.saw(stream, output, self._number)
+        stream.feed(output)
+        if stream.ended:
+            self._answered(stream)
+        return True
+
+    def fail(self, error: LegatoError) -> None:
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+
+    def discard_blob(self, request: Request) -> None:
+        if isinstance(request.image, WITH_BLOB):
+            self._blobs.discard(request.image.blob)
+
+    # ------------------------------------------------------------ changes of engines
+
+    def lost(self, error: EngineLost) -> None:
+        """Have requests wait for the next engine; those end that cannot go on there."""
+        for stream, failure in list(self._recovery.lost(self._streams.values(), error)):
+            self._fail(stream, failure)
+
+    def send_waiting(self) -> None:
+        for stream in self._waiting():
+            self._send_again(stream)
+
+    def adopt(self, stream: RequestStream, *, renew: bool) -> None:
+        """Run the request of another engine; without `renew` it is sent as it is."""
+        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
+        self._streams[stream.request_id] = stream
+        self._send_again(stream, renew=renew)
+
+    def offer_waiting(self) -> None:
+        """Give the requests that wait for this engine to its siblings.
+
+        Those that may have ended it stay, so that they end no other.
+        """
+        for stream in self._waiting():
+            if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
+                continue
+            self.discard_blob(stream.request)
+            if not self.siblings.take_over(stream):
+                return
+            del self._streams[stream.request_id]
+
+    def _waiting(self) -> list[RequestStream]:
+        return [each for each in self._streams.values() if not each.is_sent]
+
+    def _find_image(self, stream: RequestStream, failed: Failed) -> None:
+        """Another engine may have the image, or the caller its bytes."""
+        stream.searched += (self._number,)
+        if self.siblings is not None and self.siblings.find_image(stream):
+            del self._streams[stream.request_id]
+        elif stream.restage is not None:
+            self._send_again(stream)
+        else:
+            stream.feed(failed)
+            self._answered(stream)
+
+    def _send_again(self, stream: RequestStream, *, renew: bool = True) -> None:
+        try:
+            if renew:
+                if stream.restage is not None:
+                    self.discard_blob(stream.request)
+                stream.request = self._recovery.renew(stream)
+        except LegatoError as error:
+            self._fail(stream, error)
+            return
+        stream.is_sent = True
+        self._send(Submit(request=stream.request))
+        if stream.is_stopped:
+            self._send(Stop(request_id=stream.request_id))
+
+    # ------------------------------------------------------------ ends
+
+    def _on_abort(self, stream: RequestStream) -> None:
+        self._forget(stream)
+        self._send(Abort(request_id=stream.request_id))
+
+    def _on_stop(self, stream: RequestStream) -> None:
+        if stream.is_sent:  # else with its request
+            self._send(Stop(request_id=stream.request_id))
+
+    def _answered(self, stream: RequestStream) -> None:
+        self.num_answered += 1
+        self._forget(stream)
+
+    def _fail(self, stream: RequestStream, error: LegatoError) -> None:
+        self._forget(stream)
+        stream.fail(error)
+
+    def _forget(self, stream: RequestStream) -> None:
+        request = stream.request
+        self._streams.pop(request.request_id, None)
+        if self._polls and not self._streams:
+            self._busy_poll.extend(EXPECTED_REQUEST)
+        if request.image is not None:
+            self.discard_blob(request)
+
+
+def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
+    named = isinstance(stream.request.image, CachedImage)
+    return named and failed.error.kind == ImageNotFound.__name__
+
+
+# ---------------------------------------------------------------- connection
+
+# A service process's connection to the engine.
 
 _OUTPUTS = (Done, Delta, Failed, Started, Queued)
 _READY = EngineState.READY  # looking up a member of an enum is slow
@@ -140,7 +409,7 @@ class EngineConnection(EngineMonitor):
 
     @property
     def siblings(self) -> Siblings | None:
-        """None: this is the only engine."""
+        """Return the other engines, or None if this is the only one."""
         return self._requests.siblings
 
     @siblings.setter
@@ -224,7 +493,7 @@ class EngineConnection(EngineMonitor):
         await self._commands.call(msgspec.structs.replace(command, request_id=key))
 
     def set_pipeline_depth(self, depth: int) -> None:
-        """From the engine's next step on, until this engine ends."""
+        """Set the pipeline depth from the engine's next step until it ends."""
         self._send(SetPipelineDepth(depth=depth))
 
     async def stop_elsewhere(self, target: RequestKey | None = None) -> int:

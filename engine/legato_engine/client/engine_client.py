@@ -1,4 +1,4 @@
-"""The connection of the first service process, which runs the engine process."""
+"""The first service process's connection, which also runs the engine process."""
 
 from __future__ import annotations
 
@@ -6,31 +6,138 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.liveness import TICK
-from legato_engine.client.monitor import EngineState, HangLimits
-from legato_engine.client.refused_requests import RefusedRequests
-from legato_engine.client.supervisor import (
-    EXIT_UNSERVABLE,
-    SERVED_AFTER,
-    Backoff,
-    ChildProcess,
-)
+from legato_engine.client.monitor import TICK, EngineState, HangLimits
+from legato_engine.client.recovery import RefusedRequests
 from legato_engine.config import EngineConfig
 from legato_engine.crash import bundle
 from legato_engine.crash.bundle import CrashFiles, Death, default_folder
-from legato_engine.errors import EngineLost
+from legato_engine.errors import EngineLost, InvalidField
+from legato_engine.hub import store
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.commands import Shutdown
-from legato_engine.ipc.messages import Loading, Ready
+from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
+
+_FIELDS = ("weights", "tokenizer", "adapters", "refiner")
+
+
+def require_files(config: EngineConfig) -> None:
+    """Check that they are there: an engine loads its libraries for seconds before it misses them.
+
+    Raises:
+        InvalidField: one is not, or the model was not pulled.
+    """
+    for field in _FIELDS:
+        path = getattr(config, field)
+        if path and not Path(path).exists():
+            raise InvalidField(f"no such file or folder: {path}", field=field)
+    given = config.weights or config.tokenizer or config.random_weights
+    if config.model in store.MODELS and not given:
+        store.find(config.models, config.model)
+
+
+# ---------------------------------------------------------------- supervisor
+
+# Child processes: start, end and restart delays.
+
+EXIT_UNSERVABLE = os.EX_CONFIG
+"""Exit code of an engine whose configuration cannot be served; a restart would not help."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has an engine write the stacks of all threads."""
+
+
+SERVED_AFTER = 1.0
+"""Seconds for which a ready process counts as one that served."""
+
+
+class Backoff:
+    """Delays before restarts: none after a process that served, else doubled.
+
+    Up to `cap`, or up to `ready_cap` after a process that got ready: that one starts well and dies
+    of its first request each time, or is killed. The delays keep it from taking up the machine.
+    """
+
+    def __init__(self, *, first: float, cap: float, ready_cap: float) -> None:
+        self._first = first
+        self._cap = cap
+        self._ready_cap = ready_cap
+        self._next = first
+
+    def delay(self, *, ready: bool, served: bool) -> float:
+        if served:
+            self._next = self._first
+            return 0.0
+        delay = min(self._next, self._ready_cap) if ready else self._next
+        self._next = min(delay * 2, self._cap)
+        return delay
+
+
+class ChildProcess:
+    """A child process in a session of its own; stdout and stderr are inherited."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str], inherited: Sequence[int] = ()) -> ChildProcess:
+        """Start `command` with the `inherited` descriptors.
+
+        Raises:
+            OSError: the command cannot be executed.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=tuple(inherited),
+        )
+        return cls(process)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Return the exit code, negative for a signal."""
+        return await self._process.wait()
+
+    def dump_stacks(self) -> None:
+        """Have a process that handles `STACKS_SIGNAL` write its stacks; it goes on."""
+        if self.alive:
+            self._process.send_signal(STACKS_SIGNAL)
+
+    def bytes_read(self) -> int:
+        """Return the bytes read so far, pages of mapped files included; 0 if unknown."""
+        try:
+            lines = pathlib.Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        counts = {name: int(count) for name, _, count in (line.partition(":") for line in lines)}
+        return counts.get("rchar", 0) + counts.get("read_bytes", 0)
+
+    async def wait_at_most(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(self.wait())), seconds)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- engine client
+
+# The connection of the first service process, which runs the engine process.
 
 _SHUTDOWN_GRACE = 2.0  # seconds for an engine to exit by itself
 
@@ -65,7 +172,7 @@ class EngineClient(EngineConnection):
         config: EngineConfig,
         *,
         limits: EngineLimits | None = None,
-        command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
+        command: Sequence[str] = (sys.executable, "-m", "legato_engine.core.process"),
         number: int = 0,
         refused: RefusedRequests | None = None,
     ) -> None:
@@ -246,7 +353,7 @@ class EngineClient(EngineConnection):
         process.kill()
 
     def _hang(self) -> float:
-        """How long the engine hangs, in units of the limit."""
+        """Return the time without progress as a fraction of the hang limit."""
         limits, liveness = self._limits, self._liveness
         if not self._ready_at:
             return liveness.silent / limits.loading

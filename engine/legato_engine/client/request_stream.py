@@ -9,22 +9,23 @@ from typing import Self
 
 import msgspec
 
-from legato_engine.core.events import (
+from legato_engine.errors import InternalError, LegatoError, from_value
+from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.shm.blob_store import BlobStore
+from legato_engine.types import (
+    Certainty,
     Event,
+    ImageSource,
     ObjectEvent,
     OutlineEvent,
     PointEvent,
     ReasoningDelta,
+    Request,
+    RequestKey,
+    Resumed,
     TextDelta,
     TokensDelta,
 )
-from legato_engine.core.images import ImageSource
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, Resumed
-from legato_engine.core.tokens import Certainty
-from legato_engine.errors import InternalError, LegatoError, from_value
-from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
-from legato_engine.shm.blob_store import BlobStore
 
 StreamOutput = Queued | Started | Delta | Done
 

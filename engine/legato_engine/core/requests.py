@@ -1,85 +1,337 @@
-"""A request: one task, with its image, its sampling and what was done for it before."""
+"""Requests of the engine: stages, the table by id, resumption."""
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import dataclasses
+import functools
 import math
+from collections import abc
+from collections.abc import Callable, Iterator, Sized
+from itertools import repeat
+from typing import Any, ClassVar
 
-from legato_engine.core.images import ImageSource
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.task_specs import TaskSpec
-from legato_engine.core.tokens import Certainty
-from legato_engine.core.value import Value
+from legato_engine.core.preprocessor import Lazy, PendingImage, PreprocessedImage
+from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Done, HoldImage
+from legato_engine.models.base import Adapter
+from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.scheduler.batch import Refinement
+from legato_engine.sequence import NO_PAYLOAD, HostInputs, Sequence, SequenceAdapter
+from legato_engine.tasks import SampledToken, Task, tokens_of
+from legato_engine.types import (
+    FinishReason,
+    ImageInfo,
+    Outline,
+    Request,
+    RequestKey,
+    Resumed,
+    TokenInfo,
+)
 
-
-class SamplingParams(Value, frozen=True):
-    """Sampling parameters; None is the task's default (greedy for spatial tasks).
-
-    `top_p` is in (0, 1]; `temperature` 0 is greedy. `seed` None derives it from the request's name,
-    so that a retry has the same result.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-
-
-class Resumed(Value, frozen=True):
-    """What was done for a request by engines that were lost. Times are `time.monotonic()` seconds.
-
-    Its outputs have told the tokens in `token_ids`, with `payloads` and `certainties` if the task
-    has them (a caller may not know the latter) and `logprobs` if the request wants them. A request
-    that is `alone` runs with nothing beside it. One that is not `admitted` comes from a caller's
-    checkpoint, and has no place in the queue yet.
-    """
-
-    arrival: float
-    first_token: float = 0.0  # 0: none was told
-    token_ids: tuple[int, ...] = ()
-    payloads: tuple[tuple[float, float], ...] = ()
-    logprobs: tuple[float, ...] = ()
-    certainties: tuple[Certainty, ...] = ()
-    admitted: bool = True
-    alone: bool = False
-    fingerprint: str = ""  # of its content, if `alone`
-    is_last: bool = False  # it is not resumed once more
+Future = concurrent.futures.Future
 
 
-class Request(Value, frozen=True):
-    """One task on at most one image.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class RequestStage:
+    """Base of all stages; `deadline` is in monotonic seconds."""
 
-    `deadline` is in `time.monotonic()` seconds, one clock for all processes of a host. A higher
-    `priority` starts first. Without `progress`, `Queued` and `Started` are not sent.
-    """
+    takes_queue_place: ClassVar[bool] = True
+    """Whether it counts against the queue's limits although it is not in the queue."""
 
     request_id: RequestKey
-    task: TaskSpec
-    image: ImageSource | None = None
-    sampling: SamplingParams = SamplingParams()
-    model: str = ""
-    adapter: str = ""
-    deadline: float | None = None
-    cache_image: bool = True
-    return_tokens: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0  # alternatives to each token; above 0 only with `logprobs`
-    deltas: bool = True
-    progress: bool = True
-    priority: int = 0
-    resumed: Resumed | None = None
+    tenant: str
+    deadline: float = math.inf
 
     @property
-    def tenant(self) -> str:
-        return self.request_id.tenant
+    def futures(self) -> abc.Sequence[Future[Any]]:
+        """Work on other threads that the stage waits for."""
+        return ()
+
+    def cancel(self) -> None:
+        """Cancel the futures that have not started."""
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRequest(RequestStage):
+    """A request whose image, adapter or long text is being prepared.
+
+    `text` is done when `task` is computed; None: that was done at once.
+    """
+
+    request: Request
+    arrival: float
+    task: Lazy[Task]
+    text: Future[Task] | None
+    image: PendingImage | None
+    adapter: Future[Adapter] | None
 
     @property
-    def ends_by(self) -> float:
-        """Its deadline, infinity without one."""
-        return math.inf if self.deadline is None else self.deadline
+    def futures(self) -> abc.Sequence[Future[Any]]:
+        parts = (self.image, self.adapter, self.text)
+        return [part for part in parts if isinstance(part, Future)]
 
     @property
-    def was_admitted(self) -> bool:
-        """An engine that was lost had admitted it."""
-        return self.resumed is not None and self.resumed.admitted
+    def is_ready(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    @property
+    def failure(self) -> BaseException | None:
+        failures = (future.exception() for future in self.futures if future.done())
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def prepared_image(self) -> PreprocessedImage | None:
+        return self.image.result() if isinstance(self.image, Future) else self.image
+
+    @property
+    def prepared_adapter(self) -> Adapter | None:
+        return None if self.adapter is None else self.adapter.result()
+
+    def cancel(self) -> None:
+        """Cancel the image and the text; other requests may wait for the adapter."""
+        for part in (self.image, self.text):
+            if isinstance(part, Future):
+                part.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingLease(RequestStage):
+    """A `HoldImage` whose image is being prepared."""
+
+    command: HoldImage
+    image: Future[PreprocessedImage]
+
+    @property
+    def futures(self) -> abc.Sequence[Future[Any]]:
+        return (self.image,)
+
+    def cancel(self) -> None:
+        self.image.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledRequest(RequestStage):
+    """A request in the scheduler, which enforces the deadline.
+
+    `refinable` is the image to refine an outline with.
+    """
+
+    takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
+
+    request: Request
+    image: ImageInfo | None = None
+    image_seconds: float = 0.0
+    tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
+    num_told: int = 0  # tokens in deltas, of earlier engines too
+    refinable: PreparedImage | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRefinement(RequestStage):
+    """A request whose sequence has finished and whose `done` waits for its outline.
+
+    `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
+    `work` traces its result.
+    """
+
+    done: Done
+    outline: Outline
+    started: float
+    work: Future[Any]
+    refinement: Refinement | None = None
+
+    @property
+    def futures(self) -> abc.Sequence[Future[Any]]:
+        return (self.work,)
+
+    def cancel(self) -> None:
+        self.work.cancel()
+
+
+# ---------------------------------------------------------------- request table
+
+# Requests of the engine by id.
+
+_Future = concurrent.futures.Future[Any]
+
+
+class RequestTable:
+    """Every request and image lease that the engine has accepted and not finished.
+
+    The next stage of a request is a new entry. Belongs to the engine's main thread; `wake` runs on
+    the thread that completes a future.
+    """
+
+    def __init__(self, *, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._entries: dict[RequestKey, RequestStage] = {}
+        self._completed: collections.deque[tuple[RequestKey, _Future]] = collections.deque()
+        self._next_deadline = math.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: RequestKey) -> bool:
+        return request_id in self._entries
+
+    def add(self, entry: RequestStage) -> None:
+        assert entry.request_id not in self._entries, (
+            f"request id {entry.request_id.name} is in use"
+        )
+        self._entries[entry.request_id] = entry
+        self._next_deadline = min(self._next_deadline, entry.deadline)
+        self.watch(entry)
+
+    def get(self, request_id: RequestKey) -> RequestStage | None:
+        return self._entries.get(request_id)
+
+    def remove(self, request_id: RequestKey) -> RequestStage | None:
+        return self._entries.pop(request_id, None)
+
+    def watch(self, entry: RequestStage) -> None:
+        """Have `completed` yield the entry after each of its present futures."""
+        for future in entry.futures:
+            # The callback must not hold the future: the cycle would keep its image alive until a
+            # full garbage collection, which hardly ever runs.
+            future.add_done_callback(functools.partial(self._on_completed, entry.request_id))
+
+    # ------------------------------------------------------------ completion
+
+    @property
+    def has_completed(self) -> bool:
+        return bool(self._completed)
+
+    def completed(self) -> Iterator[RequestStage]:
+        """Yield an entry for each completed future."""
+        while self._completed:
+            request_id, future = self._completed.popleft()
+            entry = self._entries.get(request_id)
+            is_current = entry is not None and future in entry.futures
+            del future  # its image must not outlive the request
+            if entry is not None and is_current:
+                yield entry
+
+    # ------------------------------------------------------------ deadlines and capacity
+
+    @property
+    def next_deadline(self) -> float:
+        """A lower bound of the entries' deadlines."""
+        return self._next_deadline
+
+    def expired(self, now: float) -> list[RequestStage]:
+        """Return the entries whose deadline has passed, for the caller to remove."""
+        if now < self._next_deadline:
+            return []
+        left = (each.deadline for each in self._entries.values() if each.deadline > now)
+        self._next_deadline = min(left, default=math.inf)
+        return [each for each in self._entries.values() if each.deadline <= now]
+
+    def queued_tenants(self) -> list[str]:
+        return [each.tenant for each in self._entries.values() if each.takes_queue_place]
+
+    def newest(self, stage: type[RequestStage], tenant: str) -> RequestStage | None:
+        newest_first = (self._entries[key] for key in reversed(self._entries))
+        return next((e for e in newest_first if isinstance(e, stage) and e.tenant == tenant), None)
+
+    def count(self, stage: type[RequestStage]) -> int:
+        return sum(isinstance(each, stage) for each in self._entries.values())
+
+    def _on_completed(self, request_id: RequestKey, future: _Future) -> None:
+        self._completed.append((request_id, future))
+        self._wake()
+
+
+# ---------------------------------------------------------------- resumption
+
+# Resuming a request that a lost engine had begun.
+
+
+def replay(sequence: Sequence, resumed: Resumed, frontend: ModelFrontend) -> list[TokenInfo]:
+    """Bring a new sequence to where its outputs were; return the described tokens.
+
+    Its prefill then computes prompt and tokens at once, as after a preemption, and the next token
+    is sampled at the position it would have had. The events of the tokens were sent already.
+
+    Raises:
+        InvalidField: the tokens cannot be of this request.
+    """
+    task = sequence.task
+    if bool(resumed.payloads) != (task.has_payload and bool(resumed.token_ids)):
+        wanted = "two for each token" if task.has_payload else "none: the task has no values"
+        raise InvalidField(wanted, field="resume_from.values")
+    infos: list[TokenInfo] = []
+    for index, token in enumerate(_tokens(resumed)):
+        _check(sequence, token.token_id, index, frontend)
+        infos += tokens_of(task.consume(token))
+        sequence.commit(token)
+    sequence.progress.num_launched = sequence.num_committed
+    sequence.timing.first_token = resumed.first_token
+    return infos
+
+
+def ended_as(sequence: Sequence) -> FinishReason | None:
+    """The finish reason of a sequence whose last token is committed."""
+    if sequence.num_committed == sequence.task.max_tokens:
+        return sequence.task.finish_reason or FinishReason.LENGTH
+    return sequence.task.finish_reason
+
+
+def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFrontend) -> None:
+    """A token outside of the vocabulary would read memory that is no embedding."""
+    field = f"resume_from.token_ids[{index}]"
+    if ended_as(sequence) is not None:
+        raise InvalidField("the answer has ended before it", field=field)
+    constraint = frontend.constraints[sequence.task.constraint()]
+    allowed = constraint.allowed is None or token_id in constraint.allowed
+    if not (0 <= token_id < frontend.vocab_size and allowed) or token_id in constraint.suppressed:
+        raise InvalidField("the task allows no such token here", field=field)
+
+
+def _tokens(resumed: Resumed) -> Iterator[SampledToken]:
+    """Raises InvalidField where something is not told of every token."""
+    told: tuple[tuple[str, Sized], ...] = (
+        ("values", resumed.payloads),
+        ("logprobs", resumed.logprobs),
+        ("certainties", resumed.certainties),
+    )
+    for name, values in told:
+        if values and len(values) != len(resumed.token_ids):
+            problem = f"{len(values)} for {len(resumed.token_ids)} tokens"
+            raise InvalidField(problem, field=f"resume_from.{name}")
+    payloads = resumed.payloads or repeat(NO_PAYLOAD)
+    logprobs = resumed.logprobs or repeat(None)
+    certainties = resumed.certainties or repeat(None)
+    return map(SampledToken, resumed.token_ids, payloads, logprobs, certainties)
+
+
+# ---------------------------------------------------------------- sequences
+
+# Sequences made of requests and what was prepared for them.
+
+
+def make_sequence(
+    frontend: ModelFrontend,
+    request: Request,
+    image: PreparedImage | None,
+    adapter: Adapter | None = None,
+    *,
+    task: Task | None = None,
+) -> Sequence:
+    """Make a waiting sequence. Raises as `make_task`.
+
+    The prefix is not shared under another adapter, which changes its keys and values.
+    """
+    task = task or frontend.make_task(request)
+    return Sequence(
+        seq_id=0,
+        request=request,
+        task=task,
+        prefix_key=(image.key if image else "") if request.cache_image else None,
+        prefix_length=frontend.prefix_length(image is not None),
+        prompt=task.prompt,
+        num_crops=image.num_crops if image else 0,
+        inputs=HostInputs(image, adapter),
+        adapter=SequenceAdapter(adapter.key, adapter.rank) if adapter else SequenceAdapter(),
+    )

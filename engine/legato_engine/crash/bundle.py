@@ -1,4 +1,4 @@
-"""What is kept of an engine that died: a folder with `bundle.json`, stacks and a timeline."""
+"""Crash bundles: a folder with `bundle.json`, stacks and a timeline of a dead engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("legato", "torch", "numpy", "msgspec", "tokenizers", "grpcio")
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine ended; `exit_code` is negative for a signal, `uptime` seconds since ready."""
+    """The end of an engine; `exit_code` is negative for a signal, `uptime` seconds since ready."""
 
     pid: int
     exit_code: int

@@ -1,4 +1,4 @@
-"""What an engine was doing, in a file that survives it.
+"""Flight recorder: the engine's current work, in a file that survives it.
 
 The engine writes records of fixed sizes to a mapping of a file in shared memory, so that nothing is
 lost whatever ends it, and nothing is allocated but a tuple. Records hold shapes, never contents.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from legato_engine.scheduler.launch import Launch
+    from legato_engine.scheduler.batch import Launch
     from legato_engine.sequence import Sequence
     from legato_engine.telemetry.timeline import Step
 
@@ -94,7 +94,7 @@ class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[RowShape, ...]
 
 
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedStepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A committed launch; `times` are nanoseconds in the order of `STEP_TIMES`."""
 
     launch_id: int
@@ -110,7 +110,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: tuple[RequestShape, ...] = ()
     launches: tuple[LaunchShape, ...] = ()
-    steps: tuple[StepTimes, ...] = ()
+    steps: tuple[RecordedStepTimes, ...] = ()
 
 
 _KINDS = ("encode", "prefill", "decode", "refine")
@@ -258,12 +258,12 @@ def _launches(data: bytes) -> Iterator[LaunchShape]:
         )
 
 
-def _steps(data: bytes) -> Iterator[StepTimes]:
+def _steps(data: bytes) -> Iterator[RecordedStepTimes]:
     _, written = _HEADER.unpack_from(data)
     for number in range(max(0, written - _STEPS), written):
         offset = _STEPS_AT + number % _STEPS * _STEP.size
         launch_id, kind, _, num_rows, slot, tokens, *times = _STEP.unpack_from(data, offset)
-        yield StepTimes(
+        yield RecordedStepTimes(
             launch_id=launch_id,
             kind=_KINDS[kind],
             num_rows=num_rows,

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from cuda.bindings import runtime
 
-from legato_engine.device.base import Event
-from legato_engine.device.captured import CapturedGraph
-from legato_engine.device.event_clock import EventClock
+from legato_engine.device.base import CapturedGraph, Event, EventClock
 from legato_engine.errors import InternalError
 
 _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -74,7 +72,7 @@ class CudaEvent:
             self._seen_ns = time.perf_counter_ns()
 
     def time_ns(self) -> int:
-        """Of a launch's events the last is the one that the host waits for: only that one becomes
+        """Return the completion time; the event that the host waits for, a launch's last, becomes
         the anchor, so that all of them have the same.
         """
         if self._host_ns is None:

@@ -1,4 +1,4 @@
-"""Files of a hub on their way to a folder.
+"""`legato pull`: verified downloads from a hub.
 
 `huggingface_hub` speaks to the hub. It keeps nothing of a download that was cut off, so the files
 are written here: to a name of their own until size and hash are right, and from where they ended.
@@ -18,16 +18,18 @@ import hashlib
 import io
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import huggingface_hub
 import msgspec
 from huggingface_hub import constants, file_download
 from huggingface_hub import errors as hub_errors
+from rich.console import Console
 
 from legato_engine.hub import store
-from legato_engine.hub.catalog import INDEX, Published, Source
+from legato_engine.hub.store import INDEX, MODELS, Published, Source, pull_parser
 
 _COMMIT = _GIT_HASH = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +83,7 @@ class RemoteFile:
     blob: str
 
     def part(self, folder: Path) -> Path:
-        """Its first bytes; the name tells of which content."""
+        """Return the path of the partial file; its name identifies the content."""
         return folder / f"{self.name}.{(self.sha256 or self.blob)[:16]}.part"
 
 
@@ -308,3 +310,47 @@ def _explained(folder: Path) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - the library raises whatever an odd answer trips
         problem = f"{constants.ENDPOINT} gives an answer that is not understood"
         raise WrongContent(f"{problem}: {type(error).__name__}: {error}") from None
+
+
+# ---------------------------------------------------------------- pull
+
+# `legato pull`.
+
+FAILED, NOT_FOUND, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
+"""Exit codes, as those of the command `legato`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = pull_parser().parse_args(argv)
+    model = MODELS[arguments.model]
+    folder = store.folder_of(arguments.models, model.name)
+    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out.print(f"licence: {model.licence}", markup=False, highlight=False)
+    try:
+        manifest = pull(model, folder, lambda line: out.print(line, markup=False, highlight=False))
+    except PullFailed as error:
+        err.print(f"legato: error: {error}", markup=False, highlight=False)
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    out.print(
+        f"{model.name}: {manifest.num_bytes / 1e9:.2f} GB in {folder}, sizes and hashes checked; "
+        f"legato serve --model {model.name}",
+        markup=False,
+        highlight=False,
+    )
+    return 0
+
+
+def _exit_code(error: PullFailed) -> int:
+    match error:
+        case NotPublished():
+            return NOT_FOUND
+        case HubUnreachable():
+            return UNREACHABLE
+        case _:
+            return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

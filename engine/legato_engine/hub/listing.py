@@ -13,8 +13,7 @@ from rich.text import Text
 
 from legato_engine.device.host import available_memory
 from legato_engine.hub import store
-from legato_engine.hub.catalog import MODELS, Published
-from legato_engine.hub.options import models_parser
+from legato_engine.hub.store import MODELS, Published, models_parser
 
 _SLACK = 1.2
 """Memory that a model needs, by that of its weights; KV cache and images come on top."""
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gpus() -> list[Place]:
-    """Those that the driver shows; none without a driver."""
+    """List the GPUs that the driver reports; empty without a driver."""
     try:
         from cuda.bindings import driver
 

@@ -19,11 +19,10 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from legato_engine.core.images import RawImage
 from legato_engine.errors import ImageUndecodable, LegatoError
-from legato_engine.images.headers import ImageHeader, check_scans, inspect
-from legato_engine.images.orientation import orientation
-from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
+from legato_engine.images.headers import ImageHeader, check_scans, inspect, orientation
+from legato_engine.images.memory import Allocate, Pixels, new_pixels
+from legato_engine.types import RawImage
 
 Image.MAX_IMAGE_PIXELS = None  # `inspect` is given the limit
 

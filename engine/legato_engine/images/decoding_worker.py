@@ -30,7 +30,7 @@ from legato_engine.errors import (
 )
 from legato_engine.images.decoding import decode_file
 from legato_engine.images.headers import ImageHeader
-from legato_engine.images.pixel_memory import Pixels
+from legato_engine.images.memory import Pixels
 from legato_engine.parent_process import bind_to_parent
 
 MAX_MESSAGE = 64 * 1024  # bytes of a job or a reply

@@ -24,7 +24,7 @@ from legato_engine import failpoints, sandbox
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InternalError, from_value
 from legato_engine.images.decoding_worker import MAX_MESSAGE, Decoded, Job, Refused, Reply
 from legato_engine.images.headers import ImageHeader
-from legato_engine.images.pixel_memory import PAGE, Allocate, Pixels
+from legato_engine.images.memory import PAGE, Allocate, Pixels
 
 _SECONDS, _SECONDS_PER_PIXEL = 1.0, 250e-9
 """CPU time for an image, about ten times that of the slowest format."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from legato_engine.core.images import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
-from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
+from legato_engine.images.memory import Allocate, Pixels, new_pixels
+from legato_engine.types import PixelFormat, RawImage
 
 _Samples = npt.NDArray[np.int16]
 
@@ -120,7 +120,7 @@ def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixe
 
 
 def _level_table(scale: float, zero: int) -> _Samples:
-    """What each sample value adds to a channel, scaled by `2 ** _FRACTION_BITS`."""
+    """Return each sample value's contribution to a channel, scaled by `2 ** _FRACTION_BITS`."""
     levels_V = (np.arange(256) - zero) * scale * (1 << _FRACTION_BITS)
     table_V: _Samples = np.rint(levels_V).astype(np.int16)
     return table_V

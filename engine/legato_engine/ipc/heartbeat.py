@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Heartbeat
-from legato_engine.ipc.subscribers import Subscribers, WakeReason
+from legato_engine.ipc.messages import Heartbeat, Load
+from legato_engine.ipc.service_connections import Subscribers, WakeReason
 
 _REFRESH_TIME = 0.01  # seconds before a heartbeat
 

@@ -1,10 +1,16 @@
-"""The latency policy of a process: how much CPU time it spends to respond sooner."""
+"""Latency policy of a process: busy polling and scheduling class.
+
+A core that slept for milliseconds has lost most of its next task's data from its caches. Polling
+costs a core, so it is brief.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import os
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -12,11 +18,46 @@ import msgspec
 from legato_engine.config import LATENCY_POLICIES
 from legato_engine.errors import InvalidField
 
+EXPECTED_REQUEST = 0.002
+"""Seconds to poll for a lone request that is announced, or may follow the last result."""
+
+SHORT_REQUEST = 0.025
+"""Seconds to poll for the end of a lone request."""
+
+
+class BusyPoll:
+    """Keeps the running loop from sleeping."""
+
+    def __init__(self) -> None:
+        self._until = 0.0  # monotonic seconds
+        self.active = False
+        """Whether the loop is kept from sleeping."""
+
+    def extend(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        if not self.active:
+            self.active = True
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def end(self) -> None:
+        self._until = 0.0
+
+    def _poll(self) -> None:
+        """Poll without blocking: while a callback is due, the loop's selector does not sleep."""
+        self.active = time.monotonic() < self._until
+        if self.active:
+            asyncio.get_running_loop().call_soon(self._poll)
+
+
+# ---------------------------------------------------------------- latency policy
+
+# The latency policy of a process: how much CPU time it spends to respond sooner.
+
 _MANY_CORES = 8  # of so many, the others hardly miss one
 
 
 class LatencyPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes of a server do for latency."""
+    """Latency settings of a server's processes."""
 
     busy_poll: bool
     """Poll for a moment instead of sleeping while a request is expected or short."""

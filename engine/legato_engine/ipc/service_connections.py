@@ -1,8 +1,9 @@
-"""The engine's end of its connections: many service processes, one engine."""
+"""The engine's end of its connections."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 import select
 import socket
@@ -10,34 +11,80 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from legato_engine import failpoints
-from legato_engine.core.images import WITH_BLOB
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import InvalidField, to_value
-from legato_engine.ipc.busy_poll import EXPECTED_REQUEST
-from legato_engine.ipc.codec import decode_command, encode
-from legato_engine.ipc.commands import (
+from legato_engine.ipc.framing import FrameReader, FrameWriter
+from legato_engine.ipc.latency_policy import EXPECTED_REQUEST
+from legato_engine.ipc.messages import (
+    FINAL,
     Abort,
     Command,
     DropImage,
-    Expect,
-    HoldImage,
-    Stop,
-    StopElsewhere,
-    Submit,
-    WatchTimeline,
-)
-from legato_engine.ipc.framing import FrameReader, FrameWriter
-from legato_engine.ipc.messages import (
-    FINAL,
     EngineOutput,
+    Expect,
     Failed,
+    Heartbeat,
+    HoldImage,
     Loading,
     Ready,
     RunningAlone,
+    Stop,
+    StopElsewhere,
     Stopped,
+    Submit,
     TimelineBatch,
+    WatchTimeline,
+    decode_command,
+    encode,
 )
 from legato_engine.shm.blob_store import namespace_of
+from legato_engine.types import WITH_BLOB, RequestKey
+
+
+class WakeReason(enum.Enum):
+    """Reason for the end of a wait."""
+
+    STOP = enum.auto()
+    CONNECTION = enum.auto()
+    TIMEOUT = enum.auto()
+
+
+class Subscribers:
+    """Connections of the service processes; belongs to the heartbeat thread."""
+
+    def __init__(self, listener_fd: int) -> None:
+        self._listener = inherited_listener(listener_fd)
+        self._connections: dict[socket.socket, FrameWriter] = {}
+
+    def send(self, beat: Heartbeat) -> None:
+        """Send to all, new connections included, without unread heartbeats."""
+        for connection in pending_connections(self._listener):
+            self._connections[connection] = FrameWriter()
+        frame = encode(beat)
+        for connection, unsent in list(self._connections.items()):
+            try:
+                if unsent.write_to(connection):
+                    unsent.add(frame)
+                    unsent.write_to(connection)
+            except OSError:
+                del self._connections[connection]
+                connection.close()
+
+    def wait(self, stop_fd: int, seconds: float) -> WakeReason:
+        listener_fd = self._listener.fileno()
+        readable, _, _ = select.select((listener_fd, stop_fd), (), (), seconds)
+        if stop_fd in readable:
+            return WakeReason.STOP
+        return WakeReason.CONNECTION if readable else WakeReason.TIMEOUT
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._listener.close()
+
+
+# ---------------------------------------------------------------- service connections
+
+# The engine's end of its connections: many service processes, one engine.
 
 _MAX_EVENTS = 64
 _MAX_WAIT_MS = 24 * 3600 * 1000  # epoll takes at most 2^31 - 1, a deadline may be years away
@@ -264,7 +311,7 @@ class ServiceConnections:
 
     @property
     def watched(self) -> bool:
-        """Whether a process watches the timeline."""
+        """Return whether a process watches the timeline."""
         return bool(self._watching)
 
     def send_timeline(self, batch: TimelineBatch) -> None:

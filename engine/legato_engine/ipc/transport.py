@@ -22,12 +22,10 @@ import tempfile
 from collections.abc import Callable
 
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.codec import decode_engine_message, encode
-from legato_engine.ipc.commands import Command
 from legato_engine.ipc.framing import FrameReader, FrameWriter
-from legato_engine.ipc.messages import EngineMessage
+from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
 from legato_engine.ipc.service_connections import pending_connections
-from legato_engine.shm.owner_lock import OwnerLock, sweep_folders
+from legato_engine.shm.blob_store import OwnerLock, sweep_folders
 
 _READS_PER_TURN = 16  # then other callbacks get their turn
 _REQUESTS, _VITALS = "requests", "vitals"

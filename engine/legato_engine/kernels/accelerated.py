@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from legato_engine.device.captured import CapturedGraph
+from legato_engine.device.base import CapturedGraph
 from legato_engine.kernels.cuda import draft_layer
+from legato_engine.kernels.cuda.control_flow import Switch, WhileLoop
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, DraftWeights
 from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, LookupKernel
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens, Sampler
-from legato_engine.kernels.cuda.switch import Switch
-from legato_engine.kernels.cuda.while_loop import WhileLoop
 from legato_engine.kernels.decode_loop import AnyLoop
-from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.policy import BlockPolicy
 from legato_engine.speculative.proposer import Proposer
 
 __all__ = [

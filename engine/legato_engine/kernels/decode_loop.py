@@ -1,4 +1,4 @@
-"""The control step of a decode loop: what ends each step that the host does not launch.
+"""Decode loops: the control step, and the launches that a kernel of many steps offers.
 
 This is the specification of `cuda/sources/decode_loop.cu`, and what a CPU runs.
 
@@ -9,9 +9,14 @@ loop, C constraints, N bytes of a step's outputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import enum
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
+
+from legato_engine.kernels.cuda.drafting import DraftTensors
+from legato_engine.kernels.cuda.sampling import RowTensors
 
 DONE, STOP = 0, 1
 """Indices of a ring's words: the number of steps whose tokens are there, and the host's wish that
@@ -27,7 +32,7 @@ ANY = -2
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AnyLoop:
-    """What every control step reads and writes; int64, but for bytes.
+    """Tensors of a loop's control step; int64, except bytes.
 
     On the device: the sampled `token_B` (-1: not finite), the rows' `constraint_B`, the table of
     what follows which, and the loop's `limit` and `step` [1]. `outputs_N` is all that a step has
@@ -165,3 +170,147 @@ def place_behind(
         staged[name].copy_(torch.where(behind_B, start_B + first, staged[name]))
     for name in ("row", "source", "sample_row"):
         staged[name].masked_fill_(ended_B, scratch_row)
+
+
+# ---------------------------------------------------------------- resident builds
+
+# Which builds of the resident kernel there are.
+
+
+class BatchKind(enum.StrEnum):
+    """Token contents of a launch: ids only, with values, with draft tokens, or both."""
+
+    WORDS = "words"
+    VALUES = "values"
+    DRAFTS = "drafts"
+    BOTH = "values and drafts"
+
+    @staticmethod
+    def of(*, values: bool, drafts: bool) -> BatchKind:
+        if drafts:
+            return BatchKind.BOTH if values else BatchKind.DRAFTS
+        return BatchKind.VALUES if values else BatchKind.WORDS
+
+    @property
+    def has_values(self) -> bool:
+        return self in (BatchKind.VALUES, BatchKind.BOTH)
+
+    @property
+    def has_drafts(self) -> bool:
+        return self in (BatchKind.DRAFTS, BatchKind.BOTH)
+
+    def counts_as(self, num_rows: int, num_tokens: int) -> int:
+        """Return the rows that a launch of `num_tokens` tokens counts as: with both, its tokens, as
+        rows with values have one each.
+        """
+        return num_tokens if self is BatchKind.BOTH else num_rows
+
+
+class Build(NamedTuple):
+    """The kernel for launches that count as up to `rows` rows, with all draft tokens that rows may
+    have where all of them draft.
+    """
+
+    kind: BatchKind
+    rows: int
+
+    def tokens(self, block: int) -> int:
+        """The most of a step, with `block` draft tokens of a row."""
+        return self.rows if self.kind is BatchKind.BOTH else self.rows * (1 + block)
+
+
+# ---------------------------------------------------------------- resident launch
+
+# What launches of several decode steps for rows that need no host between them read and write.
+#
+# Shape legend: B rows of a launch, R rows of the state, M pages of a row, C constraints, V
+# vocabulary, S steps.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ResidentDrafts:
+    """Speculation of a launch whose first tokens are placed, at fixed addresses.
+
+    Staged fields of tokens and of rows, the draft `state`, the policy's constants and step costs
+    (`DraftKernels`), a step's `outputs` by row of the launch and the same fields of the host's
+    `ring`, and how many tokens a lookup matches at least and at most.
+    """
+
+    staged: Mapping[str, torch.Tensor]
+    state: DraftTensors
+    rules: torch.Tensor
+    seconds_P: torch.Tensor
+    outputs: Mapping[str, torch.Tensor]
+    ring: Mapping[str, torch.Tensor]
+    lengths: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ResidentRows:
+    """Step inputs and outputs at fixed addresses; int64 except sampling parameters.
+
+    By row of a launch: its row of the state, its constraint, and the positions of the first step.
+    `successor_C2` and `words` [2] are those of `kernels.decode_loop`; `ring_SB` is its ring's
+    tokens, beside which are float32 values and their certainties.
+    """
+
+    row_B: torch.Tensor
+    constraint_B: torch.Tensor
+    position_B: torch.Tensor
+    sample_position_B: torch.Tensor
+    state: RowTensors
+    page_table_RM: torch.Tensor
+    constraints_CV: torch.Tensor
+    successor_C2: torch.Tensor
+    ring_SB: torch.Tensor
+    payload_SB2: torch.Tensor
+    certainty_SB2: torch.Tensor
+    words: torch.Tensor
+    drafts: ResidentDrafts | None = None
+
+
+class ResidentSteps(Protocol):
+    """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s, or
+    with drafts `control_drafting_step`'s.
+    """
+
+    @property
+    def most_rows(self) -> Mapping[BatchKind, int]:
+        """Return the maximum rows of its launches, as `counts_as` counts them."""
+        ...
+
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        payload: bool = False,
+        num_tokens: int = 0,
+    ) -> None:
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows, with drafts of up to
+        `num_tokens` tokens each.
+
+        Values are not written where they are not asked for (`payload`).
+        """
+        ...
+
+    def fault(self) -> str | None:
+        """The wait that a launch which is over gave up; no launch may follow it.
+
+        Its last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidentOffer:
+    """Launches of the kernel that a model can have on its device.
+
+    `subject`: what their times depend on, by name. `make` compiles some of the `builds`, and packs
+    a second copy of the weights.
+    """
+
+    subject: Mapping[str, str]
+    builds: tuple[Build, ...]
+    make: Callable[[Collection[Build]], ResidentSteps]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from legato_engine.kernels.cut_plan import MAX_PIXELS, CutPlan
+from legato_engine.kernels.images import MAX_PIXELS, CutPlan
 
 NUM_PIXEL_BYTES = 3 * MAX_PIXELS
 

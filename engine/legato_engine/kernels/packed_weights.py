@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import reference
+from legato_engine.kernels.cpu.decoder import PanelWeight
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.cpu.weights import PanelWeight
 
 GROUP = 32  # inputs that share a scale and a zero in int4
 
@@ -42,7 +42,7 @@ class PackedWeight(Protocol):
 
 
 class FloatWeight:
-    """Of oneDNN, for float32, and for bfloat16 where the processor has instructions for it."""
+    """Weight packed by oneDNN, in float32, or bfloat16 where the processor supports it."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         self.out_features, self.in_features = weight_OI.shape

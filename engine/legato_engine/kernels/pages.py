@@ -1,15 +1,30 @@
-"""Paged keys and values in plain torch; e4m3 is read in the computation's dtype, rounded once.
-
-Shape legend as in `ops`, but K copies.
-"""
+"""Paged keys and values in plain torch, and where tokens of a pass are."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from legato_engine.kernels.layer_cache import LayerCache
+
+class LayerCache(NamedTuple):
+    """Pages of keys and of values, in the computation's dtype, or in e4m3 in units of `scale_2`.
+
+    N pages, H heads, S positions, E head dim. `scale_2` (float32): of keys, of values.
+    """
+
+    k_NHSE: torch.Tensor
+    v_NHSE: torch.Tensor
+    scale_2: torch.Tensor | None = None
+
+
+# ---------------------------------------------------------------- pages
+
+# Paged keys and values in plain torch; e4m3 is read in the computation's dtype, rounded once.
+#
+# Shape legend as in `ops`, but K copies.
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
@@ -89,3 +104,74 @@ def all_pages(
 def indexable(x: torch.Tensor) -> torch.Tensor:
     """View as bytes, because some devices cannot index e4m3 tensors."""
     return x.view(torch.uint8) if x.dtype is E4M3 else x
+
+
+# ---------------------------------------------------------------- spans
+
+# Where tokens of a pass are: their rotations, pages and slots.
+#
+# Shape legend: T tokens, C sequences, M pages of a sequence, P positions, R rotated dims of a
+# head.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """T tokens' cosines and sines, and int64 pages and slots."""
+
+    cos_T1R: torch.Tensor
+    sin_T1R: torch.Tensor
+    page_T: torch.Tensor
+    slot_T: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlacedSpan:
+    """Consecutive positions of one sequence that only the device knows.
+
+    `start` (int64 [2]): the first of them and the number of tokens before the padding, which
+    `positions_T` has at 0, and `page_T` on the scratch page. C is 1.
+    """
+
+    start: torch.Tensor
+    pages_CM: torch.Tensor
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+    positions_T: torch.Tensor
+    page_T: torch.Tensor
+
+    def metadata(self, count: int, page_size: int) -> AttentionMetadata:
+        """Return the metadata of all tokens."""
+        del count
+        return AttentionMetadata(
+            self.cos_PR[self.positions_T][:, None],
+            self.sin_PR[self.positions_T][:, None],
+            self.page_T,
+            self.positions_T % page_size,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Consecutive positions, from `start` on, of C sequences with equally many tokens.
+
+    Sequences follow each other. `pages_CM` (int64, contiguous rows) covers earlier positions too;
+    the tables are float32 [P, R/2].
+    """
+
+    start: int
+    pages_CM: torch.Tensor
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+
+    def metadata(self, count: int, page_size: int) -> AttentionMetadata:
+        """Return the metadata of the first `count` tokens of all sequences."""
+        num_sequences = len(self.pages_CM)
+        stop = self.start + count // num_sequences
+        positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
+        positions_T = positions_P.repeat(num_sequences)
+        return AttentionMetadata(
+            self.cos_PR[positions_T][:, None],
+            self.sin_PR[positions_T][:, None],
+            self.pages_CM[:, positions_P // page_size].flatten(),
+            positions_T % page_size,
+        )

@@ -1,8 +1,4 @@
-"""A decoder's parameters as its checkpoint has them.
-
-Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D queries,
-keys and values.
-"""
+"""Weights of a decoder as its checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -11,7 +7,105 @@ from typing import NamedTuple
 
 import torch
 
-from legato_engine.kernels.experts import ExpertWeights
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """`values` e4m3 [..., K]; multiplied by `scale`, float32 [..., 1], they are the row."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+# ---------------------------------------------------------------- experts
+
+# Experts' weights and tokens' routes to them; shape legend as in `ops`.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """One bias-free map of every expert: the model's dtype, or e4m3 with a scale per output."""
+
+    weight_XOI: torch.Tensor
+    scale_XO: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """The K experts of each token (int64), and their shares in the model's dtype."""
+
+    expert_TK: torch.Tensor
+    share_TK: torch.Tensor
+
+
+# ---------------------------------------------------------------- low rank
+
+# Low-rank adapters in slots.
+#
+# Shape legend: T tokens, S slots, X experts, R ranks, I and O a map's inputs and outputs.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """The adapter slot of each token, or one of all tokens; int64, slot 0 is none.
+
+    `rank_S` are the slots' own ranks. `rank`, at least that of every slot named, is known on the
+    host because shapes depend on it.
+    """
+
+    slot_T: torch.Tensor
+    rank_S: torch.Tensor
+    rank: int
+
+
+class LowRankMap(NamedTuple):
+    """A layer's slots for one map: B(A x) is added to the map's result."""
+
+    a_SRI: torch.Tensor
+    b_SRO: torch.Tensor
+
+
+class ExpertMap(NamedTuple):
+    """The same of every expert."""
+
+    a_SXRI: torch.Tensor
+    b_SXRO: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MlpSlots:
+    """A layer's slots for its MLP, and the norm that it reads."""
+
+    norm: Affine
+    fc1: LowRankMap
+    fc2: LowRankMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExpertSlots:
+    """A layer's slots for its experts; ranks are those of one expert."""
+
+    up: ExpertMap
+    down: ExpertMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExpertAdapters:
+    """A layer's expert adapters and the tokens that read them."""
+
+    up: ExpertMap
+    down: ExpertMap
+    rows: AdapterRows
+
+
+# ---------------------------------------------------------------- parameters
+
+# A decoder's parameters as its checkpoint has them.
+#
+# Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D
+# queries,
+# keys and values.
 
 
 class Affine(NamedTuple):

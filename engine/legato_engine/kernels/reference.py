@@ -1,4 +1,4 @@
-"""The operations of `ops` in plain torch: their definition; shape legend as there."""
+"""Reference implementations of `ops` in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from legato_engine.kernels import pages
-from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels import activations, pages
+from legato_engine.kernels.pages import LayerCache
+from legato_engine.kernels.parameters import (
+    E4M3,
+    AdapterRows,
+    ExpertAdapters,
+    ExpertMap,
+    ExpertWeights,
+    Quantised,
+    Routes,
+)
 
 _SCRATCH_PAGE = 0
 _NO_SLOT = 0
@@ -202,3 +212,183 @@ def _attention(
     mask_B1TL = visible_BTL[:, None]
     out_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHLE, v_BHLE, attn_mask=mask_B1TL)
     return out_BHTE.transpose(1, 2)
+
+
+# ---------------------------------------------------------------- reference rows
+
+# The operations of `row_ops` with torch; shape legend as there.
+
+_LARGEST = 448.0
+_FLOOR = 1e-12
+
+
+def add_norm(
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x if y is None else x + y
+    normed: torch.Tensor = norm(x)
+    return x, normed
+
+
+def add_norm_quantised(
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, Quantised]:
+    x = x if y is None else x + y
+    weight, bias = norm.weight.float(), norm.bias.float()
+    normed = F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
+    return x, quantise(normed)
+
+
+def quantise(x: torch.Tensor) -> Quantised:
+    x = x.float()
+    amax = x.abs().amax(-1, keepdim=True).clamp_min(_FLOOR)
+    values = (x * (amax.reciprocal() * _LARGEST)).clamp(-_LARGEST, _LARGEST)
+    return Quantised(values.to(E4M3), amax * (1.0 / _LARGEST))
+
+
+def quantise_gelu(x: torch.Tensor) -> Quantised:
+    return quantise(activations.gelu(x.float()))
+
+
+# ---------------------------------------------------------------- reference experts
+
+# Experts and their adapters in plain torch; shape legend as in `ops`.
+
+
+def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
+    best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
+    return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
+
+
+def experts_sorted(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
+    """One product per expert with tokens, whose counts are read on the host.
+
+    Terms are added in the order of shares.
+    """
+    expert_J = routes.expert_TK.flatten()
+    order_J = expert_J.argsort(stable=True)
+    out_JD = x_TD.new_empty(len(expert_J), x_TD.shape[-1])
+    counts = torch.bincount(expert_J, minlength=len(up.weight_XOI)).tolist()
+    for expert, pairs in enumerate(torch.split(order_J, counts)):
+        if len(pairs):
+            tokens, count = pairs // routes.expert_TK.shape[1], len(pairs)
+            rows_TD = whole_blocks(x_TD[tokens])
+            both_TO = _one_expert(rows_TD, up, expert)
+            if adapters is not None:
+                own = expert, adapters.rows, tokens
+                _change_rows(both_TO[:count], rows_TD[:count], adapters.up, *own)
+            inner_TI = gate(both_TO)
+            out_JD[pairs] = _one_expert(inner_TI, down, expert)[:count]
+            if adapters is not None:
+                own_TD = out_JD[pairs]
+                _change_rows(own_TD, inner_TI[:count], adapters.down, *own)
+                out_JD[pairs] = own_TD
+    return _shared_out(out_JD.view(*routes.expert_TK.shape, -1), routes)
+
+
+def experts_gathered(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
+    """Apply experts to few tokens, gathering each token's weights."""
+    out_TKD = []
+    for expert_T in routes.expert_TK.unbind(1):
+        both_TO = _own_expert(x_TD, up, expert_T)
+        if adapters is not None:
+            slot_T = adapters.rows.slot_T.expand(len(x_TD))
+            own = slot_T, expert_T, adapters.rows.rank
+            both_TO = both_TO + own_low_rank(x_TD, adapters.up, *own)
+        inner_TI = gate(both_TO)
+        out_TD = _own_expert(inner_TI, down, expert_T)
+        if adapters is not None:
+            out_TD = out_TD + own_low_rank(inner_TI, adapters.down, *own)
+        out_TKD.append(out_TD)
+    return _shared_out(torch.stack(out_TKD, dim=1), routes)
+
+
+def own_low_rank(
+    x_JI: torch.Tensor, change: ExpertMap, slot_J: torch.Tensor, expert_J: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """B(A x) of each row's slot and expert, with a copy of both."""
+    index_J = slot_J * change.a_SXRI.shape[1] + expert_J
+    a_JRI, b_JRO = (each.flatten(0, 1)[:, :rank].index_select(0, index_J) for each in change)
+    return torch.bmm(torch.bmm(x_JI[:, None], a_JRI.transpose(1, 2)), b_JRO)[:, 0]
+
+
+def gate(z: torch.Tensor) -> torch.Tensor:
+    """Apply the gate in float32 and round once."""
+    u, g = z.float().chunk(2, dim=-1)
+    return (activations.gelu(u, "none") * (g + 1.0)).to(z.dtype)
+
+
+def _change_rows(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    change: ExpertMap,
+    expert: int,
+    rows: AdapterRows,
+    tokens: torch.Tensor,
+) -> None:
+    slot_T = rows.slot_T if len(rows.slot_T) == 1 else rows.slot_T[tokens]
+    a_SRI, b_SRO = change.a_SXRI[:, expert], change.b_SXRO[:, expert]
+    add_low_rank_rows(out_TO, x_TI, a_SRI, b_SRO, slot_T, rows.rank_S)
+
+
+def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.Tensor:
+    out_TO = F.linear(x_TI, layer.weight_XOI[expert].to(x_TI.dtype))
+    return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert])
+
+
+def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
+    weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
+    out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
+    return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])
+
+
+def _scaled(out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (out.float() * scale).to(out.dtype)
+
+
+def _shared_out(out_TKD: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Sum the shared experts in float32, in order, and round once."""
+    share_TK1 = routes.share_TK.float()[:, :, None]
+    terms = (share_TK1 * out_TKD.float()).unbind(1)
+    total_TD = terms[0]
+    for term_TD in terms[1:]:
+        total_TD = total_TD + term_TD
+    return total_TD.to(out_TKD.dtype)
+
+
+# ---------------------------------------------------------------- reference certainty
+
+# How sure a model is of a token with a value: the specification of
+# `cuda/sources/value_argmax.cu`.
+#
+# Rows do not interact. Shape legend: B tokens, V vocabulary, N bins.
+
+
+def existence(logits_BV: torch.Tensor, token_B: torch.Tensor, end_token: int) -> torch.Tensor:
+    """[B] float32: the token's probability against that of ending, among these two.
+
+    Logits are constrained; the vectorised and the scalar exponential of a CPU differ in the last
+    bit, which rounding from float64 hides.
+    """
+    chosen_B = logits_BV.gather(-1, token_B[:, None])[:, 0].double()
+    return torch.sigmoid(chosen_B - logits_BV[:, end_token].double()).float()
+
+
+def concentration(logits_BN: torch.Tensor, bin_B: torch.Tensor, reach: int) -> torch.Tensor:
+    """[B] float32: the probability of the bins at most `reach` from one of them."""
+    probability_BN = logits_BN.double().softmax(-1)
+    bin_N = torch.arange(logits_BN.shape[-1], device=logits_BN.device)
+    near_BN = (bin_N - bin_B[..., None]).abs() <= reach
+    return torch.where(near_BN, probability_BN, 0.0).sum(-1).float()

@@ -10,18 +10,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from legato_engine.kernels.cuda import decoder, tau_decoder_stages
-from legato_engine.kernels.cuda.adapters import LowRank, Slots, StepAdapters
+from legato_engine.kernels.cuda import decoder, tau_decoder
+from legato_engine.kernels.cuda.adapters import LowRankMaps, Slots, StepAdapters
 from legato_engine.kernels.cuda.attention import GROUP, MAX_TOKENS, StepPositions
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Decoder, Part, Stages
-from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.expert_adapters import ExpertLowRank, RoutedAdapters
-from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
+from legato_engine.kernels.cuda.decoder import (
+    DEFAULT_STAGES,
+    CudaDecoder,
+    DecoderSizes,
+    LayerBoundary,
+    Part,
+    Stages,
+)
 from legato_engine.kernels.cuda.packed_layers import packed_head, packed_layer, packed_tau_layer
-from legato_engine.kernels.cuda.tau_decoder import TauDecoder
-from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes, TauSizes
-from legato_engine.kernels.low_rank import ExpertSlots, MlpSlots
-from legato_engine.kernels.parameters import Affine, DecoderLayer
+from legato_engine.kernels.cuda.tau_decoder import (
+    ExpertLowRank,
+    ExpertSizes,
+    RoutedAdapters,
+    TauDecoder,
+    TauSizes,
+)
+from legato_engine.kernels.parameters import Affine, DecoderLayer, ExpertSlots, MlpSlots
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -61,7 +69,7 @@ def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dty
 
 
 def supports_experts(sizes: ExpertSizes) -> bool:
-    return tau_decoder_stages.supported(sizes)
+    return tau_decoder.supported(sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -123,14 +131,14 @@ def _decoder(
     layers: Sequence[DecoderLayer],
     cache: StepCache,
     stages: Stages,
-) -> tuple[Decoder | TauDecoder, _RunLayers]:
+) -> tuple[CudaDecoder | TauDecoder, _RunLayers]:
     device = cache.cos_PR.device
     if isinstance(sizes, TauSizes):
         tau = TauDecoder(sizes, len(layers), device, stages, cache.scale_L2)
         tau_layers = [packed_tau_layer(layer, sizes.decoder) for layer in layers]
         return tau, lambda x_BD, *rest: tau.layers(x_BD, tau_layers, *rest)
     boundary = LayerBoundary(sizes, len(layers), device)
-    plain = Decoder(sizes, device, stages, boundary)
+    plain = CudaDecoder(sizes, device, stages, boundary)
     plain_layers = [packed_layer(layer, sizes, rotated=True) for layer in layers]
     return plain, lambda x_BD, *rest: plain.layers(x_BD, plain_layers, *rest)
 
@@ -159,7 +167,7 @@ class AdapterStep:
         device = rank_S.device
         self._mlps = mlps
         self._rank_S = rank_S
-        self._low_rank = LowRank(sizes.dim, sizes.ff_dim, max_rank, device)
+        self._low_rank = LowRankMaps(sizes.dim, sizes.ff_dim, max_rank, device)
         self._experts = experts
         self._expert_low_rank = None
         if experts is not None:

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from legato_engine.kernels.cuda.packed_layers import packed_head
-from legato_engine.kernels.cuda.packing import pack
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
+from legato_engine.kernels.cuda.skinny_gemm import pack
 from legato_engine.kernels.cuda.value_heads import (
     DecoderWeights,
     Embedder,

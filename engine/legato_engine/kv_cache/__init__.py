@@ -1,1 +1,0 @@
-"""KV pages, batch rows, adapter slots and the prefix cache."""

@@ -4,17 +4,126 @@ from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.ipc.figures import KVCacheStats
-from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
-from legato_engine.kv_cache.counters import KVCacheCounters
-from legato_engine.kv_cache.page_budget import PageBudget
-from legato_engine.kv_cache.page_ownership import PageOwnership, check_ownership
-from legato_engine.kv_cache.page_pool import PagePool
-from legato_engine.kv_cache.prefill_work import PrefillWork
-from legato_engine.kv_cache.prefix_cache import PrefixCache
+from legato_engine.ipc.messages import KVCacheStats
+from legato_engine.kv_cache.pools import NO_ADAPTER, AdapterSlots, PagePool, SlotPool
+from legato_engine.kv_cache.prefix_cache import PageOwnership, PrefixCache, check_ownership
 from legato_engine.kv_cache.radix_tree import Match, RadixTree
-from legato_engine.kv_cache.slot_pool import SlotPool
 from legato_engine.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """The prefix to compute, the page to copy and the adapter to write.
+
+    Crops `[0, first_crop)` were encoded earlier. An encode continues with `[first_crop,
+    stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
+    """
+
+    compute_pages: tuple[int, ...] = ()  # of a prefix (BOS and image) that is not cached
+    copy_tail: tuple[int, int] | None = None  # source and destination page of a partial hit
+    first_crop: int = 0
+    stop_crop: int = 0
+    write_adapter: bool = False
+
+
+NO_PREFILL_WORK = PrefillWork()
+"""Of decodes, and of prefills whose cache hit ends on a page boundary."""
+
+
+# ---------------------------------------------------------------- page budget
+
+# Page arithmetic.
+
+
+class PageBudget:
+    """The pages available to sequences: free ones, and idle ones that the tree would evict."""
+
+    def __init__(self, pool: PagePool, tree: RadixTree, page_size: int) -> None:
+        self._pool = pool
+        self._tree = tree
+        self._page_size = page_size
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free + self._tree.idle_pages
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        self._tree.evict_until_free(count)
+        return self._pool.allocate(count)
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self._page_size)
+
+    def first_pages(self, sequence: Sequence) -> int:
+        """Pages for the known tokens and the next one."""
+        return self.pages_for(min(sequence.length + 1, sequence.max_length))
+
+    def missing_pages(self, sequence: Sequence, match: Match | None) -> int:
+        """Private pages to allocate, and an image prefix's that is not cached."""
+        first = self.first_pages(sequence)
+        if match is not None:
+            return first - match.node.length // self._page_size
+        if sequence.prefix_key is None:
+            return first
+        image = sequence.image_prefix_length
+        return first - image // self._page_size + self.pages_for(image)
+
+    def fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
+        """Return whether `available` pages suffice, less the idle ones that `match` acquires."""
+        if match is not None:
+            needed = {*match.node.path, match.source or match.node}
+            available -= sum(len(node.pages) for node in needed if node.ref_count == 0)
+        return self.missing_pages(sequence, match) <= available
+
+
+# ---------------------------------------------------------------- counters
+
+# Counters of the KV cache.
+
+
+@dataclasses.dataclass(slots=True)
+class KVCacheCounters:
+    """Counters since the start."""
+
+    found_positions: int = 0  # by first admissions
+    computed_positions: int = 0  # for first admissions
+    recomputed_positions: int = 0  # after preemptions
+    draft_pages: int = 0
+    rejected_pages: int = 0
+    preemptions: int = 0
+
+    def count_admission(self, sequence: Sequence, num_found: int) -> None:
+        sequence.pages.cached_length = num_found
+        if sequence.pages.num_preemptions:
+            self.recomputed_positions += sequence.length - num_found
+            return
+        sequence.pages.cached_tokens = num_found
+        self.found_positions += num_found
+        self.computed_positions += sequence.length - num_found
+
+    def count_preemption(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        sequence.pages.num_preemptions += 1
+
+    def stats(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
+        prompt = self.found_positions + self.computed_positions
+        return KVCacheStats(
+            free=free,
+            idle=idle,
+            shared=shared,
+            draft=draft,
+            hit_rate=self.found_positions / prompt if prompt else 0.0,
+            fragmentation_ratio=self.rejected_pages / self.draft_pages if self.draft_pages else 0.0,
+            preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_positions,
+            found_tokens=self.found_positions,
+            computed_tokens=self.computed_positions,
+        )
+
+
+# ---------------------------------------------------------------- manager
+
+# The KV cache manager.
 
 
 class KVCacheManager:
@@ -99,7 +208,7 @@ class KVCacheManager:
     # ------------------------------------------------------------ admission
 
     def fits_ever(self, sequence: Sequence) -> bool:
-        """Whether it fits an empty pool and the model's context."""
+        """Return whether the sequence fits an empty pool and the model's context."""
         if sequence.max_length > self.max_length:
             return False
         copies = (
@@ -108,7 +217,7 @@ class KVCacheManager:
         return self._budget.pages_for(sequence.max_length) + copies <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether `admit` would succeed and leave a page to each sequence that still grows.
+        """Return whether `admit` would succeed and leave a page for each growing sequence.
 
         A sequence waits while another is about to compute its image prefix. After a refusal it is
         not matched again until more pages are available, because matching is slow.
@@ -130,7 +239,7 @@ class KVCacheManager:
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
-        """Whether its adapter gets no slot until another sequence is released."""
+        """Return whether its adapter gets no slot until another sequence is released."""
         return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
     def finds_image_prefix(self, sequence: Sequence) -> bool:

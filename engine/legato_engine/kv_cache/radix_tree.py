@@ -1,20 +1,50 @@
-"""A radix tree of KV pages by the tokens that they hold."""
+"""Radix tree of KV pages by their tokens, with eviction order."""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from legato_engine.kv_cache.eviction import (
-    UNKNOWN_RATE,
-    EvictionCandidate,
-    Rank,
-    eviction_rank,
-)
-from legato_engine.kv_cache.page_pool import PagePool
+from legato_engine.kv_cache.pools import PagePool
 from legato_engine.sequence import Keys, Sequence
+
+UNKNOWN_RATE = 0.8
+"""Of requests that verified no draft tokens: what the block policies begin with."""
+
+Rank = tuple[int, float, int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictionCandidate:
+    """A request that holds pages, or a cached prefix."""
+
+    candidate_id: int
+    priority: int
+    ema_acceptance_rate: float
+    last_used: int  # iteration
+
+
+def eviction_rank(candidate: EvictionCandidate) -> Rank:
+    """The lowest is evicted first."""
+    return (
+        candidate.priority,
+        candidate.ema_acceptance_rate,
+        candidate.last_used,
+        candidate.candidate_id,
+    )
+
+
+def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
+    """Sort by rank; a request whose pages are all borrowed is no candidate."""
+    return sorted(candidates, key=eviction_rank)
+
+
+# ---------------------------------------------------------------- radix tree
+
+# A radix tree of KV pages by the tokens that they hold.
 
 MIN_COPIED = 2
 """Fewest positions worth a copy, beyond an image prefix's."""

@@ -1,16 +1,61 @@
-"""Self-attention with a fused input projection.
+"""Attention layers: fused and grouped projections, tau gains.
 
-Shape legend: B rows, T tokens, D width, H heads, E head dim.
+Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E features, Z = 2 H gains.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from legato_engine.kernels import row_ops
-from legato_engine.layers.linear import Linear, Sum
-from legato_engine.layers.tau import Tau
+from legato_engine.kernels import activations, ops
+from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.layers.linear import Linear, PackedLinear, Sum
+
+
+class Tau(nn.Module):
+    """Multiplies each head's queries and values by `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p
+    + 1))`.
+
+    The first H rows of `wqwv` make the gains of queries, the others those of values. The table by
+    position is float32 whatever the model's dtype, and not in the checkpoint.
+    """
+
+    gain_PH: torch.Tensor
+
+    def __init__(self, dim: int, num_heads: int, max_positions: int, gelu: str) -> None:
+        """`gelu`: "tanh" for the approximation, else exact."""
+        super().__init__()
+        self._max_positions = max_positions
+        self._approximate = "tanh" if gelu == "tanh" else "none"
+        self.wqwv = nn.Parameter(torch.empty(2 * num_heads, 3 * dim))
+        self.alpha = nn.Parameter(torch.empty(num_heads))
+        empty = torch.empty(max_positions, num_heads, dtype=torch.float32, device="meta")
+        self.register_buffer("gain_PH", empty, persistent=False)
+
+    def fill(self) -> None:
+        positions_P = torch.arange(self._max_positions, dtype=torch.float32)
+        log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
+        self.gain_PH = activations.sigmoid(log_P1 * self.alpha.float()) + 0.5
+
+    def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Scale [T, 3, H, E], not yet rotated."""
+        features_TC = activations.gelu(qkv_T3HE.flatten(1), self._approximate)
+        gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
+        placed_TH = self.gain_PH[positions_T]
+        q_TH, v_TH = gain_TZ.chunk(2, dim=1)
+        gain_T3H = torch.stack([q_TH + placed_TH, torch.ones_like(q_TH), v_TH + placed_TH], dim=1)
+        return (qkv_T3HE * gain_T3H[..., None]).to(qkv_T3HE.dtype)
+
+
+# ---------------------------------------------------------------- attention
+
+# Self-attention with a fused input projection.
+#
+# Shape legend: B rows, T tokens, D width, H heads, E head dim.
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
@@ -49,7 +94,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """The sum x + y may reuse the storage of x."""
-        x, normed = row_ops.add_norm(x, y, ln)
+        x, normed = ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
     def split(self, x: torch.Tensor) -> Heads:
@@ -69,3 +114,66 @@ def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:
     """Views [..., H, E] of [..., 3 D]; attention kernels read them in place."""
     heads = qkv.view(*qkv.shape[:-1], 3, num_heads, -1)
     return heads.select(-3, 0), heads.select(-3, 1), heads.select(-3, 2)
+
+
+# ---------------------------------------------------------------- grouped attention
+
+# Self-attention on paged keys and values, where query heads may share a key head.
+#
+# Shape legend: T tokens, D width, G heads of queries, keys and values, H heads, E head dim.
+
+GroupedHeads = torch.Tensor
+Attend = Callable[[GroupedHeads, GroupedHeads, GroupedHeads, LayerCache], GroupedHeads]
+"""Takes queries, keys and values of the new tokens and one layer's cache, already written."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """Heads, biases and norms; `num_heads` is a multiple of `num_kv_heads`.
+
+    With a `norm_eps`, queries and keys are RMS-normed per head before rotation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    norm_eps: float | None = None
+
+
+class GroupedAttention(nn.Module):
+    """Projections, rotation and the write to the cache; `attend` computes attention."""
+
+    def __init__(self, dim: int, heads: HeadPlan) -> None:
+        super().__init__()
+        self._heads = heads
+        queries, keys = (n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads))
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = PackedLinear(dim, parts, bias=heads.qkv_bias)
+        self.o_proj = Linear(queries, dim, bias=heads.out_bias)
+        self.norms_heads = heads.norm_eps is not None
+        if heads.norm_eps is not None:
+            self.q_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)
+            self.k_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        where: AttentionMetadata | Span,
+        cache: LayerCache,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Write keys and values before attention."""
+        qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
+        if self._heads.norm_eps is not None:
+            self._norm(qkv_TGE)
+        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache)
+        out: torch.Tensor = self.o_proj(attend(q_THE, k_THE, v_THE, cache).flatten(-2))
+        return out
+
+    def _norm(self, qkv_TGE: torch.Tensor) -> None:
+        num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads
+        q_THE, k_THE = qkv_TGE[:, :num_heads], qkv_TGE[:, num_heads : num_heads + num_kv]
+        q_THE.copy_(self.q_norm(q_THE))
+        k_THE.copy_(self.k_norm(k_THE))

@@ -7,30 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from legato_engine.kernels.cpu.decoder import LANES, Decoder, Layer, Map, Norm, Sizes
+from legato_engine.kernels.cpu.decoder import LANES, CpuDecoder, CpuLayer, CpuMap, CpuNorm, CpuSizes
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.linear import Linear
 
 
-def cpu_map(layer: Linear) -> Map:
-    return Map(layer.panels, layer.bias)
+def cpu_map(layer: Linear) -> CpuMap:
+    return CpuMap(layer.panels, layer.bias)
 
 
-def cpu_norm(norm: nn.RMSNorm | nn.LayerNorm) -> Norm:
+def cpu_norm(norm: nn.RMSNorm | nn.LayerNorm) -> CpuNorm:
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
     assert norm.eps is not None, "a norm without its epsilon"
-    return Norm(norm.weight, bias, norm.eps)
+    return CpuNorm(norm.weight, bias, norm.eps)
 
 
 def ungated_decoder(
     library: Library,
-    layers: Sequence[Layer | None],
+    layers: Sequence[CpuLayer | None],
     heads: int,
     head_dim: int,
     angles: tuple[torch.Tensor, torch.Tensor],
-) -> Decoder | None:
+) -> CpuDecoder | None:
     """Make one of all layers, with as many key heads as heads; None if it cannot run some layer."""
     known = [layer for layer in layers if layer is not None]
     if len(known) < len(layers) or head_dim % LANES:
         return None
-    return Decoder(library, known, Sizes(heads, heads, head_dim, gated=False), angles)
+    return CpuDecoder(library, known, CpuSizes(heads, heads, head_dim, gated=False), angles)

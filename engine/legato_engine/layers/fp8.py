@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels import ops, reference_rows, row_ops
-from legato_engine.kernels.quantised import Quantised
+from legato_engine.kernels import ops, reference
+from legato_engine.kernels.parameters import Quantised
 from legato_engine.layers.attention import Attention, Heads, split_heads
 from legato_engine.layers.linear import Sum
 from legato_engine.layers.mlp import MLP
@@ -33,13 +33,13 @@ class Fp8Linear(nn.Module):
         super().__init__()
         if problem := _problem(linear):
             raise InvalidField(f"fp8: {problem}", field="vision_dtype")
-        rows = reference_rows.quantise(linear.weight)
+        rows = reference.quantise(linear.weight)
         self.weight = _constant(rows.values)
         self.scale = _constant(rows.scale.t().contiguous())
         self.bias = _constant(linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(row_ops.quantise(x))
+        return self.multiply(ops.quantise(x))
 
     def multiply(self, x: Quantised) -> torch.Tensor:
         """[..., O] in the bias's dtype."""
@@ -95,11 +95,11 @@ class Fp8Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        x, normed = row_ops.add_norm_quantised(x, y, ln)
+        x, normed = ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
-        return self.proj.multiply(row_ops.quantise(heads.flatten(-2)))
+        return self.proj.multiply(ops.quantise(heads.flatten(-2)))
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
         return x, self.join(heads)
@@ -114,19 +114,19 @@ class Fp8MLP(nn.Module):
         self.fc2 = Fp8Linear(mlp.fc2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(row_ops.quantise(x))
+        return self._multiply(ops.quantise(x))
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
-        x, normed = row_ops.add_norm_quantised(x, y, ln)
+        x, normed = ops.add_norm_quantised(x, y, ln)
         return x, self._multiply(normed)
 
     def _multiply(self, x: Quantised) -> torch.Tensor:
-        return self.fc2.multiply(row_ops.quantise_gelu(self.fc1.multiply(x)))
+        return self.fc2.multiply(ops.quantise_gelu(self.fc1.multiply(x)))
 
 
 def _problem(linear: nn.Linear) -> str | None:
     device, dtype = linear.weight.device, linear.weight.dtype
-    if not row_ops.can_multiply_e4m3(device):
+    if not ops.can_multiply_e4m3(device):
         return "this GPU has no e4m3 arithmetic"
     if device.type != "cpu" and dtype != torch.bfloat16:
         return f"results are bfloat16, but the tower is {dtype}"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import activations, ops, packed_weights
+from legato_engine.kernels.cpu.decoder import PanelWeight
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.cpu.weights import PanelWeight
 from legato_engine.kernels.packed_weights import PackedWeight
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added

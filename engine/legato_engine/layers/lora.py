@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
+from legato_engine.kernels.parameters import AdapterRows, ExpertAdapters, ExpertMap
 
 LEAST_RANK = 8
 """Launches are captured for ranks that double from this one."""

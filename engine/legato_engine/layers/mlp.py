@@ -1,12 +1,13 @@
-"""The two-layer MLP."""
+"""MLP layers: two-layer, gated, mixture of experts."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from legato_engine.kernels import activations, row_ops
-from legato_engine.layers.linear import Linear, Sum
+from legato_engine.kernels import activations, ops
+from legato_engine.kernels.parameters import ExpertAdapters, ExpertWeights
+from legato_engine.layers.linear import Linear, PackedLinear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
 
@@ -19,7 +20,7 @@ class MLP(nn.Module):
         self.fc2 = Linear(inner_dim, out_dim)
 
     def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
-        """With adapters, x is [T, dim]."""
+        """Apply the MLP; with adapters, x is [T, dim]."""
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
             return out
@@ -28,5 +29,78 @@ class MLP(nn.Module):
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """The sum x + y may reuse the storage of x."""
-        x, normed = row_ops.add_norm(x, y, ln)
+        x, normed = ops.add_norm(x, y, ln)
         return self.fc2.onto(x, self.fc1.gelu(normed))
+
+
+# ---------------------------------------------------------------- gated mlp
+
+# The gated MLP.
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, without biases."""
+
+    def __init__(self, dim: int, inner_dim: int) -> None:
+        super().__init__()
+        parts = {"gate_proj": inner_dim, "up_proj": inner_dim}
+        self.gate_up = PackedLinear(dim, parts, bias=False)
+        self.down_proj = Linear(inner_dim, dim, bias=False)
+
+    def onto(self, to: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the MLP of x to `to`, whose storage may be reused."""
+        total, rest = self.down_proj.onto(to, ops.gate(self.gate_up(x)))
+        return total if rest is None else total + rest
+
+
+# ---------------------------------------------------------------- moe
+
+# A mixture of experts in place of an MLP.
+#
+# Shape legend: T tokens, D width, X experts, I inputs and O outputs of an expert's layer.
+
+
+class ExpertLinear(nn.Module):
+    """One bias-free layer of every expert: `weight` [X, O, I]."""
+
+    scale: torch.Tensor | None
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.register_buffer("scale", None)
+
+    def use_fp8(self) -> None:
+        """Replace the weights by e4m3 with a float32 `scale` [X, O], to be loaded."""
+        empty = torch.empty_like(self.weight, dtype=torch.float8_e4m3fn)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.weight, self.scale)
+
+
+class MoE(nn.Module):
+    """Routes each token through `num_active` experts.
+
+    `fc1` makes both halves of the gated unit; only the router has biases.
+    """
+
+    def __init__(self, dim: int, inner_dim: int, num_experts: int, num_active: int) -> None:
+        super().__init__()
+        self._num_active = num_active
+        self.router = Linear(dim, num_experts)
+        self.fc1 = ExpertLinear(num_experts, dim, 2 * inner_dim)
+        self.fc2 = ExpertLinear(num_experts, inner_dim, dim)
+
+    def forward(
+        self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
+    ) -> torch.Tensor:
+        """A `capturable` call reads nothing on the host, except on a CPU."""
+        routes = ops.route(self.router(x_TD), self._num_active)
+        up, down = self.fc1.weights(), self.fc2.weights()
+        return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
+
+    def use_fp8(self) -> None:
+        self.fc1.use_fp8()
+        self.fc2.use_fp8()

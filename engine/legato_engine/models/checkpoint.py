@@ -1,21 +1,313 @@
-"""Loading of checkpoints and of random weights into networks.
-
-A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
-allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the host
-holds little more than the weights that stay there.
-"""
+"""Loading of checkpoints: files, strict matching of tensors, assignment."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import functools
+import itertools
+import json
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.checkpoint_files import Header, opened
-from legato_engine.models.checkpoint_plan import Move, Rename, dtype_name, plan
+from legato_engine.models.gguf import checkpoint as gguf
+from legato_engine.models.gguf.reader import is_gguf
+from legato_engine.models.untrusted import refusing
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLED = (".pt", ".pth")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Header(NamedTuple):
+    """A stored tensor without its data."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def headers(path: Path) -> tuple[Header, ...]:
+    """List the tensors of a .safetensors, .pt or .gguf file, or of a folder with one or shards.
+
+    Of a .pt file only a dict of tensors is unpickled. Tensors of a .gguf file have the names and
+    the order that they have in a Hugging Face checkpoint, and are dequantised.
+
+    Raises:
+        InvalidField: a file is missing, truncated or of another kind.
+    """
+    found: list[Header] = []
+    for file in _files(path):
+        with refusing(file.name, "weights"):
+            found += _headers(file)
+    return tuple(found)
+
+
+def require_layers(num_layers: int, path: Path) -> None:
+    """Compare the layers of a configuration with the tensors of its weights.
+
+    Each has several. Objects for layers take time and memory before any tensor is read.
+
+    Raises:
+        InvalidField: there are more layers than tensors, or as `headers`.
+    """
+    stored = len(headers(path))
+    if num_layers > stored:
+        problem = f"{path.name} has {stored} tensors, too few for {num_layers} layers"
+        raise InvalidField(problem, field="weights")
+
+
+Fill = Callable[[str, torch.Tensor], None]
+"""Writes the tensor of that name into one of its shape, and casts it where that one is."""
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[Fill]:
+    """Read tensors by name, without a copy besides that in their destination where that can be."""
+    if file.suffix in _PICKLED:
+        yield functools.partial(_copy, _unpickled(file).__getitem__)
+    elif is_gguf(file):
+        yield functools.partial(gguf.fill, file)
+    else:
+        with _open(file) as handle:
+            yield functools.partial(_copy, handle.get_tensor)
+
+
+def _copy(mapped: Callable[[str], torch.Tensor], name: str, target: torch.Tensor) -> None:
+    with refusing(name, "weights"):
+        tensor = mapped(name)
+    target.copy_(tensor.to(target.device))
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    if path.is_file():
+        return (path,)
+    if (path / _SINGLE_FILE).is_file():
+        return (path / _SINGLE_FILE,)
+    if (path / _INDEX_FILE).is_file():
+        return _shards(path / _INDEX_FILE)
+    raise InvalidField(f"no safetensors weights at {path}", field="weights")
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = tuple(index.parent / Path(name).name for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise InvalidField(f"{index.name} is no index of shards", field="weights") from None
+    if missing := [file.name for file in files if not file.is_file()]:
+        problem = f"{index.name} names {len(missing)} of {len(files)} files that are not there"
+        raise InvalidField(f"{problem}: {', '.join(missing[:3])}", field="weights")
+    return files
+
+
+def _headers(file: Path) -> Iterator[Header]:
+    if file.suffix in _PICKLED:
+        for name, tensor in _unpickled(file).items():
+            yield Header(name, file, tuple(tensor.shape), tensor.dtype)
+        return
+    if is_gguf(file):
+        for name, shape in gguf.shapes(file).items():
+            yield Header(name, file, shape, torch.float32)
+        return
+    with _open(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+            part = handle.get_slice(name)
+            if (stored := part.get_dtype()) not in _DTYPES:
+                raise InvalidField(f"{file.name}: {name} is stored as {stored}", field="weights")
+            yield Header(name, file, tuple(part.get_shape()), _DTYPES[stored])
+
+
+def _open(file: Path) -> safe_open:
+    with refusing(file.name, "weights"):
+        return safe_open(file, framework="pt")
+
+
+def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+    with refusing(file.name, "weights"):
+        content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise InvalidField(f"{file.name} is no dict of tensors by name", field="weights")
+    return content
+
+
+# ---------------------------------------------------------------- checkpoint plan
+
+# The strict match of stored tensors with parameters, from headers alone.
+
+_MAX_NAMED = 20  # problems that an error spells out; more are counted
+_CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class Destination(NamedTuple):
+    """The parameter that a stored tensor fills, whole or from `first_row`.
+
+    `transposed`: the file swaps rows and columns. `flat`: the file may have any shape.
+    """
+
+    name: str
+    first_row: int | None = None
+    transposed: bool = False
+    flat: bool = False
+
+
+Rename = Callable[[str], str | Destination | None]
+"""Maps a stored name to its destination; None: known and unused."""
+
+
+class Move(NamedTuple):
+    """A stored tensor and its destination."""
+
+    header: Header
+    destination: Destination
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.destination.flat:
+            return (math.prod(self.header.shape),)
+        return self.header.shape[::-1] if self.destination.transposed else self.header.shape
+
+    @property
+    def source(self) -> str:
+        return f"{self.header.name} in {self.header.file.name}"
+
+    @property
+    def label(self) -> str:
+        """The stored name, and the parameter's if that differs by more than a prefix."""
+        stored, name = self.header.name, self.destination.name
+        return name if stored.endswith(name) else f"{stored} ({name})"
+
+    def rows(self, full: Sequence[int]) -> range:
+        if self.destination.first_row is None:
+            return range(*full[:1] or (1,))
+        return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])
+
+
+def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
+    """Assign stored tensors their destinations, in the order of the headers.
+
+    Raises:
+        InvalidField: tensors are missing, unknown, given twice, or of a wrong shape or dtype.
+    """
+    expected: dict[str, torch.Tensor] = network.state_dict()
+    moves = tuple(_moves(headers, rename))
+    problems = _problems(moves, expected)
+    if problems:
+        raise InvalidField(_summary(problems), field="weights", problems=len(problems))
+    return moves
+
+
+def _moves(headers: Iterable[Header], rename: Rename) -> Iterator[Move]:
+    for header in headers:
+        destination = rename(header.name)
+        if destination is not None:
+            yield Move(
+                header, Destination(destination) if isinstance(destination, str) else destination
+            )
+
+
+def _problems(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    by_destination: dict[str, list[Move]] = {name: [] for name in expected}
+    unknown: list[Move] = []
+    for move in moves:
+        by_destination.get(move.destination.name, unknown).append(move)
+    found: list[str] = []
+    for name, given in sorted(by_destination.items()):
+        found += _of_parameter(name, given, expected[name])
+    return found + list(_of_unknown(sorted(unknown), expected))
+
+
+def _of_parameter(name: str, given: list[Move], wanted: torch.Tensor) -> list[str]:
+    full = tuple(wanted.shape)
+    if not given:
+        return [f"{name}: missing, expected {list(full)}"]
+    if problems := [problem for move in given if (problem := _misfit(move, wanted))]:
+        return problems
+    given = sorted(given, key=lambda move: (move.rows(full).start, move.source))
+    if twice := [
+        f"{name}: given twice, as {before.source} and {after.source}"
+        for before, after in itertools.pairwise(given)
+        if after.rows(full).start < before.rows(full).stop
+    ]:
+        return twice
+    lacking = (*full, 1)[0] - sum(len(move.rows(full)) for move in given)
+    return [f"{name}: {lacking} of its {full[0]} rows are missing"] if lacking else []
+
+
+def _misfit(move: Move, wanted: torch.Tensor) -> str | None:
+    full = tuple(wanted.shape)
+    if move.destination.first_row is None:
+        fits, shape = move.shape == full, list(full[::-1] if move.destination.transposed else full)
+        expected = str(shape)
+    else:
+        fits = move.shape[1:] == full[1:] and move.rows(full).stop <= full[0]
+        expected = f"rows from {move.destination.first_row} on of {list(full)}"
+    if not fits:
+        return f"{move.label}: shape {list(move.header.shape)}, expected {expected}"
+    if move.header.dtype != wanted.dtype and not {move.header.dtype, wanted.dtype} <= _CAST:
+        stored, runs = dtype_name(move.header.dtype), dtype_name(wanted.dtype)
+        return f"{move.label}: stored as {stored}, which is not cast to {runs}"
+    return None
+
+
+def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for index, move in enumerate(moves):
+        if index < _MAX_NAMED:  # the search compares with every name
+            nearest = difflib.get_close_matches(move.destination.name, expected, n=1, cutoff=0.0)[0]
+            yield f"{move.label}: unknown, the nearest expected name is {nearest}"
+        else:
+            yield f"{move.label}: unknown"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _summary(problems: Sequence[str]) -> str:
+    lines = [f"the checkpoint does not fit the model in {len(problems)} tensors:"]
+    lines += [f"  {problem}" for problem in problems[:_MAX_NAMED]]
+    if len(problems) > _MAX_NAMED:
+        lines.append(f"  and {len(problems) - _MAX_NAMED} more")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- checkpoint
+
+# Loading of checkpoints and of random weights into networks.
+#
+# A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
+# allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the
+# host
+# holds little more than the weights that stay there.
 
 _MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger
 _GIB = 2**30
@@ -140,7 +432,7 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 
 def _target(network: nn.Module, move: Move, device: torch.device) -> torch.Tensor:
-    """What a stored tensor fills, in the shape and order that it is stored in."""
+    """Return the view of the parameter that a stored tensor fills, in stored shape and order."""
     destination = move.destination
     path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)

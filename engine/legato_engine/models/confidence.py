@@ -14,9 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from legato_engine.core.results import SKILL_OF_RESULT, ConfidenceInfo
-from legato_engine.core.tokens import Certainty
 from legato_engine.errors import InvalidField
+from legato_engine.types import SKILL_OF_RESULT, Certainty, ConfidenceInfo
 
 FILE_NAME = "confidence.json"
 SKILLS_WITH_CONFIDENCE = tuple(
@@ -45,7 +44,7 @@ class CalibrationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_calibrations(folder: Path) -> CalibrationFile | None:
-    """None without a file.
+    """Read the calibrations, or return None without a file.
 
     Raises:
         InvalidField: the file is malformed.
@@ -69,7 +68,7 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
 def confidence_info(
     skills: Sequence[str], calibrations: CalibrationFile | None
 ) -> ConfidenceInfo | None:
-    """Of a model with these skills."""
+    """Build the confidence information of a model with these skills."""
     scored = tuple(skill for skill in SKILLS_WITH_CONFIDENCE if skill in skills)
     if not scored:
         return None
@@ -85,7 +84,7 @@ def confidence_info(
 
 
 def score(certainties: Iterable[Certainty | None]) -> float | None:
-    """None if a token's is not known."""
+    """Score an object, or return None if a token's certainty is unknown."""
     product = 1.0
     for certainty in certainties:
         if certainty is None:

@@ -1,6 +1,6 @@
 """Models by name.
 
-A family is a module with `find(source: ModelSource) -> ModelBundle`, imported on first use.
+A family is a function `(source: ModelSource) -> ModelBundle`, imported on first use.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from pathlib import Path
 
 from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
-from legato_engine.hub import catalog, store
+from legato_engine.hub import store
 from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.gguf.reader import is_gguf
 from legato_engine.models.untrusted import refusing
 
 DEFAULT = "legato-tiny"
 
-_MOONDREAM = "legato_engine.models.moondream.family"
+_MOONDREAM = "legato_engine.models.moondream.family:find"
 _FAMILIES = {
     "legato-tiny": _MOONDREAM,
     "moondream2": _MOONDREAM,
     "moondream3": _MOONDREAM,
     "moondream3.1": _MOONDREAM,
-    "gguf": "legato_engine.models.gguf.family",
-    "llama": "legato_engine.models.llama.family",
-    "phi": "legato_engine.models.phi.family",
-    "qwen": "legato_engine.models.qwen.family",
-    "smollm2-135m": "legato_engine.models.llama.family",
-    "qwen3-0.6b": "legato_engine.models.qwen.family",
+    "gguf": "legato_engine.models.gguf.config:find",
+    "llama": "legato_engine.models.decoder.families:find_llama",
+    "phi": "legato_engine.models.decoder.families:find_phi",
+    "qwen": "legato_engine.models.decoder.families:find_qwen",
+    "smollm2-135m": "legato_engine.models.decoder.families:find_llama",
+    "qwen3-0.6b": "legato_engine.models.decoder.families:find_qwen",
     "random-tiny": _MOONDREAM,
     "random-tiny3": _MOONDREAM,
 }
 
 
 def may_have_chat_template(name: str, weights: str) -> bool:
-    """Whether it names a model that takes text only; then its files may bring a template."""
+    """Return whether the name is a text model, whose files may bring a chat template."""
     return is_gguf(weights) or _FAMILIES.get(name, _MOONDREAM) != _MOONDREAM
 
 
@@ -44,7 +44,7 @@ def tokenizer_path(name: str, weights: str, tokenizer: str, models: str = "") ->
     """The tokenizer.json that `resolve` will read, unless it is the shipped one or in a GGUF."""
     if tokenizer:
         return Path(tokenizer)
-    if name in catalog.MODELS and not weights:
+    if name in store.MODELS and not weights:
         return store.folder_of(models, name) / "tokenizer.json"
     return Path(weights) / "tokenizer.json" if Path(weights).is_dir() and weights else None
 
@@ -74,9 +74,10 @@ def resolve(
             f"no model is called {name!r}; there are {', '.join(MODELS)}",
             resource=name,
         )
-    if name in catalog.MODELS and not (weights or tokenizer or random_weights):
+    if name in store.MODELS and not (weights or tokenizer or random_weights):
         folder = store.find(models, name)
         weights, tokenizer = str(folder), str(folder / "tokenizer.json")
-    find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
+    module, _, function = _FAMILIES[name].partition(":")
+    find: Callable[[ModelSource], ModelBundle] = getattr(importlib.import_module(module), function)
     with refusing(weights or name, "weights"):
         return find(ModelSource(name, weights, tokenizer, random_weights, max_context))

@@ -7,37 +7,35 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from legato_engine.core.events import (
-    Event,
-    ObjectEvent,
-    OutlineEvent,
-    PointEvent,
-    ReasoningDelta,
-    TextDelta,
-)
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import (
-    CaptionResult,
-    DetectResult,
-    FinishReason,
-    Outline,
-    PointResult,
-    QueryResult,
-    SegmentResult,
-    TaskResult,
-)
-from legato_engine.core.task_specs import (
-    CaptionTask,
-    DetectTask,
-    ObjectOrder,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    TaskSpec,
-)
-from legato_engine.core.tokens import TokenInfo
 from legato_engine.tasks import with_token
+from legato_engine.types import (
+    Box,
+    CaptionResult,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    Event,
+    FinishReason,
+    ObjectEvent,
+    ObjectOrder,
+    Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    PointResult,
+    PointTask,
+    QueryResult,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    SamplingParams,
+    SegmentResult,
+    SegmentTask,
+    TaskResult,
+    TaskSpec,
+    TextDelta,
+    TokenInfo,
+)
 
 FoundT = TypeVar("FoundT", ObjectEvent, PointEvent)
 

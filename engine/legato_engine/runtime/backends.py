@@ -1,4 +1,4 @@
-"""Which backend a model has: its kernels' or torch's, with a resident kernel or without."""
+"""Selection of a backend: CUDA kernels or torch, with or without the megakernel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import NamedTuple
 import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
-from legato_engine.kernels.resident_launch import ResidentOffer, ResidentSteps
+from legato_engine.kernels.decode_loop import ResidentOffer, ResidentSteps
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import KVCache
-from legato_engine.models.step_kernels import StepKernels
+from legato_engine.models.base import Model, StepKernels
+from legato_engine.models.paged_attention import KVCache
+from legato_engine.runtime.autotune import ALL, Choice, Kept, measure
 from legato_engine.runtime.backend import Backend
-from legato_engine.runtime.decode_loop import DecodeLoops
-from legato_engine.runtime.draft_state import DraftState
-from legato_engine.runtime.loop_times import LoopTimes, own_hash
-from legato_engine.runtime.path_table import ALL, Choice, Kept, measure
-from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.calibration import LoopTimes, own_hash
+from legato_engine.runtime.decode_slot import DraftState, Resources
+from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.speculative.lookup import LookupProposer
 
@@ -50,7 +48,7 @@ class Paths(NamedTuple):
 def paths_for(
     backend: Backend, max_rows: int, drafts: DraftState | None, *, by_times: bool
 ) -> Paths:
-    """With or without a resident kernel, by the `times` of an earlier start or always; the log says
+    """Choose decode paths with or without the megakernel, by stored `times`; the log says
     where loops stand in for it, and why.
     """
     offer = _offer(backend, max_rows, drafts)

@@ -1,4 +1,4 @@
-"""The images that a launch computes.
+"""Image encoding of launches.
 
 Shape legend: C images, P positions of one image prefix, D text width, M pages of one prefix.
 """
@@ -11,11 +11,11 @@ from itertools import product
 import structlog
 import torch
 
-from legato_engine.models.capabilities import ImageEncoder
-from legato_engine.models.paged_cache import KVCache, PrefillSpan
-from legato_engine.runtime.graph_runner import Work
-from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import ScheduledSequence
+from legato_engine.models.base import ImageEncoder
+from legato_engine.models.paged_attention import KVCache, PrefillSpan
+from legato_engine.runtime.decode_slot import Resources
+from legato_engine.runtime.graphs import Work
+from legato_engine.scheduler.batch import ScheduledSequence
 
 _log = structlog.get_logger()
 
@@ -84,7 +84,7 @@ class EncoderRunner:
         return slot * self.max_images + index
 
     def _keeps_bits(self, slot: int, index: int, count: int) -> bool:
-        """Whether stacked images of noise have the keys and values that each has alone.
+        """Return whether stacking noise images gives each the keys and values it has alone.
 
         False if there are too few pages to compare. One measurement for each stack suffices,
         because a kernel's order of summation depends on shapes alone.

@@ -1,49 +1,263 @@
-"""The backend of a model's CUDA kernels: captured graphs, prefills included.
-
-Only long prompts of models with experts, and writes of adapters, are not captured.
-
-A short prompt runs as rows of a decode step that share one page table, so it costs what a step
-costs and has the same bits; so does an answer of any length after a preemption. Prompts share such
-steps, and decodes join the last one, so that none pays alone for reading the weights.
-
-A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
-prefixes are one graph for each rank.
-"""
+"""Backend of CUDA kernels: decode steps, prefill passes and long prompts."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+import torch
+
 from legato_engine.device.base import Event
-from legato_engine.kernels.resident_launch import ResidentOffer
+from legato_engine.kernels import ops
+from legato_engine.kernels.accelerated import SampledTokens, Sampler
+from legato_engine.kernels.decode_loop import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
-from legato_engine.models.step_kernels import StepKernels
+from legato_engine.models.base import ChunkedPrefill, StepInputs, StepKernels
+from legato_engine.models.paged_attention import Chunk
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
+from legato_engine.runtime.buffers import StagingBuffer
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, Layout, Resources
+from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
-from legato_engine.runtime.graph_runner import Work
-from legato_engine.runtime.long_prompts import CHUNK, LongPrompts
-from legato_engine.runtime.passes import (
+from legato_engine.runtime.graphs import Work
+from legato_engine.runtime.sampler import LogprobStep
+from legato_engine.runtime.staging import (
+    Changes,
     Pass,
     ScheduledPrompt,
     bucket_for,
     cut_passes,
+    preparation,
     stage_pass,
+    stage_tokens,
 )
-from legato_engine.runtime.prefill_step import (
+from legato_engine.runtime.torch_backend import (
     PrefillStep,
     scheduled_tokens,
     stage_prompts,
     stage_samples,
 )
-from legato_engine.runtime.preparation import Changes
-from legato_engine.runtime.resources import Resources
-from legato_engine.runtime.step_works import FEW_GROUPS, StepWorks, laid_out_groups
-from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
+from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
-from legato_engine.speculative.block_policy import BlockPolicy
+from legato_engine.speculative.policy import BlockPolicy
+
+FEW_GROUPS = (1, 2)
+"""Token groups that steps are laid out for, besides one per token."""
+
+
+def laid_out_groups(bucket: int, num_groups: int) -> int:
+    """The fewest groups, at least so many, that steps of `bucket` tokens are laid out for."""
+    fits = (few for few in FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
+    return next(fits, bucket)
+
+
+class StepWorks:
+    """Each method makes work over the buffers of a slot, at fixed addresses."""
+
+    def __init__(self, kernels: StepKernels, resources: Resources) -> None:
+        self._kernels, self._resources = kernels, resources
+        self._slots, self._state = resources.slots, resources.state
+        self._sampler = Sampler(resources.model.vocab_size)
+        self._drafting = None
+        if self._state.drafts is not None:
+            self._drafting = DraftingDecode(resources, _layouts(resources.buckets))
+
+    def prepare(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
+        buffers, kv = self._slots[slot], self._resources.kv
+
+        def admit() -> None:
+            self._state.admit(buffers)
+            ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
+
+        changes = Changes(grows, places)
+        return preparation(self._resources, slot, changes, admit if admits else None)
+
+    def drafting(self, slot: int, adapted: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        # The forward begins after a conditional node: its kernels read positions before the
+        # previous kernel of their graph has ended.
+        return self._drafting.work(slot, self.forward, adapted)
+
+    def forward(
+        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool = True
+    ) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
+        inputs = StepInputs(
+            source_B=staged["source"],
+            row_B=staged["row"],
+            position_B=staged["position"],
+            fresh_B=staged["fresh"],
+            prompt_token_B=staged["token"],
+            prompt_payload_B2=staged["payload"],
+            token_R=state.token_R,
+            payload_R2=state.payload_R2,
+            page_table_RM=state.page_table_RM,
+            adapter_slot_R=state.adapter_slot_R if adapted else None,
+            num_groups=num_groups,
+        )
+        hidden_BD = buffers.hidden_RD[:bucket]
+        logits_BV = buffers.logits_RV[:bucket] if sampled else None
+        return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
+
+    def drafting_sample(self, slot: int, payload: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.sampling(slot, self.sample, payload, False)
+
+    def sample(self, slot: int, bucket: int, payload: bool, settles: bool = True) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = buffers.staged.device
+        sampled = SampledTokens(
+            row_B=staged["sample_row"][:bucket],
+            token_B=buffers.tokens_R[:bucket],
+            hidden_BD=buffers.hidden_RD[:bucket],
+            logits_BV=buffers.logits_RV[:bucket],
+            constraints_CV=self._resources.constraints_CV,
+            constraint_S=buffers.constraint.device["constraint"],
+            entry_B=None if buffers.entry_R is None else buffers.entry_R[:bucket],
+            payload_B2=buffers.payload_R2[:bucket],
+            certainty_B2=buffers.certainty_R2[:bucket],
+        )
+
+        def work() -> None:
+            self._sampler.sample(
+                state,
+                sampled.logits_BV,
+                sampled.constraints_CV,
+                sampled.constraint_S,
+                sampled.row_B,
+                staged["sample_position"][:bucket],
+                sampled.token_B,
+                entry_B=sampled.entry_B,
+                overlap=False,
+            )
+            if payload:
+                self._kernels.values(state, sampled)
+            if state.drafts is not None and settles:
+                state.drafts.settle(buffers, bucket, state.token_R)
+
+        return work
+
+    def logprobs(self, slot: int, payload: bool, alternatives: bool) -> Work:
+        step = LogprobStep(self._resources, self._slots[slot], self._resources.buckets[-1])
+        return lambda: step(payload, alternatives)
+
+
+def _layouts(buckets: Sequence[int]) -> list[Layout]:
+    """Return the layouts that `laid_out_groups` chooses."""
+    return [
+        Layout(bucket, groups)
+        for bucket in buckets
+        for groups in sorted({laid_out_groups(bucket, few) for few in (*FEW_GROUPS, bucket)})
+    ]
+
+
+# ---------------------------------------------------------------- long prompts
+
+# Prompts of more tokens than steps are worth, in passes of one shape over the matrix library.
+#
+# Each pass is captured once, reads its place from a cursor on the device and moves that on, so a
+# prompt is a copy and as many launches as it has passes, without allocations.
+#
+# Shape legend: T tokens of a pass, M pages of a row.
+
+CHUNK = 512
+"""Tokens of a pass, the last of which is padded."""
+
+_START, _LEFT, _FIRST = 0, 1, 2
+
+
+class LongPrompts:
+    """Runs the prompt of a launch that has no other; its last position's outputs are row 0's."""
+
+    def __init__(self, resources: Resources, model: ChunkedPrefill) -> None:
+        device = resources.device
+        most = resources.model.max_context
+        self._lengths = [*range(CHUNK, most, CHUNK), most]
+        self._ranks = (0,) if resources.bank is None else (0, resources.bank.ranks[-1])
+        self._resources = resources
+        self._model = model
+        self._offset_T = torch.arange(CHUNK, device=device.torch_device)
+        self._staged = [
+            StagingBuffer(
+                device,
+                {
+                    "cursor": ((3,), torch.int64),  # position, tokens left, token of the prompt
+                    "row": ((1,), torch.int64),
+                    "token": ((most,), torch.int64),
+                    "payload": ((most, 2), torch.float32),
+                },
+            )
+            for _ in resources.slots
+        ]
+
+    def warm_up(self) -> None:
+        for slot, staged in enumerate(self._staged):
+            staged.host["row"][0] = self._resources.state.scratch_row
+            staged.upload(self._resources.compute)
+            for rank, length in product(self._ranks, self._lengths):
+                self._resources.graphs.run(self._work, slot, rank, length)
+
+    def run(self, slot: int, prompt: ScheduledPrompt, *, adapted: bool) -> None:
+        """Enqueue it; its row is admitted."""
+        staged, count = self._staged[slot], len(prompt.tokens)
+        staged.host["cursor"][:] = prompt.start, count, 0
+        staged.host["row"][0] = prompt.row
+        stage_tokens(staged.host, 0, prompt.tokens)
+        staged.upload(self._resources.compute)
+        rank = self._ranks[-1] if adapted else 0
+        for first in range(0, count, CHUNK):
+            end = prompt.start + min(first + CHUNK, count)
+            length = self._lengths[bisect.bisect_left(self._lengths, end)]
+            self._resources.graphs.run(self._work, slot, rank, length)
+
+    def _work(self, slot: int, rank: int, length: int) -> Work:
+        """A pass over tokens whose sequence has up to `length` positions so far."""
+        resources, buffers = self._resources, self._resources.slots[slot]
+        model, kv, state = resources.model, resources.kv, resources.state
+        staged = self._staged[slot].device
+        cursor_3, row_1 = staged["cursor"], staged["row"]
+        step_3 = torch.tensor([CHUNK, -CHUNK, CHUNK], device=cursor_3.device)
+        num_pages = -(-length // kv.page_size)
+
+        def work() -> None:
+            real_T = self._offset_T < cursor_3[_LEFT]
+            positions_T = (cursor_3[_START] + self._offset_T).masked_fill(~real_T, 0)
+            at_T = (cursor_3[_FIRST] + self._offset_T).masked_fill(~real_T, 0)
+            pages_M = state.page_table_RM[row_1][0, :num_pages]
+            chunk = Chunk(
+                cursor_3[: _LEFT + 1],
+                positions_T,
+                pages_M[positions_T // kv.page_size].masked_fill(~real_T, 0),
+                pages_M,
+                resources.adapters(state.adapter_slot_R[row_1], rank),
+            )
+            x_TD = model.embed(staged["token"][at_T], staged["payload"][at_T])
+            hidden_TD = self._model.prefill_chunk(x_TD, chunk, kv)
+            last_1 = (cursor_3[_LEFT : _LEFT + 1] - 1).clamp(0, CHUNK - 1)
+            hidden_1D = hidden_TD.index_select(0, last_1)
+            buffers.hidden_RD[:1].copy_(hidden_1D)
+            buffers.logits_RV[:1].copy_(model.logits(hidden_1D))
+            cursor_3.add_(step_3)
+
+        return work
+
+
+# ---------------------------------------------------------------- kernel backend
+
+# The backend of a model's CUDA kernels: captured graphs, prefills included.
+#
+# Only long prompts of models with experts, and writes of adapters, are not captured.
+#
+# A short prompt runs as rows of a decode step that share one page table, so it costs what a step
+# costs and has the same bits; so does an answer of any length after a preemption. Prompts share
+# such
+# steps, and decodes join the last one, so that none pays alone for reading the weights.
+#
+# A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
+# prefixes are one graph for each rank.
 
 _MIN_QUEUE_LENGTH = 16
 """Waiting sequences for a launch to compute several images: three in one launch take 5 % less time,
@@ -185,7 +399,7 @@ class KernelBackend:
         self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
     def _scheduled(self, row: ScheduledSequence) -> ScheduledPrompt:
-        """What a prompt's steps compute: BOS too, where it alone is missing of the prefix."""
+        """Return the tokens a prompt's steps compute, plus BOS if only that is missing."""
         tokens, start = scheduled_tokens(row), row.position
         if row.work.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._resources.model.bos_token, NO_PAYLOAD), *tokens], 0
@@ -218,7 +432,7 @@ class KernelBackend:
             stage_pass(buffers, copy, passes.each[index], passes.buckets[index], scratch)
 
     def _run_passes(self, slot: int, passes: _Passes, changes: Changes) -> None:
-        """Those after the first one are not staged yet."""
+        """Run the passes; passes after the first are staged here."""
         buffers, compute = self._slots[slot], self._resources.compute
         adapted = any(row.sequence.adapter.key for row in passes.sampled)
         uploads: list[Event] = []
@@ -251,7 +465,7 @@ class _Passes(NamedTuple):
     sampled: Sequence[ScheduledSequence]
 
     def is_last(self, index: int) -> bool:
-        """Whether the launch is sampled after it."""
+        """Return whether the launch is sampled after this pass."""
         return index >= len(self.each) - 1
 
 

@@ -10,8 +10,8 @@ import torch
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.base import Model
+from legato_engine.models.paged_attention import KVCache
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _SHARED_PREFIXES = 8  # full contexts for cached prefixes
@@ -82,7 +82,7 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU of memory that the system hands out page by page, in small ones: a sequence's pages
+    """Allocate zeros; on a CPU from small pages handed out on demand, since a sequence's pages
     are apart in every layer, and a huge page would be taken for each.
     """
     if device.type != "cpu":

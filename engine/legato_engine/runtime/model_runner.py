@@ -1,46 +1,162 @@
-"""Runs launches: stage, forward, sample, copy back.
-
-The decode path allocates no memory, and only `collect` waits.
-"""
+"""Model runner: stage, forward, sample, copy back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
-from legato_engine.kernels.resident_launch import ResidentOffer
+from legato_engine.kernels.decode_loop import ResidentOffer
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.capabilities import MaskRefiner
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import KVCache
-from legato_engine.runtime.allocation import allocate, draft_state
-from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
-from legato_engine.runtime.decode_loop import DecodeLoops
-from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.graph_runner import GraphRunner
-from legato_engine.runtime.loop_times import LoopTimes
-from legato_engine.runtime.preparation import upload_step
-from legato_engine.runtime.refine_step import RefineStep
-from legato_engine.runtime.resources import Resources
-from legato_engine.runtime.slot_outputs import (
+from legato_engine.models.base import MaskRefiner, Model
+from legato_engine.models.paged_attention import KVCache
+from legato_engine.runtime.backend import (
+    Needs,
     Outputs,
     drafted_tokens,
     have_common_pages,
     needs_of,
     sampled_tokens,
 )
-from legato_engine.runtime.step_costs import StepCosts
-from legato_engine.runtime.step_staging import StepStaging
-from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
-from legato_engine.scheduler.runner import LaunchTimes, NoTokens, Pause, RowTokens
-from legato_engine.speculative.block_policy import BlockPolicy
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
+from legato_engine.runtime.calibration import LoopTimes, StepCosts
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Resources, RowState
+from legato_engine.runtime.graphs import GraphRunner, Work
+from legato_engine.runtime.loops import DecodeLoops
+from legato_engine.runtime.sampler import constraint_table, successor_table
+from legato_engine.runtime.staging import StepStaging, upload_step
+from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, ScheduledSequence
+from legato_engine.scheduler.interfaces import LaunchTimes, NoTokens, Pause, RowTokens
+from legato_engine.scheduler.loops import pages_begun
+from legato_engine.scheduler.scheduler import NUM_SLOTS
+from legato_engine.speculative.policy import BlockPolicy, TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
+
+
+def allocate(
+    model: Model,
+    device: Device,
+    kv: KVCache,
+    drafts: DraftState | None,
+    *,
+    max_running: int,
+    buckets: Sequence[int],
+    adapters: AdapterBank | None,
+    max_prompts: int,
+    max_images: int,
+    loops: bool,
+    graphs: GraphRunner,
+) -> Resources:
+    """Return slots for launches of up to `buckets[-1]` tokens, and the state of `max_running` rows.
+
+    Slots have room for `max_prompts` prompts and `max_images` images, and with `loops` for the
+    pages that begin in a loop.
+    """
+    max_pages = -(-model.max_context // kv.page_size)
+    max_block = 0 if drafts is None else drafts.max_block
+    slots = tuple(
+        DecodeSlot(
+            device,
+            max_rows=buckets[-1],
+            max_pages=max_pages,
+            max_prompt=model.max_context,
+            max_prompts=max_prompts,
+            max_images=max_images,
+            width=model.width,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            max_drafting=0 if drafts is None else max_running,
+            max_grown=pages_begun(max_running, kv.page_size, max_block) if loops else 0,
+        )
+        for _ in range(NUM_SLOTS)
+    )
+    constraints_CV = constraint_table(model.constraints, model.vocab_size)
+    return Resources(
+        model=model,
+        device=device,
+        kv=kv,
+        state=RowState(max_running, max_pages, device.torch_device, drafts),
+        slots=slots,
+        bank=adapters,
+        buckets=tuple(buckets),
+        constraints_CV=constraints_CV.to(device.torch_device),
+        successor_C2=successor_table(model.constraints).to(device.torch_device),
+        graphs=graphs,
+    )
+
+
+def draft_state(
+    model: Model,
+    device: Device,
+    proposer: Proposer | None,
+    policy: BlockPolicy | None,
+    max_running: int,
+) -> DraftState | None:
+    """Return the draft state, or None without a `proposer`."""
+    if proposer is None:
+        return None
+    assert policy is not None, "a proposer without a block policy"
+    return DraftState(
+        proposer,
+        policy,
+        num_rows=max_running,
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        width=model.width,
+        dtype=model.dtype,
+        device=device.torch_device,
+    )
+
+
+# ---------------------------------------------------------------- refine step
+
+# Refinements on the device.
+
+
+class RefineStep:
+    """A refiner's launches. A launch owns its slot's pinned buffers until it is collected."""
+
+    def __init__(
+        self, refiner: MaskRefiner, device: Device, num_slots: int, graphs: GraphRunner
+    ) -> None:
+        self._refiner = refiner
+        self._compute = device.compute
+        self._graphs = graphs
+        self._given = [
+            [device.pinned(tuple(each.shape), each.dtype) for each in refiner.given]
+            for _ in range(num_slots)
+        ]
+        answer = refiner.answer
+        self._answers = [device.pinned(tuple(answer.shape), answer.dtype) for _ in range(num_slots)]
+
+    def warm_up(self) -> None:
+        self._graphs.run(self._refine_work)
+
+    def forward(self, slot: int, given: Any) -> None:
+        compute, hosts = self._compute, self._given[slot]
+        for host, tensor in zip(hosts, self._refiner.tensors(given), strict=True):
+            host.copy_(tensor)
+        for device, host in zip(self._refiner.given, hosts, strict=True):
+            compute.copy(device, host)
+        self._graphs.run(self._refine_work)
+        compute.copy(self._answers[slot], self._refiner.answer)
+
+    def answer(self, slot: int) -> Any:
+        return torch.clone(self._answers[slot]).numpy()
+
+    def _refine_work(self) -> Work:
+        return self._refiner.refine
+
+
+# ---------------------------------------------------------------- model runner
+
+# Runs launches: stage, forward, sample, copy back.
+#
+# The decode path allocates no memory, and only `collect` waits.
 
 SHARED_PROMPTS = 4
 """A question has some 20 tokens, and a launch takes 128."""
@@ -159,7 +275,7 @@ class ModelRunner:
             self._unmeasured = None
 
     def costs(self) -> StepCosts:
-        """Nothing may be in flight."""
+        """Apply the change; nothing may be in flight."""
         return StepCosts(self._resources, self._backend)
 
     def set_costs(self, policy: TokenBudgetPolicy) -> None:

@@ -1,4 +1,4 @@
-"""Speculation around a forward by the policies themselves, row by row.
+"""Reference implementation of speculation, row by row, by the policies themselves.
 
 It runs on the CPU, and is what the kernels of a GPU are compared with. Shape legend as in
 `draft_state`.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato_engine.runtime.request_descriptors import (
+from legato_engine.runtime.descriptors import (
     DESCRIPTOR,
     EXACT,
     KV_PRESSURE,
@@ -22,8 +22,7 @@ from legato_engine.runtime.request_descriptors import (
     VERIFIED,
     Descriptor,
 )
-from legato_engine.speculative.block_policy import BlockPolicy
-from legato_engine.speculative.budget_policy import PROBE_EVERY, TokenBudgetPolicy
+from legato_engine.speculative.policy import PROBE_EVERY, BlockPolicy, TokenBudgetPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import DraftTensors
@@ -50,7 +49,7 @@ class _Request:
 
     @property
     def block_size_history(self) -> list[int]:
-        """As far as the policies read it: whether there is one, and how it ends."""
+        """Return the block sizes that policies read: whether any exist and the last ones."""
         if not self.flags & VERIFIED:
             return []
         return [0] * self.idle_steps if self.idle_steps else [1]

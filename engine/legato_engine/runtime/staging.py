@@ -1,93 +1,302 @@
-"""Named host fields that reach the device in one copy."""
+"""Staging of launches: passes, row changes and decode inputs.
+
+A pass over tens of tokens takes hardly longer than over one, and results are batch-invariant.
+"""
 
 from __future__ import annotations
 
-import math
+import bisect
+from collections.abc import Mapping, Sequence
+from collections.abc import Sequence as Many
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from legato_engine.device.base import Device, Stream
+from legato_engine.device.base import Stream
+from legato_engine.kernels.decode_loop import NOT_BEHIND, place_behind
+from legato_engine.runtime.decode_slot import DecodeSlot, Resources
+from legato_engine.runtime.descriptors import NO_DRAFTS, UNDER_PRESSURE
+from legato_engine.runtime.graphs import Work
+from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.sequence import NO_PAYLOAD, TokenKey
+from legato_engine.sequence import Sequence as EngineSequence
 
-_ALIGNMENT = 16
-
-Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and types by name."""
-
-
-class StagingRoom:
-    """Memory of host and device for buffers beside each other."""
-
-    def __init__(self, device: Device, size: int) -> None:
-        self.host = device.pinned((size,), torch.uint8)
-        self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-        self.used = 0
+PROMPT = -1
+"""The `source` of a staged token; else it is the row whose newest token is fed."""
 
 
-class StagingBuffer:
-    """Fields packed into one pinned buffer and one device buffer.
+class ScheduledPrompt(NamedTuple):
+    """Adjacent tokens of one row, from position `start`."""
 
-    `hosts` are `copies` host sides, to fill one while another uploads; `host` is the first.
-    `device_bytes` has all fields. In a `room` it comes after the buffers that are there.
+    row: int
+    start: int
+    tokens: Many[TokenKey]
+
+    def part(self, first: int, end: int) -> ScheduledPrompt:
+        """The tokens from `first` to before `end`, counted from its own first one."""
+        return ScheduledPrompt(self.row, self.start + first, self.tokens[first:end])
+
+
+class Pass(NamedTuple):
+    """Tokens that read the weights together: newest tokens of rows that decode, then those of
+    `prompts`, of which a row may have several.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        fields: Fields,
-        *,
-        copies: int = 1,
-        room: StagingRoom | None = None,
+    decodes: Many[ScheduledSequence]
+    prompts: Many[ScheduledPrompt]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(len(each.tokens) for each in self.prompts)
+
+    def num_groups(self, max_tokens: int) -> int:
+        """Count runs of up to `max_tokens` neighbours of one row."""
+        by_row = groupby(self.prompts, attrgetter("row"))
+        lengths = (sum(len(each.tokens) for each in run) for _, run in by_row)
+        return len(self.decodes) + sum(-(-length // max_tokens) for length in lengths)
+
+
+def bucket_for(buckets: Many[int], num_tokens: int) -> int:
+    """The smallest of ascending `buckets` with so many tokens."""
+    return buckets[bisect.bisect_left(buckets, num_tokens)]
+
+
+def cut_passes(
+    decodes: Many[ScheduledSequence], prompts: Many[ScheduledPrompt], max_tokens: int
+) -> list[Pass]:
+    """Cut tokens into the fewest passes of up to `max_tokens`.
+
+    The last pass begins with the tokens that are sampled from, which must fit one pass: the
+    decodes, then each prompt's last token. Its other tokens may run in the same pass, because a
+    pass writes all keys and values before it reads any.
+    """
+    lengths = [len(each.tokens) for each in prompts]
+    num_sampled, num_others = len(decodes) + len(prompts), sum(lengths) - len(prompts)
+    assert num_sampled <= max_tokens, f"{num_sampled} sampled tokens, a pass has {max_tokens}"
+    before = max(0, num_others + num_sampled - max_tokens)  # tokens of the passes before the last
+    ends = [*range(before % max_tokens or max_tokens, before, max_tokens)]
+    ends += [before] if before else []
+    passes = [
+        Pass((), _others(prompts, first, end)) for first, end in zip([0, *ends], ends, strict=False)
+    ]
+    last = [each.part(length - 1, length) for each, length in zip(prompts, lengths, strict=True)]
+    return [*passes, Pass(decodes, last + _others(prompts, before, num_others))]
+
+
+def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[ScheduledPrompt]:
+    """Return tokens `first` to `end` of all prompts, without each prompt's last token."""
+    runs, skipped = list[ScheduledPrompt](), 0
+    for each in prompts:
+        count = len(each.tokens) - 1
+        begin, stop = max(0, first - skipped), min(count, end - skipped)
+        if begin < stop:
+            runs.append(each.part(begin, stop))
+        skipped += count
+    return runs
+
+
+def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
+    """Stage a decode, padded with row `pad`."""
+    _pad(slot.staged.host, _stage_decodes(slot.staged.host, rows), bucket, pad)
+
+
+def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) -> None:
+    """Stage a pass in host side `copy`, padded with row `pad`."""
+    staged = slot.staged.hosts[copy]
+    at = _stage_decodes(staged, given.decodes)
+    first: dict[int, int] = {}
+    for row, start, _ in given.prompts:
+        first[row] = min(start, first.get(row, start))
+    for row, start, tokens in given.prompts:
+        end = stage_tokens(staged, at, tokens)
+        staged["row"][at:end] = row
+        staged["position"][at:end] = range(start, start + end - at)
+        staged["fresh"][at:end] = first[row]
+        at = end
+    staged["source"][len(given.decodes) : at] = PROMPT
+    _pad(staged, at, bucket, pad)
+
+
+def _stage_decodes(staged: Mapping[str, np.ndarray], rows: Many[ScheduledSequence]) -> int:
+    """Stage their newest tokens first; return the index after them."""
+    end = len(rows)
+    staged["row"][:end] = [row.sequence.row for row in rows]
+    staged["source"][:end] = staged["row"][:end]
+    staged["position"][:end] = [row.position + row.slack for row in rows]
+    staged["fresh"][:end] = staged["position"][:end]
+    return end
+
+
+def _pad(staged: Mapping[str, np.ndarray], first: int, bucket: int, pad: int) -> None:
+    if first < bucket:
+        staged["row"][first:bucket] = pad
+        staged["source"][first:bucket] = pad
+        staged["position"][first:bucket] = 0
+        staged["fresh"][first:bucket] = 1  # above their position: padding
+
+
+def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[TokenKey]) -> int:
+    """Stage tokens from index `first`; return the one after the last."""
+    end = first + len(tokens)
+    token_T, payload_T = zip(*tokens, strict=True)
+    staged["token"][first:end] = token_T
+    any_value = payload_T.count(NO_PAYLOAD) < len(payload_T)
+    staged["payload"][first:end] = payload_T if any_value else 0.0
+    return end
+
+
+# ---------------------------------------------------------------- preparation
+
+# What a launch changes in the rows' state before its forward, as one captured work.
+
+
+class Changes(NamedTuple):
+    """Row changes that a slot has staged."""
+
+    grows: bool = False  # pages begin
+    places: bool = False  # rows go on behind the loop in the other slot
+
+
+def upload_step(slot: DecodeSlot, changes: Changes, stream: Stream) -> None:
+    """Upload a decode's inputs, and what it changes."""
+    first = slot.behind if changes.places else slot.staged
+    slot.staged.upload_from(slot.grown if changes.grows else first, stream)
+
+
+def preparation(
+    resources: Resources, slot: int, changes: Changes, admit: Work | None = None
+) -> Work:
+    """Add the pages that begin, admit prompts by `admit`, and place rows behind the loop.
+
+    The staged inputs are uploaded; rows are placed once those of the forward are. Can be captured.
+    """
+    state, buffers = resources.state, resources.slots[slot]
+    staged, index_B = buffers.staged.device, buffers.behind.device["index"]
+    next_B = resources.slots[1 - slot].staged.device["position"]
+
+    def work() -> None:
+        if changes.grows:
+            state.grow(buffers)
+        if admit is not None:
+            admit()
+        if changes.places:
+            place_behind(staged, next_B, index_B, state.scratch_row)
+
+    return work
+
+
+# ---------------------------------------------------------------- step staging
+
+# The inputs of a decode step.
+
+
+class StepStaging:
+    """Fills the host sides of slots."""
+
+    def __init__(self, resources: Resources) -> None:
+        state = resources.state
+        self._drafts = state.drafts
+        self._scratch_row = state.scratch_row
+        self._max_pages = state.page_table_RM.shape[1]
+        self._buckets = resources.buckets
+        self._page_size = resources.kv.page_size
+
+    def bucket(self, num_tokens: int) -> int:
+        return bucket_for(self._buckets, num_tokens)
+
+    def padding(self, slot: DecodeSlot) -> None:
+        rows = ("row", "source", "sample_row")
+        for field in (*rows, "scheduled_row") if slot.speculates else rows:
+            slot.staged.host[field].fill(self._scratch_row)
+        slot.prompt.host["row"].fill(self._scratch_row)
+        slot.behind.host["index"].fill(NOT_BEHIND)
+        for staged in (
+            (slot.grown.host, slot.staged.host) if slot.speculates else (slot.grown.host,)
+        ):
+            staged["entry"].fill(self._scratch_row * self._max_pages)
+
+    def decode(self, slot: DecodeSlot, plan: Plan) -> int:
+        """Stage a decode, and with speculation the pages that begin in a single step; return the
+        bucket.
+
+        With speculation it is the bucket of the most tokens that the device may choose.
+        """
+        rows = plan.rows
+        if self._drafts is not None:
+            return self._drafting_rows(slot, plan)
+        staged, bucket = slot.staged.host, self.bucket(len(rows))
+        stage_step(slot, rows, bucket, self._scratch_row)
+        staged["sample_row"][:bucket] = staged["row"][:bucket]
+        np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
+        return bucket
+
+    def changes(self, slot: DecodeSlot, plan: Plan) -> Changes:
+        """Stage what a launch changes besides: pages that begin, but for single steps with
+        speculation, and where decodes are in the loop before it.
+        """
+        drafts, decodes = self._drafts is not None, plan.decodes
+        grown: Sequence[tuple[EngineSequence, int]] = ()
+        if not drafts:
+            grown = self._begun(decodes, plan.num_steps)
+        elif plan.loops or plan.kind is not LaunchKind.DECODE:
+            grown = self._unstaged(decodes)
+        if grown:
+            self._stage_grown(slot.grown.host, grown)
+        if plan.behind:
+            slot.behind.host["index"].fill(NOT_BEHIND)
+            slot.behind.host["index"][: len(plan.behind)] = plan.behind
+        return Changes(bool(grown), bool(plan.behind))
+
+    def _begun(
+        self, rows: Sequence[ScheduledSequence], num_steps: int
+    ) -> Sequence[tuple[EngineSequence, int]]:
+        size = self._page_size
+        if num_steps == 1:
+            rows = [row for row in rows if (row.position + row.slack) % size == 0]
+        return [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
+
+    def _stage_grown(
+        self, staged: Mapping[str, np.ndarray], grown: Sequence[tuple[EngineSequence, int]]
     ) -> None:
-        self._fields = fields
-        size = size_of(fields)
-        self._room = room or StagingRoom(device, size)
-        self._start, self._stop = self._room.used, self._room.used + size
-        assert self._stop <= len(self._room.host), "more than the room"
-        self._room.used = self._stop
-        self._from: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.device_bytes, host_bytes = self._both_from(self._start)
-        more = [device.pinned((size,), torch.uint8) for _ in range(copies - 1)]
-        self._hosts = [host_bytes, *more]
-        self.device = self._split(self.device_bytes)
-        self.hosts = [self.views(host) for host in self._hosts]
-        self.host = self.hosts[0]
+        staged["entry"].fill(self._scratch_row * self._max_pages)
+        staged["page"].fill(0)
+        for index, (sequence, page) in enumerate(grown):
+            staged["entry"][index] = sequence.row * self._max_pages + page
+            staged["page"][index] = sequence.pages.ids[page]
 
-    def views(self, host_bytes: torch.Tensor) -> dict[str, np.ndarray]:
-        """The fields of a copy of `device_bytes`."""
-        return {name: field.numpy() for name, field in self._split(host_bytes).items()}
+    def constraints(self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]) -> int:
+        """Stage a constraint for each row; return the most tokens that are sampled."""
+        slot.constraint.host["constraint"][: len(constraints)] = constraints
+        slot.constraint.host["after"][: len(plan.after)] = plan.after
+        if self._drafts is None:
+            return len(constraints)
+        return sum(1 + row.num_drafts for row in plan.sampled_rows)
 
-    def _split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts, start = {}, 0
-        for name, (shape, dtype) in self._fields.items():
-            stop = start + math.prod(shape) * dtype.itemsize
-            parts[name] = whole[start:stop].view(dtype).view(shape)
-            start += _padded(shape, dtype)
-        return parts
+    def _drafting_rows(self, slot: DecodeSlot, plan: Plan) -> int:
+        """The device chooses the tokens and knows their positions."""
+        staged, rows = slot.staged.host, plan.rows
+        count, most = len(rows), 0
+        room_S = []
+        for row in rows:
+            most += 1 + row.num_drafts
+            room_S.append(row.num_drafts if row.sequence.may_draft else NO_DRAFTS)
+        staged["scheduled_row"][:count] = [row.sequence.row for row in rows]
+        staged["scheduled_row"][count:] = self._scratch_row
+        staged["room"][:count] = room_S
+        staged["reach"][:count] = [row.reach(plan.num_steps) for row in rows]
+        staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
+        self._stage_grown(staged, () if plan.loops else self._unstaged(rows))
+        return self.bucket(most)
 
-    def upload(self, stream: Stream, copy: int = 0) -> None:
-        """The host side must not change until the copy is done."""
-        stream.copy(self.device_bytes, self._hosts[copy])
-
-    def upload_from(self, first: StagingBuffer, stream: Stream) -> None:
-        """As one copy, what is in the room from `first` up to this buffer's first host side."""
-        assert first._room is self._room, "a buffer of another room"
-        stream.copy(*self._both_from(first._start))
-
-    def download(self, stream: Stream) -> None:
-        stream.copy(self._hosts[0], self.device_bytes)
-
-    def _both_from(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if start not in self._from:
-            part = slice(start, self._stop)
-            self._from[start] = self._room.device[part], self._room.host[part]
-        return self._from[start]
-
-
-def size_of(fields: Fields) -> int:
-    """Bytes of a buffer of these fields."""
-    return sum(_padded(*each) for each in fields.values())
-
-
-def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    def _unstaged(self, rows: Sequence[ScheduledSequence]) -> Sequence[tuple[EngineSequence, int]]:
+        """The indices of pages that the device does not have yet."""
+        unstaged: list[tuple[EngineSequence, int]] = []
+        for row in rows:
+            pages = row.sequence.pages
+            count = len(pages.ids)
+            if count > pages.num_staged:
+                unstaged += [(row.sequence, page) for page in range(pages.num_staged, count)]
+                pages.num_staged = count
+        return unstaged

@@ -1,1 +1,0 @@
-"""Scheduling: planners, the two-slot pipeline and the step."""

@@ -1,4 +1,4 @@
-"""When several decode steps are one launch."""
+"""Decode loops: several decode steps in one launch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.decode_planner import DecodePlanner
-from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.output_processor import OutputProcessor
-from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, RowTokens
-from legato_engine.scheduler.running_sequences import RunningSequences
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence, StepRecord
+from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
+from legato_engine.scheduler.interfaces import LoopRunner, NoTokens, Pause, RowTokens
+from legato_engine.scheduler.output import OutputProcessor
 from legato_engine.sequence import Sequence
+from legato_engine.speculative.policy import PRESSURE_RATIO
 
 MAX_STEPS = 256
 """The most steps of a loop."""
@@ -111,7 +110,7 @@ class Loops(ABC):
         self._runner.end_loop(record.launch)
 
     def is_ending(self, record: StepRecord) -> bool:
-        """Whether a loop has no further step for some row, after the one that it is in."""
+        """Return whether the current step is the last for some row."""
         finalized = any(row.sequence.finalized for row in record.launch.plan.rows)
         return finalized or is_in_last_step(record)
 
@@ -128,7 +127,7 @@ class Loops(ABC):
 
     @abstractmethod
     def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
-        """That of a loop, if the device can follow the tokens of the launch before it."""
+        """Return per-row indices into the previous launch's tokens, or () without them."""
 
     def _most_pages(self) -> int:
         """The most that a loop may take."""
@@ -177,8 +176,158 @@ def tokens_left(sequence: Sequence) -> int:
 
 
 def _may_loop(sequence: Sequence) -> bool:
-    """Its constraint needs no host, nor do alternatives, and it was prefilled."""
+    """Return whether a row may loop: prefilled, its constraint and logprobs need no host."""
     task = sequence.task
     known = task.follows_table or not task.constrained
     known = known and not sequence.request.top_logprobs
     return known and not sequence.preempted and sequence.progress.last_position >= 0
+
+
+# ---------------------------------------------------------------- single loops
+
+# Loops whose steps commit one token of each row.
+
+
+class SingleLoops(Loops):
+    """Loops without speculation: how many steps a row has left is known before they run."""
+
+    def settle(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
+        """Take back what the launch behind a loop has not run: rows that had ended."""
+        if behind is None:
+            return
+        for index, row in zip(behind.behind, behind.decodes, strict=True):
+            next_position = record.launch.plan.rows[index].position + record.num_followed
+            if next_position > row.position + row.slack:
+                row.sequence.take_back()
+
+    def behind(self, record: StepRecord) -> Plan | None:
+        rows = {
+            index: scheduled
+            for index, row in enumerate(record.launch.plan.rows)
+            if (scheduled := self._behind(row, record)) is not None
+        }
+        if not rows:
+            return None
+        return Plan(LaunchKind.DECODE, tuple(rows.values()), behind=tuple(rows))
+
+    def _behind(self, row: ScheduledSequence, record: StepRecord) -> ScheduledSequence | None:
+        sequence = row.sequence
+        num_left = tokens_left(sequence)
+        if sequence.finalized or sequence.preempted or not num_left:
+            return None
+        position = sequence.progress.last_position
+        last = row.position + record.launch.plan.num_steps
+        if num_left == last - position:  # it ends if the loop runs all of its steps
+            if is_in_last_step(record):
+                return None
+            last -= 1
+        while last >= sequence.pages.capacity:
+            if not self._manager.grow(sequence):
+                return None
+        return ScheduledSequence(sequence, position, slack=last - position)
+
+    def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
+        if not plan.constrained:
+            return ()
+        indices = {row.sequence: index for index, row in enumerate(before.counted_rows)}
+        return tuple(indices.get(row.sequence, -1) for row in plan.rows)
+
+    def _reserve(self, row: ScheduledSequence, steps: int) -> int:
+        pages = row.sequence.pages
+        while row.position + steps > pages.capacity and self._manager.grow(row.sequence):
+            pass
+        return pages.capacity - row.position
+
+    def _process(
+        self,
+        record: StepRecord,
+        row: ScheduledSequence,
+        output: RowTokens,
+        outputs: OutputProcessor,
+    ) -> None:
+        progress = row.sequence.progress
+        progress.num_launched += 1
+        progress.last_position += 1
+        (token,) = output.tokens
+        outputs.process(row.sequence, token)
+
+
+# ---------------------------------------------------------------- drafting loops
+
+# Loops whose steps verify draft tokens, and commit several tokens of a row.
+
+
+class DraftingLoops(Loops):
+    """Loops with speculation: all positions of one are draft tokens that it may accept.
+
+    It ends on the device after a row's last token, or where a row has too few positions left for a
+    block.
+    """
+
+    def launched(self, plan: Plan) -> None:
+        super().launched(plan)
+        if plan.loops:
+            for row in plan.rows:
+                row.sequence.progress.inflight_drafts += row.num_drafts + plan.num_steps
+
+    def is_ending(self, record: StepRecord) -> bool:
+        """It may go on nonetheless, if the device accepts fewer tokens than in its latest step."""
+        rows = record.launch.plan.rows
+        return super().is_ending(record) or any(_may_end(row, record) for row in rows)
+
+    def settle(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
+        """Take back what a loop has not run."""
+        in_flight = {row.sequence: row.num_drafts for row in behind.rows} if behind else {}
+        for row in record.launch.plan.rows:
+            sequence = row.sequence
+            if not sequence.finalized:
+                num_drafts = sequence.progress.inflight_drafts - in_flight.get(sequence, 0)
+                sequence.settle_drafts(num_drafts, 0)
+                outputs.commit_pages(sequence, row.num_drafts, pressed=False)
+
+    def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
+        """Return no indices: the host must first know how many tokens were accepted."""
+        return ()
+
+    def behind(self, record: StepRecord) -> Plan | None:
+        goes_on = any(_goes_on(row) for row in record.launch.plan.rows)
+        return self._decode.plan() if goes_on and self.is_ending(record) else None
+
+    def _most_pages(self) -> int:
+        """Draft tokens leave a page to each row, and do not put the pool under pressure."""
+        manager = self._manager
+        relaxed = int(PRESSURE_RATIO * manager.pages_total) - manager.pages_used
+        return min(super()._most_pages(), relaxed, manager.pages_available - len(self._running))
+
+    def _reserve(self, row: ScheduledSequence, steps: int) -> int:
+        reserved = self._manager.reserve_draft(row.sequence, row.end_after(steps))
+        assert reserved, f"no pages for {steps} steps of sequence {row.sequence.seq_id}"
+        return steps
+
+    def _process(
+        self,
+        record: StepRecord,
+        row: ScheduledSequence,
+        output: RowTokens,
+        outputs: OutputProcessor,
+    ) -> None:
+        row.sequence.settle_drafts(1, 1)  # what is certain of a step was a draft of the launch
+        outputs.process_block(record, row, output, len(output.tokens) - 1)
+
+
+def _may_end(row: ScheduledSequence, record: StepRecord) -> bool:
+    """Return whether the loop ends with its current step if this row accepts all tokens
+    drafted in its latest step.
+    """
+    sequence, end = row.sequence, row.reach(record.launch.plan.num_steps)
+    accepted = min(latest_block(sequence), row.num_drafts)
+    newest = sequence.progress.last_position + 1 + accepted
+    num_left = sequence.max_length - 1 - newest
+    return num_left < 0 or newest + 1 + min(row.num_drafts, num_left) > end
+
+
+def _goes_on(row: ScheduledSequence) -> bool:
+    """Return whether a row surely has tokens left after its loop's current step."""
+    sequence = row.sequence
+    newest = sequence.progress.last_position + 1 + row.num_drafts
+    return newest < sequence.max_length and not (sequence.finalized or sequence.preempted)

@@ -1,34 +1,44 @@
-"""The scheduler's step."""
+"""The scheduler: plan, launch, commit."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
 from collections.abc import Collection
 
 from legato_engine import failpoints
-from legato_engine.core.request_key import RequestKey
-from legato_engine.errors import DeadlineExceeded, QueueFull
-from legato_engine.ipc.figures import Load
+from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
+from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.admission import Admission
-from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.decode_planner import DecodePlanner
-from legato_engine.scheduler.drafting_loops import DraftingLoops
-from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Plan, Refinement
-from legato_engine.scheduler.live_requests import LiveRequests
-from legato_engine.scheduler.loops import Loops
-from legato_engine.scheduler.output_processor import OutputProcessor
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.planner import Planner
-from legato_engine.scheduler.prefill_planner import PrefillPlanner
-from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, Runner, sleep
-from legato_engine.scheduler.running_sequences import RunningSequences
-from legato_engine.scheduler.single_loops import SingleLoops
-from legato_engine.scheduler.sink import Sink
-from legato_engine.scheduler.step_record import FlightRecorder, Observer, StepRecord
-from legato_engine.scheduler.waiting_queue import WaitingQueue
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.scheduler.batch import (
+    ALONE,
+    BatchLimits,
+    FlightRecorder,
+    Launch,
+    LaunchKind,
+    Observer,
+    Phase,
+    Plan,
+    Refinement,
+    StepRecord,
+)
+from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
+from legato_engine.scheduler.interfaces import (
+    BlockSizes,
+    Clock,
+    LoopRunner,
+    NoTokens,
+    Pause,
+    Runner,
+    sleep,
+)
+from legato_engine.scheduler.loops import DraftingLoops, Loops, SingleLoops
+from legato_engine.scheduler.output import OutputProcessor, Sink
+from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.queue import Admission, WaitingQueue
+from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
+from legato_engine.types import FinishReason, RequestKey
 
 FREE = 0
 """The constraint that allows every token."""
@@ -58,7 +68,7 @@ class Scheduler:
         observer: Observer | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        """With `block_sizes` the runner must be able to draft, and launches are not shared.
+        """Create a scheduler; with `block_sizes` the runner must support drafts.
 
         With `loops`, which is the runner, decodes of several steps are one launch where no row
         needs the host. `step` waits for tokens of such a launch by `pause`, and returns without
@@ -355,3 +365,295 @@ class Scheduler:
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:
             self._observer.committed(record)
+
+
+# ---------------------------------------------------------------- planner
+
+# Turns between prefills and decodes.
+
+
+class Planner:
+    """Alternates between decodes and other launches while there is work for both.
+
+    At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
+    Refinements go first, because they create no further work.
+
+    A shared prefill takes all decodes into its launch, or none if they do not fit, and then counts
+    as a decode.
+
+    While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
+    crops (0: all), so that no stream waits for a whole large image. This delays the image's own
+    first token and the queue, because the device encodes one image at a time.
+    """
+
+    def __init__(
+        self,
+        prefill: PrefillPlanner,
+        decode: DecodePlanner,
+        *,
+        prefills_per_decode: int,
+        crops_per_launch: int,
+    ) -> None:
+        assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
+        self._prefill = prefill
+        self._decode = decode
+        self._prefills_per_decode = prefills_per_decode
+        self._crops_per_launch = crops_per_launch
+        self._refinements: deque[Refinement] = deque()
+        self._num_since_decode = 0
+        self.only_decodes = False  # no other launch was possible at the last plan
+
+    @property
+    def has_refinements(self) -> bool:
+        return bool(self._refinements)
+
+    @property
+    def has_others(self) -> bool:
+        """Return whether work other than decodes is waiting."""
+        return bool(self._refinements) or self._prefill.has_work
+
+    @property
+    def expects_other(self) -> bool:
+        """Return whether such a launch is probably possible now."""
+        return bool(self._refinements) or self._prefill.expects_plan
+
+    def refine(self, refinement: Refinement) -> None:
+        self._refinements.append(refinement)
+
+    def plan(self) -> Plan | None:
+        """Plan the next launch; a plan must be launched."""
+        decode = self._decode.plan()
+        plan = decode
+        others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
+        if others_turn:
+            plan = self._plan_other(decode) or decode
+        self.only_decodes = plan is decode and (others_turn or not self.has_others)
+        if plan is not None:
+            self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
+        return plan
+
+    def plan_behind(self, decode: Plan | None, *, ends: bool) -> Plan | None:
+        """Plan a launch behind a loop in flight; it must be launched.
+
+        Args:
+            decode: the loop's rows that go on; they join the launch as in `plan`.
+            ends: the loop ends by itself, so that they are a launch if no other is possible.
+        """
+        plan = self._plan_other(decode)
+        if plan is None:
+            plan = decode if ends else None
+        elif decode is not None and plan.decodes:
+            plan = dataclasses.replace(plan, behind=decode.behind)
+        if plan is not None:
+            self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
+        return plan
+
+    def _plan_other(self, decode: Plan | None) -> Plan | None:
+        if self._refinements:
+            return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
+        if not self._prefill.has_work:
+            return None
+        streaming = self._decode.streaming
+        return self._prefill.plan(
+            self._crops_per_launch if streaming else 0,
+            decode.rows if decode is not None else (),
+            streaming=streaming,
+        )
+
+
+# ---------------------------------------------------------------- pipeline
+
+# The launches in flight.
+
+NUM_SLOTS = 2
+
+
+class Pipeline:
+    """Launches in flight, first in, first out, at most `depth`, which `resize` changes.
+
+    A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
+    one is not sampled yet.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = _checked(depth)
+        self._free_slots = deque(range(NUM_SLOTS))
+        self._inflight: deque[Launch] = deque()
+        self._num_launched = 0
+
+    def __len__(self) -> int:
+        return len(self._inflight)
+
+    def resize(self, depth: int) -> None:
+        assert len(self) < _checked(depth), f"depth {depth} leaves no slot beside {len(self)}"
+        self.depth = depth
+
+    def can_launch(self) -> bool:
+        return len(self._inflight) < self.depth and self.unsampled() is None
+
+    def launch(self, plan: Plan) -> Launch:
+        assert self.can_launch(), f"{len(self)} of {self.depth} in flight, or unsampled"
+        used = NUM_SLOTS - len(self._free_slots)
+        assert used == len(self._inflight), f"{used} slots used by {len(self._inflight)} launches"
+        launch = Launch(self._num_launched, self._free_slots.popleft(), plan, self.depth)
+        self._num_launched += 1
+        self._inflight.append(launch)
+        for row in plan.rows:
+            sequence = row.sequence
+            assert not sequence.finalized, f"sequence {sequence.seq_id} launched when finalized"
+            sequence.inflight_refs += 1
+            assert sequence.inflight_refs <= self.depth, (
+                f"sequence {sequence.seq_id} is in {sequence.inflight_refs} launches"
+            )
+        return launch
+
+    def oldest(self) -> Launch | None:
+        return self._inflight[0] if self._inflight else None
+
+    def unsampled(self) -> Launch | None:
+        """Always the newest launch."""
+        if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
+            return self._inflight[-1]
+        return None
+
+    def mark_sampled(self, launch: Launch) -> None:
+        assert launch is self.unsampled(), f"launch {launch.launch_id} is not the unsampled one"
+        launch.phase = Phase.SAMPLED
+
+    def commit(self, launch: Launch) -> list[Sequence]:
+        """Free the slot; return finalized or preempted sequences that no launch names any more."""
+        assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
+        assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"
+        self._inflight.popleft()
+        self._free_slots.append(launch.slot)
+        launch.phase = Phase.COMMITTED
+        releasable = []
+        for row in launch.plan.rows:
+            sequence = row.sequence
+            sequence.inflight_refs -= 1
+            assert sequence.inflight_refs >= 0, f"sequence {sequence.seq_id} has negative refs"
+            if sequence.inflight_refs == 0 and (sequence.finalized or sequence.preempted):
+                releasable.append(sequence)
+        return releasable
+
+
+def _checked(depth: int) -> int:
+    assert 1 <= depth <= NUM_SLOTS, f"depth {depth} is not 1 (blocking) or 2 (pipelined)"
+    return depth
+
+
+# ---------------------------------------------------------------- live requests
+
+# Requests from their submission to their end.
+
+
+class LiveRequests:
+    """Sequences that have not ended, by request id.
+
+    Every sequence ends in `finalize`, as a zombie while launches in flight name it.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        queue: WaitingQueue[Sequence],
+        prefill: PrefillPlanner,
+        running: RunningSequences,
+        *,
+        clock: Clock,
+        sink: Sink,
+        recorder: FlightRecorder | None,
+    ) -> None:
+        self._manager = manager
+        self._queue = queue
+        self._prefill = prefill
+        self._running = running
+        self._clock = clock
+        self._sink = sink
+        self._recorder = recorder
+        self._live: dict[RequestKey, Sequence] = {}
+        self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def check(self, sequence: Sequence) -> None:
+        """Refuse what can never run.
+
+        Raises:
+            InvalidField: its request id is in use.
+            PromptTooLong: it does not fit the context or the KV cache.
+        """
+        assert sequence.prompt, f"sequence {sequence.seq_id} has no prompt token to sample from"
+        assert sequence.task.max_tokens > 0, f"sequence {sequence.seq_id} may not sample a token"
+        if sequence.request.request_id in self._live:
+            raise InvalidField("request id is in use", field="request_id")
+        if not self._manager.fits_ever(sequence):
+            raise PromptTooLong(
+                "prompt and max_tokens do not fit the context",
+                limit=self._manager.max_length,
+                actual=sequence.max_length,
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that was checked."""
+        request = sequence.request
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        self._live[request.request_id] = sequence
+        self._prefill.add(sequence)
+        if self._recorder is not None:
+            self._recorder.submitted(sequence)
+
+    def abort(self, request_id: RequestKey) -> None:
+        """End a request without further events; ignore unknown ids."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self.finalize(sequence)
+
+    def stop(self, request_id: RequestKey) -> None:
+        """End a request with the result so far; ignore unknown ids.
+
+        The sink receives `started`, unless it has, and `done`.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return
+        now = self._clock.now()
+        if sequence.num_committed == 0:
+            sequence.timing.first_token = now
+        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
+            sequence.timing.prefill_start = now
+            self._sink.started(sequence)
+        if not sequence.finalized:
+            self.finalize(sequence)
+            self._sink.done(sequence, FinishReason.CANCELLED)
+
+    def expired(self) -> list[Sequence]:
+        """Return those whose deadline has passed; ending one may end others."""
+        now = self._clock.now()
+        if now < self._next_deadline:
+            return []
+        late, left = [], math.inf
+        for sequence in self._live.values():
+            if sequence.request.ends_by <= now:
+                late.append(sequence)
+            else:
+                left = min(left, sequence.request.ends_by)
+        self._next_deadline = left
+        return late
+
+    def finalize(self, sequence: Sequence) -> None:
+        """End a sequence; release it unless a launch in flight names it."""
+        assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
+        sequence.finalized = True
+        del self._live[sequence.request.request_id]
+        self._queue.settle(sequence)
+        if sequence.progress.last_position < 0:
+            self._prefill.remove(sequence)
+        if sequence.status is not SequenceStatus.WAITING:
+            self._running.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        if self._recorder is not None:
+            self._recorder.ended(sequence)
+        sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence

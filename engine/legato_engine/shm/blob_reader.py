@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from legato_engine.core.images import BlobRef
 from legato_engine.errors import InternalError, exhaustion
-from legato_engine.shm.blob_store import blob_folder, mapped, namespace_of
-from legato_engine.shm.segment_pool import (
+from legato_engine.shm.blob_store import (
     GENERATION,
     HEADER_SIZE,
     RELEASED,
     RETIRED,
     SIZE,
+    blob_folder,
     map_segment,
+    mapped,
+    namespace_of,
 )
+from legato_engine.types import BlobRef
 
 
 class BlobReader:

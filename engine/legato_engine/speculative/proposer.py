@@ -1,4 +1,4 @@
-"""The interface of proposers.
+"""Draft proposers: the interface and prompt lookup.
 
 Shape legend: R rows of the device's state, C positions, K draft tokens, D width, M pages.
 """
@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch  # the policies beside this module never load torch
+    import torch
 
 UNKNOWN = -1
 """A position without a token id, or a draft token that was not proposed."""
@@ -40,7 +40,7 @@ class Proposer(Protocol):
 
     @property
     def sequential(self) -> bool:
-        """Whether each token of a block costs time, so that short blocks are proposed as such."""
+        """Return whether each draft token costs time, so that short blocks are proposed."""
         ...
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:

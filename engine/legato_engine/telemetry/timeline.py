@@ -1,4 +1,4 @@
-"""A timeline of the last launches, for Perfetto and chrome://tracing."""
+"""Timeline of the last launches, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from legato_engine.ipc.messages import TimelineSpan
-from legato_engine.scheduler.launch import Launch, LaunchKind
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes
 
 LANES = (
     "cpu plan",

@@ -1,4 +1,4 @@
-"""Who may call what: the check of every call, by default a refusal."""
+"""Access control: checks every call, refuses by default."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from legato_service.access import credentials_file
-from legato_service.access.credentials import Credentials, Peer
-from legato_service.access.files import FileRejected, WatchedFiles, is_exposed
-from legato_service.access.method_scopes import COUNTED, NEEDS, Need
-from legato_service.access.principal import Principal, Quotas
+from legato_service.access import credentials
+from legato_service.access.credentials import (
+    Credentials,
+    FileRejected,
+    Peer,
+    WatchedFiles,
+    is_exposed,
+)
+from legato_service.access.principal import COUNTED, NEEDS, Need, Principal, Quotas
 from legato_service.config import ServiceConfig
 from legato_service.errors import Forbidden, Unauthenticated
 
@@ -83,7 +87,7 @@ class AccessControl:
         return principal
 
     def is_stale(self) -> bool:
-        """Whether the file differs from what was read."""
+        """Return whether the file differs from what was read."""
         return bool(self._path) and self._files.are_stale()
 
     def reload_changed(self) -> None:
@@ -98,12 +102,12 @@ class AccessControl:
         else:
             log.info("credentials_reloaded", count=len(self._credentials), revoked=revoked)
 
-    def _read(self) -> tuple[credentials_file.Record, ...]:
+    def _read(self) -> tuple[credentials.Record, ...]:
         (data,) = self._files.read()
         with contextlib.suppress(OSError):
             if is_exposed(self._path):
                 log.warning("credentials_file_exposed", file=self._path)
         try:
-            return credentials_file.parse(data)
+            return credentials.parse(data)
         except FileRejected as error:
             raise FileRejected(f"{self._path}: {error}") from None

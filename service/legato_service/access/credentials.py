@@ -1,17 +1,206 @@
-"""The credentials that a server accepts."""
+"""Credentials of callers, from a TOML file that is reloaded when it changes."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import hmac
+import math
+import os
 import re
+import stat
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
-from legato_service.access import credentials_file
-from legato_service.access.credentials_file import CREDENTIAL_ID, SECRET, TOKEN_PREFIX, Record
-from legato_service.access.identifiers import IDENTIFIER
-from legato_service.access.method_scopes import Need
-from legato_service.access.principal import Principal, Quotas
+import msgspec
+
+from legato_service.access.principal import Need, Principal, Quotas
+
+IDENTIFIER = "[A-Za-z0-9._:-]{1,64}"
+"""Of tenants and request ids, as a regular expression."""
+
+
+# ---------------------------------------------------------------- files
+
+# Files that are read again when they change.
+
+Version = tuple[tuple[int, int, int, int], ...]
+"""Inode, size, and times of change in nanoseconds, of each file."""
+
+
+class FileRejected(Exception):
+    """A file of credentials or certificates cannot be used; the text tells why."""
+
+
+class WatchedFiles:
+    """Notices when files are written or replaced, also behind symbolic links."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._loaded: Version = ()
+        self._seen: Version = ()
+
+    def read(self) -> list[bytes]:
+        """Read all files and take their version as the loaded one.
+
+        Raises:
+            FileRejected: a file cannot be read, or was written meanwhile.
+        """
+        self._loaded = self._seen = before = self._version()
+        contents = []
+        for path in self._paths:
+            try:
+                with open(path, "rb") as file:
+                    contents.append(file.read())
+            except OSError as error:
+                raise FileRejected(f"{path}: {error.strerror}") from None
+        if self._version() != before:
+            self._loaded = ()
+            raise FileRejected("written while it was read")
+        return contents
+
+    def changed(self) -> bool:
+        """Return whether to reload: files changed, and are stable since the last poll.
+
+        A file that is written in place is seen half way otherwise.
+        """
+        version, before = self._version(), self._seen
+        self._seen = version
+        return version == before != self._loaded
+
+    def are_stale(self) -> bool:
+        return self._version() != self._loaded
+
+    def _version(self) -> Version:
+        return tuple(_version(path) for path in self._paths)
+
+
+def _version(path: str) -> tuple[int, int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0, 0, 0, 0)
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def is_exposed(path: str) -> bool:
+    """Return whether other users can read the file or its group can write it."""
+    return bool(os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP))
+
+
+# ---------------------------------------------------------------- credentials file
+
+# The credentials file: TOML, one `[[credential]]` for each token or certificate.
+#
+#     [[credential]]
+#     id = "hall-3"
+#     tenant = "robots"
+#     scopes = ["infer", "upload"]
+#     sha256 = "<SHA-256 of the token's secret, in hex>"
+#
+# A token is `legato_<id>_<secret>`. Its secret has 256 random bits, so that a plain SHA-256 is
+# enough: there is nothing to guess, and a slow hash protects guessable passwords only. Instead of
+# `sha256`, or beside it, `san` names a client certificate.
+
+TOKEN_PREFIX = "legato"
+CREDENTIAL_ID = r"[A-Za-z0-9-]{1,64}"
+SECRET = r"[A-Za-z0-9_-]{43}"
+"""256 bits in URL-safe base64."""
+
+_SECRETS = re.compile(r"[A-Za-z0-9_-]{40,}")
+"""Secrets and hashes that stand where an error quotes the file."""
+
+_Rate = Annotated[float, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One credential; limits that are absent are the server's defaults."""
+
+    id: Annotated[str, msgspec.Meta(pattern=f"^{CREDENTIAL_ID}$")]
+    scopes: tuple[Literal["infer", "upload", "shared_images", "admin"], ...]
+    tenant: Annotated[str, msgspec.Meta(pattern=f"^({IDENTIFIER})?$")] = ""
+    sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    san: _Name | tuple[_Name, ...] = ()
+    expires: Annotated[datetime.datetime, msgspec.Meta(tz=True)] | None = None
+    requests_per_second: _Rate | None = None
+    pixels_per_second: _Rate | None = None
+    image_bytes: _Count | None = None
+    sessions: _Count | None = None
+
+    @property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.sha256)
+
+    @property
+    def certificates(self) -> tuple[str, ...]:
+        return (self.san,) if isinstance(self.san, str) else self.san
+
+    @property
+    def expires_at(self) -> float:
+        """Return the expiry in `time.time()` seconds."""
+        return math.inf if self.expires is None else self.expires.timestamp()
+
+    @property
+    def identity(self) -> object:
+        """The part that a reload must leave unchanged for open calls to go on."""
+        return self.tenant, self.scopes, self.sha256, self.certificates, self.expires
+
+    def quotas(self, defaults: Quotas) -> Quotas:
+        given = {name: getattr(self, name) for name in Quotas.__struct_fields__}
+        return msgspec.structs.replace(
+            defaults, **{name: value for name, value in given.items() if value is not None}
+        )
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    credential: tuple[Record, ...]  # required: an empty file is half of a write
+
+
+def parse(data: bytes) -> tuple[Record, ...]:
+    """Read the records of a file.
+
+    Raises:
+        FileRejected: the file is malformed. The text shows no value of a secret.
+    """
+    try:
+        records = msgspec.convert(tomllib.loads(data.decode("utf-8-sig")), _File).credential
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise FileRejected(f"malformed: {_SECRETS.sub('…', str(error))}") from None
+    ids: set[str] = set()
+    names: set[str] = set()
+    for record in records:
+        problem = _problem(record, ids, names)
+        if problem:
+            raise FileRejected(f"credential {record.id}: {problem}")
+        ids.add(record.id)
+        names.update(record.certificates)
+    return records
+
+
+def _problem(record: Record, ids: set[str], names: set[str]) -> str:
+    if record.id in ids:
+        return "the id is not unique"
+    if not names.isdisjoint(record.certificates):
+        return "another credential has the same san"
+    if not (record.sha256 or record.certificates):
+        return "sha256 or san is needed"
+    if not record.scopes:
+        return "at least one scope is needed"
+    if not record.tenant and record.scopes != ("admin",):
+        return "a tenant is needed for scopes other than admin"
+    return ""
+
+
+def digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+# ---------------------------------------------------------------- credentials
+
+# The credentials that a server accepts.
 
 MAX_CERTIFICATES = 4096
 """Identities of certificates that are remembered while no file names them."""
@@ -82,7 +271,7 @@ class Credentials:
             return None
         name, secret = match.groups()
         expected, principal = self._tokens.get(name, (_NO_DIGEST, None))
-        right = hmac.compare_digest(credentials_file.digest(secret), expected)
+        right = hmac.compare_digest(digest(secret), expected)
         return principal if right else None
 
     def of_certificate(self, peer: Peer) -> Principal | None:

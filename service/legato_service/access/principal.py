@@ -1,17 +1,127 @@
-"""The caller that a credential stands for."""
+"""Callers: required scopes, rate limits, quotas."""
 
 from __future__ import annotations
 
+import enum
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
+from legato.v1 import inference_pb2
 from legato_engine.errors import QuotaExceeded
 
-from legato_service.access.rate_limit import RateLimit
 from legato_service.errors import Unauthenticated
+
+
+class Need(enum.StrEnum):
+    """The scope that a method needs; `NOTHING` and `CREDENTIAL` are no scopes of a credential."""
+
+    NOTHING = "nothing"  # open to all
+    CREDENTIAL = "credential"  # any that is valid
+    INFER = "infer"
+    UPLOAD = "upload"
+    ADMIN = "admin"
+    REFUSED = "refused"  # to all
+
+
+SHARED_IMAGES = "shared_images"
+"""The scope to name regions of shared memory, whichever client wrote them."""
+
+UNKNOWN_METHOD = "(unknown)"
+"""Stands for all methods that this server lacks: their callers learn so with any credential."""
+
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
+"""All are inference: each runs a model for its caller."""
+
+_NEEDS: dict[str, Mapping[str, Need]] = {
+    "legato.v1.InferenceService": dict.fromkeys(_INFERENCE, Need.INFER),
+    "legato.v1.SessionService": {"Session": Need.INFER},
+    "legato.v1.ImageService": {"PutImage": Need.UPLOAD, "DeleteImage": Need.UPLOAD},
+    "legato.v1.ServerService": {
+        "GetServerInfo": Need.CREDENTIAL,
+        "ListModels": Need.CREDENTIAL,
+    },
+    "legato.v1.AdminService": {
+        "GetLoad": Need.ADMIN,
+        "Abort": Need.ADMIN,
+        "Drain": Need.ADMIN,
+        "GetMetrics": Need.ADMIN,
+        "WatchTimeline": Need.ADMIN,
+        "SetPipelineDepth": Need.ADMIN,
+    },
+    # Load balancers probe without credentials, and learn no more than that the server serves.
+    "grpc.health.v1.Health": {
+        "Check": Need.NOTHING,
+        "List": Need.NOTHING,
+        "Watch": Need.NOTHING,
+    },
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Need.CREDENTIAL},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Need.CREDENTIAL},
+}
+
+NEEDS = {
+    f"/{service}/{method}": need
+    for service, methods in _NEEDS.items()
+    for method, need in methods.items()
+} | {UNKNOWN_METHOD: Need.CREDENTIAL}
+"""By the path of a method."""
+
+COUNTED = frozenset({Need.INFER, Need.UPLOAD})
+"""Methods with these needs count against the requests of a credential."""
+
+
+# ---------------------------------------------------------------- rate limit
+
+# A limit of a rate.
+
+WINDOW = 1.0  # seconds' worth of the rate that may come at once
+
+
+_ROUNDING = 1e-6  # seconds
+
+
+class RateLimit:
+    """Token bucket: `rate` units a second, bursts of `WINDOW` seconds.
+
+    More units than that are taken at once after a pause, and paid for by a longer one: a large
+    image passes under a small rate. It is the virtual scheduling form of a token bucket, which
+    keeps one number: the time at which everything that was taken is paid for.
+    """
+
+    def __init__(
+        self, quota: str, rate: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.quota = quota
+        self.rate = rate
+        self._clock = clock
+        self._paid_at = 0.0
+
+    def take(self, amount: float, credential: str) -> None:
+        """Take units.
+
+        Raises:
+            QuotaExceeded: the rate is exceeded; it says after how long this would be possible.
+        """
+        now = self._clock()
+        cost = amount / self.rate
+        wait = self._paid_at - now - max(0.0, WINDOW - cost)
+        if wait > _ROUNDING:
+            raise QuotaExceeded(
+                f"a credential may take {self.rate:g} {self.quota.replace('_', ' ')}",
+                quota=self.quota,
+                credential=credential,
+                limit=f"{self.rate:g}",
+                actual=f"{amount:g}",
+                retry_after_ms=max(1, round(wait * 1000)),
+            )
+        self._paid_at = max(self._paid_at, now) + cost
+
+
+# ---------------------------------------------------------------- principal
+
+# The caller that a credential stands for.
 
 REQUESTS = "requests_per_second"
 PIXELS = "pixels_per_second"

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from legato_service.access.files import FileRejected, WatchedFiles, is_exposed
+from legato_service.access.credentials import FileRejected, WatchedFiles, is_exposed
 
 log = structlog.get_logger("legato.access")
 
@@ -36,7 +36,7 @@ class ServerCertificate:
         return len(self._paths) > 2
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one listener. gRPC asks before each handshake, on threads of its own."""
+        """Return a listener's credentials; gRPC asks before each handshake, on its own threads."""
         latest = self._configuration
 
         def changed() -> Any:  # None, which grpc's annotation lacks, is no change

@@ -11,12 +11,10 @@ import math
 from collections.abc import Sequence
 
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask, TaskSpec
 from legato_engine.errors import InvalidField
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams, TaskSpec
 
-from legato_service.convert import fields, skills
+from legato_service.convert import skills
 
 MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds
@@ -32,7 +30,7 @@ def heartbeat(
     """Seconds of silence before a heartbeat; by default there is none."""
     if not message.HasField("heartbeat_interval"):
         return default
-    return max(fields.seconds(message.heartbeat_interval), MIN_HEARTBEAT)
+    return max(skills.seconds(message.heartbeat_interval), MIN_HEARTBEAT)
 
 
 def check_image(message: media_pb2.Image, task: TaskSpec, path: str = "") -> bool:
@@ -78,7 +76,7 @@ def tracking(message: task_pb2.Tracking) -> float:
     """Seconds for which a track lives unseen."""
     if not message.HasField("max_unseen"):
         return DEFAULT_UNSEEN
-    return fields.seconds(message.max_unseen)
+    return skills.seconds(message.max_unseen)
 
 
 def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSpec:

@@ -1,33 +1,264 @@
-"""The skills: how the messages of each become a task, and a result becomes its messages."""
+"""Skills: protobuf tasks to engine tasks and results back."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeAlias, TypeVar
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
-from legato.v1 import inference_pb2, task_pb2
-from legato_engine.core.results import (
-    CaptionResult,
-    DetectResult,
-    PointResult,
-    QueryResult,
-    SegmentResult,
-    TaskResult,
-)
-from legato_engine.core.task_specs import (
+from legato.v1 import geometry_pb2, inference_pb2, task_pb2
+from legato_engine.errors import InvalidField, PromptTooLong
+from legato_engine.types import (
+    Box,
     CaptionLength,
+    CaptionResult,
     CaptionTask,
+    DetectResult,
     DetectTask,
+    Grounding,
+    ObjectEvent,
+    ObjectOrder,
+    Outline,
+    Point,
+    PointEvent,
+    PointResult,
     PointTask,
+    QueryResult,
     QueryTask,
+    SegmentResult,
     SegmentTask,
+    SpatialRef,
+    TaskResult,
     TaskSpec,
+    Turn,
 )
-from legato_engine.errors import InvalidField
 
-from legato_service.convert import chat, fields, pieces
+MAX_TEXT_BYTES = 1024 * 1024  # of a question, and of all messages of a conversation together
+
+Listing: TypeAlias = (
+    task_pb2.DetectTask
+    | inference_pb2.DetectRequest
+    | task_pb2.PointTask
+    | inference_pb2.PointRequest
+)
+
+_ORDERS = {
+    task_pb2.OBJECT_ORDER_UNSPECIFIED: ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_MODEL: ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_CONFIDENCE: ObjectOrder.CONFIDENCE,
+}
+
+
+def seconds(message: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
+    """A length of time, or a time since 1970."""
+    return message.ToNanoseconds() / 1e9
+
+
+def text(value: str, field: str, limit: int) -> str:
+    if not value.strip():
+        raise InvalidField("must not be empty", field=field)
+    if len(value) > limit:
+        raise PromptTooLong(
+            f"{len(value)} characters, the limit is {limit}",
+            field=field,
+            limit=limit,
+            actual=len(value),
+        )
+    return value
+
+
+def check_text_size(texts: Sequence[str], field: str) -> None:
+    """Bound the work of making tokens; how many of them fit is up to the model.
+
+    Raises:
+        PromptTooLong: the texts have more than `MAX_TEXT_BYTES` in UTF-8 together.
+    """
+    actual = sum(len(text.encode()) for text in texts)
+    if actual > MAX_TEXT_BYTES:
+        raise PromptTooLong(
+            f"{actual} bytes of text, the limit is {MAX_TEXT_BYTES}",
+            field=field,
+            limit=MAX_TEXT_BYTES,
+            actual=actual,
+        )
+
+
+def max_objects(message: Listing) -> int | None:
+    return message.max_objects if message.HasField("max_objects") else None
+
+
+def order(message: Listing, path: str) -> ObjectOrder:
+    if message.order not in _ORDERS:
+        raise InvalidField(f"{message.order} is not an order of objects", field=f"{path}order")
+    return _ORDERS[message.order]
+
+
+def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[SpatialRef, ...]:
+    return tuple(
+        _ref(message, f"{path}spatial_refs[{index}]") for index, message in enumerate(messages)
+    )
+
+
+def _ref(message: geometry_pb2.SpatialRef, field: str) -> SpatialRef:
+    kind = message.WhichOneof("ref")
+    if kind is None:
+        raise InvalidField("a spatial reference is a point or a box", field=field)
+    if kind == "point":
+        return Point(x=message.point.x, y=message.point.y)
+    box = message.box
+    if box.x_min > box.x_max or box.y_min > box.y_max:
+        raise InvalidField("min is greater than max", field=f"{field}.box")
+    return Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
+
+
+# ---------------------------------------------------------------- chat
+
+# Chat messages to a question with its history.
+
+MAX_MESSAGES = 256
+
+_SYSTEM, _USER, _ASSISTANT = (
+    task_pb2.CHAT_ROLE_SYSTEM,
+    task_pb2.CHAT_ROLE_USER,
+    task_pb2.CHAT_ROLE_ASSISTANT,
+)
+
+
+class Conversation(NamedTuple):
+    """A question and the messages before it."""
+
+    system: str
+    history: tuple[Turn, ...]
+    question: str
+    shows_image: bool
+
+
+def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conversation:
+    """Convert messages: system's, if any, then user and assistant in turns, user last.
+
+    Messages of one role in a row are one turn.
+
+    Raises:
+        InvalidField: the messages are malformed.
+        PromptTooLong: the messages have too much text together.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidField(
+            f"at most {MAX_MESSAGES} messages",
+            field=field,
+            limit=MAX_MESSAGES,
+            actual=len(messages),
+        )
+    is_system = [message.role == _SYSTEM for message in messages]
+    num_system = (*is_system, False).index(False)
+    _check_roles(messages, num_system, field)
+    texts = [
+        _text(message, f"{field}[{index}]", takes_image=index == num_system)
+        for index, message in enumerate(messages)
+    ]
+    check_text_size(texts, field)
+    spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
+    turns = [_joined([texts[at] for at in group]) for _, group in spoken]
+    return Conversation(
+        system=_joined(texts[:num_system]),
+        history=tuple(
+            Turn(question=question, answer=answer)
+            for question, answer in zip(turns[:-1:2], turns[1::2], strict=True)
+        ),
+        question=turns[-1],
+        shows_image=any(part.HasField("image") for part in messages[num_system].parts),
+    )
+
+
+def _check_roles(messages: Sequence[task_pb2.ChatMessage], num_system: int, field: str) -> None:
+    for index, message in enumerate(messages[num_system:], num_system):
+        expected = (_USER,) if index == num_system else (_USER, _ASSISTANT)
+        if message.role not in expected:
+            names = " or ".join(map(task_pb2.ChatRole.Name, expected))
+            raise InvalidField(
+                f"{names} expected: messages of the system come first, then one of the user",
+                field=f"{field}[{index}].role",
+            )
+    if len(messages) == num_system or messages[-1].role != _USER:
+        raise InvalidField("the last message must be the user's", field=field)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Join the texts of a turn by blank lines, without empty ones."""
+    return texts[0] if len(texts) == 1 else "\n\n".join(filter(str.strip, texts))
+
+
+def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> str:
+    for index, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise InvalidField("a part needs a text or an image", field=f"{field}.parts[{index}]")
+        if kind == "image" and not (takes_image and index == 0):
+            raise InvalidField(
+                "only one image, at the beginning of the user's first message",
+                field=f"{field}.parts[{index}].image",
+            )
+    text = "".join(part.text for part in message.parts)
+    shows_image = any(part.HasField("image") for part in message.parts)
+    if message.role == _USER and not text.strip() and not shows_image:
+        raise InvalidField("a user's message needs text or the image", field=f"{field}.parts")
+    return text
+
+
+# ---------------------------------------------------------------- pieces
+
+# Parts of results to protobuf messages.
+
+
+def grounding(value: Grounding) -> task_pb2.Grounding:
+    return task_pb2.Grounding(
+        start_index=value.start_index,
+        end_index=value.end_index,
+        points=[_point_message(each) for each in value.points],
+    )
+
+
+def fill_object(message: geometry_pb2.DetectedObject, value: ObjectEvent) -> None:
+    message.label = value.label
+    box, found = message.box, value.box
+    box.x_min, box.y_min, box.x_max, box.y_max = found.x_min, found.y_min, found.x_max, found.y_max
+    if value.confidence is not None:
+        message.confidence = value.confidence
+
+
+def fill_pointed(message: geometry_pb2.PointedObject, value: PointEvent) -> None:
+    message.label = value.label
+    message.point.x, message.point.y = value.point.x, value.point.y
+    if value.confidence is not None:
+        message.confidence = value.confidence
+
+
+def outline(value: Outline) -> geometry_pb2.Outline:
+    return geometry_pb2.Outline(
+        path=value.path,
+        box=box(value.box),
+        label=value.label,
+        confidence=value.confidence,
+        coarse=value.coarse,
+    )
+
+
+def _point_message(value: Point) -> geometry_pb2.Point:
+    return geometry_pb2.Point(x=value.x, y=value.y)
+
+
+def box(value: Box) -> geometry_pb2.Box:
+    return geometry_pb2.Box(
+        x_min=value.x_min, y_min=value.y_min, x_max=value.x_max, y_max=value.y_max
+    )
+
+
+# ---------------------------------------------------------------- skills
+
+# The skills: how the messages of each become a task, and a result becomes its messages.
 
 MAX_OBJECT = 1_024  # characters
 
@@ -70,22 +301,22 @@ Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 
 
 def _query(message: Query, path: str) -> QueryTask:
-    refs = fields.refs(message.spatial_refs, path)
+    places = refs(message.spatial_refs, path)
     if not message.messages:
         field = f"{path}question"
-        fields.check_text_size([message.question], field)
-        question = fields.text(message.question, field, fields.MAX_TEXT_BYTES)
-        return QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
+        check_text_size([message.question], field)
+        question = text(message.question, field, MAX_TEXT_BYTES)
+        return QueryTask(question=question, reasoning=message.reasoning, spatial_refs=places)
     if message.question:
         raise InvalidField("a question or messages, not both", field=f"{path}question")
-    conversation = chat.conversation(message.messages, f"{path}messages")
+    talk = conversation(message.messages, f"{path}messages")
     return QueryTask(
-        question=conversation.question,
+        question=talk.question,
         reasoning=message.reasoning,
-        spatial_refs=refs,
-        system=conversation.system,
-        history=conversation.history,
-        shows_image=conversation.shows_image,
+        spatial_refs=places,
+        system=talk.system,
+        history=talk.history,
+        shows_image=talk.shows_image,
     )
 
 
@@ -95,7 +326,7 @@ def _fill_query(
     message.answer = result.answer
     if result.reasoning is not None:
         message.reasoning.text = result.reasoning
-        message.reasoning.grounding.extend(map(pieces.grounding, result.grounding))
+        message.reasoning.grounding.extend(map(grounding, result.grounding))
 
 
 QUERY = Skill("query", _query, QueryResult, inference_pb2.QueryResponse, _fill_query)
@@ -128,10 +359,10 @@ Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
 
 def _detect(message: Detect, path: str) -> DetectTask:
     return DetectTask(
-        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=fields.max_objects(message),
+        object=text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=max_objects(message),
         min_confidence=message.min_confidence,
-        order=fields.order(message, path),
+        order=order(message, path),
     )
 
 
@@ -140,7 +371,7 @@ def _fill_detect(
 ) -> None:
     objects = message.objects
     for value in result.objects:
-        pieces.fill_object(objects.add(), value)
+        fill_object(objects.add(), value)
 
 
 DETECT = Skill("detect", _detect, DetectResult, inference_pb2.DetectResponse, _fill_detect)
@@ -148,16 +379,16 @@ DETECT = Skill("detect", _detect, DetectResult, inference_pb2.DetectResponse, _f
 
 # ---------------------------------------------------------------- point
 
-Point: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
+PointMessage: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
 
 
-def _point(message: Point, path: str) -> PointTask:
+def _point(message: PointMessage, path: str) -> PointTask:
     return PointTask(
-        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=fields.max_objects(message),
-        spatial_refs=fields.refs(message.spatial_refs, path),
+        object=text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=max_objects(message),
+        spatial_refs=refs(message.spatial_refs, path),
         min_confidence=message.min_confidence,
-        order=fields.order(message, path),
+        order=order(message, path),
     )
 
 
@@ -166,7 +397,7 @@ def _fill_point(
 ) -> None:
     points = message.points
     for value in result.points:
-        pieces.fill_pointed(points.add(), value)
+        fill_pointed(points.add(), value)
 
 
 POINT = Skill("point", _point, PointResult, inference_pb2.PointResponse, _fill_point)
@@ -179,15 +410,15 @@ Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
 
 def _segment(message: Segment, path: str) -> SegmentTask:
     return SegmentTask(
-        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
-        spatial_refs=fields.refs(message.spatial_refs, path),
+        object=text(message.object, f"{path}object", MAX_OBJECT),
+        spatial_refs=refs(message.spatial_refs, path),
     )
 
 
 def _fill_segment(
     message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: SegmentResult
 ) -> None:
-    message.segments.extend(map(pieces.outline, result.segments))
+    message.segments.extend(map(outline, result.segments))
 
 
 SEGMENT = Skill("segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment)

@@ -1,4 +1,4 @@
-"""The devices of a server's engines."""
+"""Devices and processes of the engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
+from legato_engine.client.engine_client import EngineClient, EngineLimits, require_files
+from legato_engine.client.recovery import RefusedRequests
 from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField
+
+from legato_service.config import ServiceConfig
 
 ALL = "all"
 """Every GPU that CUDA shows to this process."""
@@ -77,4 +81,32 @@ def engine_configs(config: EngineConfig, devices: Sequence[str]) -> tuple[Engine
             config, device=each, threads=threads if each == _CPU else config.threads
         )
         for each in devices
+    )
+
+
+# ---------------------------------------------------------------- processes
+
+# The engine processes of a server.
+
+_COMMAND = (sys.executable, "-m", "legato_engine.core.process")
+
+
+def make_engines(
+    config: ServiceConfig,
+    *,
+    command: Sequence[str] = _COMMAND,
+    limits: EngineLimits | None = None,
+) -> tuple[EngineClient, ...]:
+    """Return a client for each device, which starts `command` there. Needs a running event loop.
+
+    Raises:
+        InvalidField: a device is unknown, a file is missing, or the temporary folder takes no
+            sockets.
+    """
+    require_files(config.engine)
+    devices = parse_devices(config.devices) if config.devices else ()
+    refused = RefusedRequests()
+    return tuple(
+        EngineClient(each, limits=limits, command=command, number=number, refused=refused)
+        for number, each in enumerate(engine_configs(config.engine, devices))
     )

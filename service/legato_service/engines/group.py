@@ -1,26 +1,204 @@
-"""The engines of a server."""
+"""The engines of a server: routing, directory, totals, timelines."""
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 from legato_engine.client import monitor
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core.images import CachedImage
+from legato_engine.client.timeline_watch import TimelineWatch, Watched
 from legato_engine.errors import EngineLost, ImageNotFound
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Done, ImageHeld, ModelInfo, Started
+from legato_engine.ipc.messages import (
+    Done,
+    DropImage,
+    HoldImage,
+    ImageHeld,
+    Load,
+    ModelInfo,
+    Started,
+)
 from legato_engine.shm.blob_store import BlobStore
+from legato_engine.types import CachedImage
 
 from legato_service.engine import Engine
-from legato_service.engines.directory import Directory, Key, image_key
-from legato_service.engines.routing import Candidate, choose, least_loaded
-from legato_service.engines.totals import total_load
+
+MAX_LEAD = 0.5
+"""Of an engine's rows: by so many more requests it may be ahead of the least loaded engine and
+still get requests for what it holds."""
+
+
+class Candidate(NamedTuple):
+    """An engine that serves.
+
+    `wait` is the predicted one in seconds, `load` the requests that it has, in units of the rows
+    that it runs at a time. `holds`: it has computed something that the request needs.
+    """
+
+    number: int
+    wait: float = 0.0
+    load: float = 0.0
+    holds: bool = False
+    is_full: bool = False  # its queue takes no more
+
+    @property
+    def score(self) -> float:
+        """Estimate a request's wait: `load` counts requests that `wait` does not include yet."""
+        return self.wait + self.load
+
+
+def choose(candidates: Sequence[Candidate], turn: int, recomputing: float) -> int:
+    """Return the number of the engine where a request waits least.
+
+    An engine that holds what the request needs is preferred, unless it lets the request wait
+    longer than the `recomputing` takes elsewhere, in seconds, or leads by `MAX_LEAD`. Of equal
+    engines `turn` decides.
+    """
+    least = _least(candidates, turn)
+    holders = [
+        each
+        for each in candidates
+        if each.holds
+        and not each.is_full
+        and each.wait <= least.wait + recomputing
+        and each.load <= least.load + MAX_LEAD
+    ]
+    return (_least(holders, turn) if holders else least).number
+
+
+def least_loaded(candidates: Sequence[Candidate], turn: int) -> int:
+    """Return the number of the engine where a request waits least, whatever it holds."""
+    return _least(candidates, turn).number
+
+
+def _least(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    start = turn % len(candidates)
+    return min((*candidates[start:], *candidates[:start]), key=lambda each: each.score)
+
+
+# ---------------------------------------------------------------- directory
+
+# What each engine has computed, as far as this process has seen.
+
+Key = tuple[Hashable, ...]
+"""Its first part is the kind."""
+
+MAX_KEYS = 16_384  # about 200 bytes each
+
+
+def image_key(tenant: str, image_id: str) -> Key:
+    return "image", tenant, image_id
+
+
+class Directory:
+    """The engines that hold each key: an image, a prefix, an adapter or a session.
+
+    A hint: an engine may have evicted what is noted here, and hold what other processes had it
+    compute. The least recently used keys are dropped.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._holders: collections.OrderedDict[Key, int] = collections.OrderedDict()  # bits
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, keys: Iterable[Key], number: int) -> None:
+        for key in keys:
+            self._holders[key] = self._holders.get(key, 0) | 1 << number
+            self._holders.move_to_end(key)
+            if len(self._holders) > self._max_keys:
+                self._holders.popitem(last=False)
+
+    def holders(self, keys: Iterable[Key]) -> Iterator[frozenset[int]]:
+        """The engines that hold each key, where there are any."""
+        for key in keys:
+            bits = self._holders.get(key, 0)
+            if bits:
+                yield frozenset(each for each in range(bits.bit_length()) if bits >> each & 1)
+
+    def forget(self, number: int) -> None:
+        """The engine of this number has lost all."""
+        kept = {key: bits & ~(1 << number) for key, bits in self._holders.items()}
+        self._holders = collections.OrderedDict((key, bits) for key, bits in kept.items() if bits)
+
+
+# ---------------------------------------------------------------- totals
+
+# Sums over engines.
+
+
+def total_load(loads: Sequence[Load]) -> Load:
+    """Add up the loads of engines; what is measured over a window is of a single engine only."""
+    if len(loads) == 1:
+        return loads[0]
+    return Load(
+        running=sum(each.running for each in loads),
+        waiting=sum(each.waiting for each in loads),
+        preparing=sum(each.preparing for each in loads),
+        inflight=sum(each.inflight for each in loads),
+        rows_used=sum(each.rows_used for each in loads),
+        pages_used=sum(each.pages_used for each in loads),
+        prefix_pages=sum(each.prefix_pages for each in loads),
+        pages_total=sum(each.pages_total for each in loads),
+        adapters_used=sum(each.adapters_used for each in loads),
+        images_cached=sum(each.images_cached for each in loads),
+    )
+
+
+# ---------------------------------------------------------------- timeline
+
+# The timelines of several engines as one stream.
+
+
+async def batches(
+    timelines: Sequence[TimelineWatch], seconds: float | None = None
+) -> AsyncGenerator[tuple[int, Watched], None]:
+    """Yield the batches of so many seconds, or until the generator is closed, with the engine.
+
+    A reader that lags leaves them in each engine's `TimelineWatch`, which drops the oldest.
+    """
+    merged: asyncio.Queue[tuple[int, Watched] | None] = asyncio.Queue(maxsize=1)
+    readers = [
+        asyncio.create_task(_read(number, each, seconds, merged))
+        for number, each in enumerate(timelines)
+    ]
+    left = len(readers)
+    try:
+        while left:
+            batch = await merged.get()
+            if batch is None:
+                left -= 1
+            else:
+                yield batch
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    number: int,
+    timeline: TimelineWatch,
+    seconds: float | None,
+    merged: asyncio.Queue[tuple[int, Watched] | None],
+) -> None:
+    async with aclosing(timeline.batches(seconds)) as batches:
+        async for batch in batches:
+            await merged.put((number, batch))
+    await merged.put(None)
+
+
+# ---------------------------------------------------------------- group
+
+# The engines of a server.
 
 _READY = EngineState.READY  # looking up a member of an enum is slow
 _STANDING = (
@@ -75,7 +253,7 @@ class EngineGroup:
 
     @property
     def state(self) -> EngineState:
-        """Of the best engine: the server serves while one does."""
+        """Return the state of the best engine: the server serves while one does."""
         return self._best.state
 
     @property

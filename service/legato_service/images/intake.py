@@ -1,22 +1,307 @@
-"""Intake of images."""
+"""Intake of images: headers, pixel layouts, quotas, held uploads."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
+import secrets
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import structlog
 from legato.v1 import media_pb2
-from legato_engine.core.images import BlobRef, CachedImage, EncodedImage, ImageSource, RawImage
-from legato_engine.errors import ImageTooLarge, InvalidField
-from legato_engine.shm.blob_store import BlobStore, BlobWriter
+from legato_engine.client.monitor import EngineState
+from legato_engine.errors import (
+    ImageNotFound,
+    ImageTooLarge,
+    ImageUndecodable,
+    InvalidField,
+    InvalidRequest,
+    LegatoError,
+    Unavailable,
+)
+from legato_engine.images import raw
+from legato_engine.images.headers import inspect
+from legato_engine.images.memory import ByteQuota
+from legato_engine.ipc.messages import HoldImage
+from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
+from legato_engine.types import (
+    BlobRef,
+    CachedImage,
+    EncodedImage,
+    ImageSource,
+    PixelFormat,
+    RawImage,
+    RequestKey,
+)
 
-from legato_service.access.method_scopes import SHARED_IMAGES
+from legato_service.access.principal import SHARED_IMAGES
+from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.errors import Forbidden, SharedMemoryRefused
-from legato_service.images.headers import file_type
-from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
-from legato_service.images.pixel_quota import take_pixels
 from legato_service.rpc.call import CURRENT
+
+
+def take_pixels(width: int, height: int) -> None:
+    """Count a new image, once its size is known and before it is read further.
+
+    Raises:
+        QuotaExceeded: the call's credential has sent too many pixels.
+    """
+    rpc = CURRENT.get(None)
+    if rpc is not None and rpc.principal is not None:
+        rpc.principal.take_pixels(width * height)
+
+
+# ---------------------------------------------------------------- headers
+
+# The type of an image file, from its header.
+
+FileFields = tuple[str, str]
+"""The request's fields with the bytes of a file and with their stated type."""
+
+
+def file_type(
+    data: bytes | memoryview, stated: str, *, max_bytes: int, max_pixels: int, fields: FileFields
+) -> str:
+    """Check an image file's header against the limits; return its MIME type.
+
+    `stated` is the type according to the client, or empty.
+
+    Raises:
+        ImageUndecodable: the header is malformed, or of another type than stated.
+        ImageTooLarge: the file is over a limit that its header shows.
+        QuotaExceeded: the caller has sent too many pixels.
+    """
+    try:
+        header = inspect(data, max_pixels=max_pixels, max_bytes=max_bytes)
+    except InvalidRequest as error:
+        error.metadata["field"] = fields[0]
+        raise
+    if stated and stated.lower() != header.mime_type:
+        raise ImageUndecodable(
+            f"the bytes are {header.mime_type}",
+            field=fields[1],
+            stated=stated,
+            actual=header.mime_type,
+        )
+    take_pixels(header.width, header.height)
+    return header.mime_type
+
+
+# ---------------------------------------------------------------- pixel layout
+
+# Raw pixels.
+
+_FORMATS = {
+    media_pb2.PIXEL_FORMAT_RGB8: PixelFormat.RGB8,
+    media_pb2.PIXEL_FORMAT_BGR8: PixelFormat.BGR8,
+    media_pb2.PIXEL_FORMAT_RGBA8: PixelFormat.RGBA8,
+    media_pb2.PIXEL_FORMAT_BGRA8: PixelFormat.BGRA8,
+    media_pb2.PIXEL_FORMAT_MONO8: PixelFormat.MONO8,
+    media_pb2.PIXEL_FORMAT_NV12: PixelFormat.NV12,
+    media_pb2.PIXEL_FORMAT_YUYV: PixelFormat.YUYV,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """The shape of raw pixels."""
+
+    width: int
+    height: int
+    row_stride: int
+    format: PixelFormat
+
+    @property
+    def num_bytes(self) -> int:
+        return raw.num_bytes(self.format, self.width, self.height, self.row_stride)
+
+
+def read_layout(message: media_pb2.PixelLayout, field: str) -> Layout:
+    if message.format not in _FORMATS:
+        known = ", ".join(pixel_format.name for pixel_format in PixelFormat)
+        raise InvalidField(f"must be one of {known}", field=f"{field}.format")
+    pixel_format = _FORMATS[message.format]
+    stride = message.row_stride_bytes or raw.row_bytes(pixel_format, message.width)
+    try:
+        raw.check_layout(pixel_format, message.width, message.height, stride)
+    except InvalidField as error:
+        error.metadata["field"] = f"{field}.{error.metadata['field']}"
+        raise
+    return Layout(message.width, message.height, stride, pixel_format)
+
+
+def check_size(actual: int, limit: int, unit: str, field: str) -> None:
+    if actual > limit:
+        raise ImageTooLarge(
+            f"the image has {actual} {unit}, the limit is {limit}",
+            field=field,
+            limit=limit,
+            actual=actual,
+            unit=unit,
+        )
+
+
+def check_complete(layout: Layout, actual: int, field: str) -> None:
+    if actual < layout.num_bytes:
+        raise ImageUndecodable(
+            f"{layout.num_bytes} bytes needed, {actual} given",
+            field=field,
+            limit=layout.num_bytes,
+            actual=actual,
+        )
+
+
+# ---------------------------------------------------------------- held uploads
+
+# The bytes of uploads that engines hold, for another engine.
+
+log = structlog.get_logger("legato.service")
+
+Key = tuple[str, str, str]
+"""Tenant, image id, owner."""
+
+_EMPTY = (EngineState.LOST, EngineState.STARTING)  # an engine that holds nothing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hold:
+    """Lease of a held image: for `ttl` seconds, within an owner's `quota_bytes`."""
+
+    engine: Engine
+    ttl: float
+    quota_bytes: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _HeldUpload:
+    """`engine` holds the image while its process is that of `pid`."""
+
+    blob: KeptBlob
+    format: ImageFormat
+    quota_bytes: int
+    engine: Engine
+    pid: int
+    end: asyncio.TimerHandle
+
+    @property
+    def is_lost(self) -> bool:
+        return self.engine.state in _EMPTY or self.engine.pid != self.pid
+
+
+class HeldUploads:
+    """Keeps what this process uploaded for the length of its hold. Belongs to one event loop.
+
+    Holds end with their engine. Another one, or the next, is asked to hold the images again, one
+    after another, and requests that name one meanwhile bring its bytes. The bytes count against
+    `quota`, as those of uploads in progress.
+    """
+
+    def __init__(self, engines: EngineGroup, quota: ByteQuota) -> None:
+        self._engines = engines
+        self._quota = quota
+        self._held: dict[Key, _HeldUpload] = {}
+        self._owners: dict[tuple[str, str], set[Key]] = {}  # by tenant and image id
+        self._holding: asyncio.Task[None] | None = None
+        self._being_held: dict[Key, asyncio.Event] = {}
+        engines.subscribe(self._on_state)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def keep(self, blob: KeptBlob, image_format: ImageFormat, hold: Hold, key: Key) -> None:
+        """Take over the blob and its quota."""
+        self.drop(key)
+        end = asyncio.get_running_loop().call_later(hold.ttl, self.drop, key)
+        pid = hold.engine.pid
+        self._held[key] = _HeldUpload(blob, image_format, hold.quota_bytes, hold.engine, pid, end)
+        self._owners.setdefault(key[:2], set()).add(key)
+
+    def drop(self, key: Key) -> bool:
+        """Return whether it was kept for an engine that is gone."""
+        held = self._held.pop(key, None)
+        if held is None:
+            return False
+        owners = self._owners[key[:2]]
+        owners.remove(key)
+        if not owners:
+            del self._owners[key[:2]]
+        held.end.cancel()
+        held.blob.close()
+        self._quota.release(key[2], held.blob.size)
+        return held.is_lost
+
+    async def settled(self, key: Key) -> None:
+        """Wait while the next engine is being asked to hold it; only then can it be let go."""
+        if (asked := self._being_held.get(key)) is not None:
+            await asked.wait()
+
+    def restage(self, tenant: str, image_id: str) -> functools.partial[ImageSource] | None:
+        """Return a function that stages the bytes of an image for an engine without it.
+
+        It raises `ImageNotFound` while the engine that held the image runs: then the hold has
+        ended.
+        """
+        key = next(iter(self._owners.get((tenant, image_id), ())), None)
+        return None if key is None else functools.partial(self._stage, self._held[key], image_id)
+
+    def close(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+        for key in list(self._held):
+            self.drop(key)
+
+    @staticmethod
+    def _stage(held: _HeldUpload, image_id: str, blobs: BlobStore) -> ImageSource:
+        if not held.is_lost or held.blob.closed:
+            raise ImageNotFound("no image with this id is held", resource=image_id)
+        return as_source(held.format, held.blob.publish(blobs))
+
+    # ------------------------------------------------------------ another engine
+
+    def _on_state(self, state: EngineState) -> None:
+        lost = any(held.is_lost for held in self._held.values())
+        idle = self._holding is None or self._holding.done()
+        if state is EngineState.READY and lost and idle:
+            self._holding = asyncio.create_task(self._hold_again(), name="hold again")
+
+    async def _hold_again(self) -> None:
+        for key, held in list(self._held.items()):
+            if self._held.get(key) is not held or not held.is_lost:
+                continue
+            make = functools.partial(self._command, key, held)
+            asked = self._being_held[key] = asyncio.Event()
+            try:
+                engine = (await self._engines.hold(make)).engine
+            except Unavailable:
+                return  # the next `READY` begins again
+            except LegatoError as error:
+                log.warning("upload_not_held_again", image_id=key[1], reason=str(error))
+                self.drop(key)
+            else:
+                held.engine, held.pid = engine, engine.pid
+            finally:
+                del self._being_held[key]
+                asked.set()
+
+    @staticmethod
+    def _command(key: Key, held: _HeldUpload, blobs: BlobStore) -> HoldImage:
+        tenant, _, owner = key
+        left = held.end.when() - asyncio.get_running_loop().time()
+        return HoldImage(
+            request_id=RequestKey(f"!{secrets.token_hex(8)}", tenant),  # no caller's id
+            image=as_source(held.format, held.blob.publish(blobs)),
+            owner=owner,
+            ttl=max(left, 0.0),
+            quota_bytes=held.quota_bytes,
+        )
+
+
+# ---------------------------------------------------------------- intake
+
+# Intake of images.
 
 ImageFormat = str | Layout
 """The MIME type of a file, or the layout of raw pixels."""

@@ -21,10 +21,16 @@ from legato_engine.shm.blob_store import BlobStore, BlobWriter, blob_folder
 
 from legato_service.config import ServiceConfig
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
-from legato_service.images.headers import file_type
-from legato_service.images.intake import ReadShared, StagedImage
-from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
-from legato_service.images.pixel_quota import take_pixels
+from legato_service.images.intake import (
+    Layout,
+    ReadShared,
+    StagedImage,
+    check_complete,
+    check_size,
+    file_type,
+    read_layout,
+    take_pixels,
+)
 
 HEADER_SIZE = 64
 """Bytes of a slot's header, which precedes the content; content begins at a multiple of it."""

@@ -9,14 +9,19 @@ from contextlib import closing, contextmanager
 
 from legato.v1 import image_pb2
 from legato_engine.errors import ImageUndecodable, InvalidField
-from legato_engine.images.quota import ByteQuota
+from legato_engine.images.memory import ByteQuota
 from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
 
-from legato_service.convert import fields
-from legato_service.images.headers import file_type
-from legato_service.images.intake import ImageFormat
-from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
-from legato_service.images.pixel_quota import take_pixels
+from legato_service.convert import skills
+from legato_service.images.intake import (
+    ImageFormat,
+    Layout,
+    check_complete,
+    check_size,
+    file_type,
+    read_layout,
+    take_pixels,
+)
 
 CHUNK = "chunk"
 _INLINE_BYTES = 1024 * 1024  # up to here written on the event loop
@@ -81,7 +86,7 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
 def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
     if not header.HasField("ttl"):
         return limits.ttl
-    return min(fields.seconds(header.ttl), limits.max_ttl)
+    return min(skills.seconds(header.ttl), limits.max_ttl)
 
 
 class Upload:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_engine.core.results import SKILL_OF_RESULT
-from legato_engine.ipc.figures import SECONDS_BOUNDS
+from legato_engine.ipc.messages import SECONDS_BOUNDS
+from legato_engine.types import SKILL_OF_RESULT
 
 from legato_service.metrics.catalogue import CALL_BOUNDS, TOKEN_BOUNDS
 from legato_service.metrics.snapshot import Histogram, Snapshot

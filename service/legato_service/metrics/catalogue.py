@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from legato_engine.ipc.figures import SECONDS_BOUNDS
+from legato_engine.ipc.messages import SECONDS_BOUNDS
 
 
 class Kind(enum.StrEnum):
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
 
     @property
     def adds_up(self) -> bool:
-        """Whether it only grows, so that dead processes still count."""
+        """Return whether the metric only grows, so that dead processes still count."""
         return self.kind in (Kind.COUNTER, Kind.HISTOGRAM)
 
 

@@ -1,25 +1,196 @@
-"""The metrics of this process."""
+"""Collection of a process's metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import platform
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from legato_engine import log_sink
+from legato_engine.client.monitor import EngineState
+from legato_engine.ipc.messages import Durations, Load, PipelineStats, StepTotals
 
 from legato_service.config import ServiceConfig
+from legato_service.engine import Engine
 from legato_service.engines.group import EngineGroup
-from legato_service.metrics import aliases, catalogue, engine, process_usage
+from legato_service.metrics import catalogue
+from legato_service.metrics import snapshot as aliases
 from legato_service.metrics.calls import CallMetrics
-from legato_service.metrics.catalogue import CALL_BOUNDS
-from legato_service.metrics.exposition import Exposition, render
-from legato_service.metrics.loop_lag import LoopLag
-from legato_service.metrics.snapshot import Histogram, Snapshot
+from legato_service.metrics.catalogue import CALL_BOUNDS, LAG_BOUNDS
+from legato_service.metrics.snapshot import Bins, Exposition, Histogram, Snapshot, render
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
-from legato_service.session.registry import SessionRegistry
+from legato_service.session.session import SessionRegistry
 from legato_service.version import version
+
+_KINDS = ("encode", "prefill", "decode", "refine")
+_PARTS = ("forward", "sampling", "bookkeeping", "wait", "idle", "blocking", "step")
+
+
+def write_engine(snapshot: Snapshot, engine: Engine) -> None:
+    """Counters begin anew with each engine process."""
+    number = str(engine.number)
+    for state in EngineState:
+        snapshot.add("legato_engine_state", float(engine.state is state), number, state.value)
+    snapshot.add("legato_engine_restarts", engine.restarts, number)
+    age = time.monotonic() - engine.last_heartbeat
+    snapshot.add("legato_engine_heartbeat_age_seconds", max(0.0, age), number)
+    snapshot.add("legato_engine_estimated_wait_seconds", engine.estimated_wait, number)
+    snapshot.add("legato_engine_steps", engine.step, number)
+    model = engine.model
+    if model is not None:
+        labels = (model.name, model.device, model.dtype, model.kv_dtype)
+        snapshot.add("legato_model", 1, number, *labels)
+        snapshot.add("legato_engine_requests_limit", model.max_running, number)
+        snapshot.add("legato_engine_queue_limit", model.max_waiting, number)
+    _write_load(snapshot, engine.load, number)
+    _write_steps(snapshot, engine.step_totals, number)
+    _write_decode_steps(snapshot, engine.load.decode_steps, number)
+    images = engine.image_totals
+    snapshot.add("legato_images_decoded", images.decoded, number)
+    snapshot.add("legato_image_cache_hits", images.found, number)
+    snapshot.add("legato_image_cache_queries", images.found + images.decoded, number)
+    snapshot.add("legato_image_cache_bytes", images.cached_bytes, number)
+    snapshot.add("legato_image_held_bytes", images.held_bytes, number)
+
+
+def _write_load(snapshot: Snapshot, load: Load, number: str) -> None:
+    snapshot.add("legato_engine_requests_running", load.running, number)
+    snapshot.add("legato_engine_requests_waiting", load.waiting, number)
+    snapshot.add("legato_engine_launches_in_flight", load.inflight, number)
+    snapshot.add("legato_kv_pages_used", load.pages_used, number)
+    snapshot.add("legato_kv_pages_cached", load.prefix_pages, number)
+    snapshot.add("legato_kv_pages_limit", load.pages_total, number)
+    snapshot.add("legato_adapter_slots_used", load.adapters_used, number)
+    snapshot.add("legato_images_cached", load.images_cached, number)
+    kv = load.kv
+    found = kv.found_tokens if kv else 0
+    snapshot.add("legato_prefix_cache_hits", found, number)
+    snapshot.add("legato_prefix_cache_queries", found + (kv.computed_tokens if kv else 0), number)
+    snapshot.add("legato_preemptions", kv.preemptions if kv else 0, number)
+    snapshot.add("legato_recomputed_tokens", kv.recomputed_tokens if kv else 0, number)
+
+
+def _write_steps(snapshot: Snapshot, totals: StepTotals, number: str) -> None:
+    for kind in _KINDS:
+        snapshot.add("legato_engine_launches", totals.launches.get(kind, 0), number, kind)
+    snapshot.add("legato_engine_tokens", totals.tokens, number)
+    _write_durations(snapshot, "legato_engine_step_seconds", totals.step_times, number)
+    _write_durations(snapshot, "legato_inter_token_seconds", totals.token_gaps, number)
+    snapshot.add("legato_engine_decode_seconds", totals.decode_seconds, number)
+    snapshot.add("legato_engine_device_idle_seconds", totals.idle_seconds, number)
+    snapshot.add("legato_draft_tokens", totals.drafted, number)
+    snapshot.add("legato_draft_tokens_accepted", totals.accepted, number)
+    for size, count in totals.blocks.items():
+        snapshot.add("legato_draft_blocks", count, number, str(size))
+
+
+def _write_durations(snapshot: Snapshot, name: str, durations: Durations, number: str) -> None:
+    snapshot.bins.append(Bins(name, (number,), list(durations.counts), durations.total))
+
+
+def _write_decode_steps(snapshot: Snapshot, steps: PipelineStats | None, number: str) -> None:
+    for part in _PARTS:
+        milliseconds = getattr(steps, f"{part}_ms") if steps else 0.0
+        snapshot.add("legato_engine_step_part_seconds", milliseconds / 1000, number, part)
+    snapshot.add("legato_engine_batch_rows", steps.rows if steps else 0.0, number)
+    predicted = steps.predicted_gain if steps else 0.0
+    snapshot.add("legato_pipeline_predicted_gain_ratio", predicted, number)
+    observed = steps.observed_gain if steps else 0.0
+    snapshot.add("legato_pipeline_observed_gain_ratio", observed, number)
+
+
+# ---------------------------------------------------------------- process usage
+
+# Memory, CPU time and open files of a process, from /proc.
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_USER, _SYSTEM, _RESIDENT = 11, 12, 21  # fields of `stat` after the name
+
+
+class ProcessUsage(NamedTuple):
+    """Bytes, seconds, and a count."""
+
+    resident: int
+    cpu: float
+    open_files: int
+
+
+def usage(pid: int) -> ProcessUsage | None:
+    """Return the process's usage, or None if it does not exist."""
+    folder = Path("/proc") / str(pid)
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        open_files = len(os.listdir(folder / "fd"))
+    except OSError:
+        return None
+    cpu = (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK
+    return ProcessUsage(int(fields[_RESIDENT]) * _PAGE, cpu, open_files)
+
+
+def write_process_usage(snapshot: Snapshot, name: str, pid: int) -> None:
+    found = usage(pid)
+    if found is not None:
+        snapshot.add("legato_process_resident_memory_bytes", found.resident, name)
+        snapshot.add("legato_process_cpu_seconds", found.cpu, name)
+        snapshot.add("legato_process_open_fds", found.open_files, name)
+
+
+# ---------------------------------------------------------------- loop lag
+
+# The lag of the event loop.
+
+PERIOD = 0.02  # seconds: a stall of 50 ms cannot pass between two looks
+WINDOW = 30.0  # seconds
+
+
+class LoopLag:
+    """Measures how late a timer runs. `tick` is called each time."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self.histogram = Histogram(LAG_BOUNDS)
+        self._tick = tick
+        self._timer: asyncio.TimerHandle | None = None
+        self._longest = self._longest_before = 0.0  # in this window, and in the one before it
+        self._window_ends = -math.inf
+
+    @property
+    def longest_stall(self) -> float:
+        """Seconds of the longest stall of the last half to whole minute, less up to `PERIOD`."""
+        return max(self._longest, self._longest_before)
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + PERIOD
+        self._timer = loop.call_at(due, self._measure, loop, due)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _measure(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        now = loop.time()
+        lag = max(0.0, now - due)
+        if now >= self._window_ends:
+            is_next = now < self._window_ends + WINDOW
+            self._longest_before = self._longest if is_next else 0.0
+            self._longest = 0.0
+            self._window_ends = now + WINDOW
+        self._longest = max(self._longest, lag)
+        self.histogram.add(lag)
+        self._tick()
+        self.start()
+
+
+# ---------------------------------------------------------------- collector
+
+# The metrics of this process.
 
 
 class Collector:
@@ -72,9 +243,9 @@ class Collector:
         if self._number == 0:
             self._write_build(snapshot)
             for each in self._engines.members:
-                engine.write(snapshot, each)
+                write_engine(snapshot, each)
                 if each.pid:
-                    process_usage.write(snapshot, f"engine-{each.number}", each.pid)
+                    write_process_usage(snapshot, f"engine-{each.number}", each.pid)
         return snapshot
 
     async def exposition(self, accept: str = "") -> Exposition:
@@ -111,7 +282,7 @@ class Collector:
         snapshot.add("legato_log_lines_dropped", log_sink.lines_dropped())
         for files, count in self._reload_failures().items():
             snapshot.add("legato_access_reload_failures", count, files)
-        process_usage.write(snapshot, process, os.getpid())
+        write_process_usage(snapshot, process, os.getpid())
 
     def _take_frame_ages(self) -> None:
         ages = self._sessions.totals.ages

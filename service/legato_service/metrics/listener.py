@@ -13,7 +13,7 @@ from email.policy import HTTP
 
 import structlog
 
-from legato_service.metrics.exposition import Exposition
+from legato_service.metrics.snapshot import Exposition
 
 PATH = "/metrics"
 MAX_CONNECTIONS = 16

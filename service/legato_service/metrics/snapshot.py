@@ -1,11 +1,30 @@
-"""Numbers of one process at one moment, which add up over processes."""
+"""Metric values of a process and their text formats."""
 
 from __future__ import annotations
 
+import asyncio
 import bisect
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
+from legato_engine.types import FinishReason
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from legato_service.metrics import catalogue
+from legato_service.metrics.catalogue import Kind
 
 Labels = tuple[str, ...]
 """Values of a metric's labels, in the order of its `catalogue` entry."""
@@ -96,3 +115,140 @@ def regrouped(bins: Iterable[Bins], name: str, labels: Iterable[Labels]) -> list
 def _sum(one: Bins, other: Bins) -> Bins:
     counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
     return Bins(one.name, one.labels, counts, one.total + other.total)
+
+
+# ---------------------------------------------------------------- exposition
+
+# Metrics as text, in the formats of Prometheus.
+
+_OPENMETRICS = "application/openmetrics-text"
+_END = b"# EOF\n"  # of OpenMetrics
+
+
+class Exposition(NamedTuple):
+    """A text and its format, as HTTP's Content-Type names it."""
+
+    text: bytes
+    content_type: str
+
+
+class _One(Collector):
+    """A family as what the encoders of prometheus_client take."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)
+
+
+async def render(
+    snapshot: Snapshot, metrics: Iterable[catalogue.Metric], accept: str = ""
+) -> Exposition:
+    """Write the `metrics` of a snapshot; `accept` is as HTTP's header.
+
+    The event loop gets its turn after each family, because a whole text takes milliseconds.
+    """
+    encode, content_type = choose_encoder(accept)
+    if content_type.startswith(_OPENMETRICS):
+        # All names are valid as they are; its other escapings replace the colons of samples.
+        encode = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
+    values: dict[str, list[Value]] = {}
+    bins: dict[str, list[Bins]] = {}
+    for value in snapshot.values:
+        values.setdefault(value.name, []).append(value)
+    for each in snapshot.bins:
+        bins.setdefault(each.name, []).append(each)
+    parts: list[bytes] = []
+    end = b""
+    for metric in metrics:
+        for family in _families(metric, values.get(metric.name, []), bins.get(metric.name, [])):
+            text = encode(_One(family))
+            end = _END if text.endswith(_END) else b""
+            parts.append(text.removesuffix(_END))
+            await asyncio.sleep(0)
+    return Exposition(b"".join((*parts, end)), content_type)
+
+
+def _families(metric: catalogue.Metric, values: list[Value], bins: list[Bins]) -> Iterator[Metric]:
+    names = metric.labels
+    if metric.kind is Kind.HISTOGRAM:
+        yield _histogram(metric, bins)
+        return
+    family: CounterMetricFamily | GaugeMetricFamily
+    if metric.kind is Kind.INFO:
+        info = InfoMetricFamily(metric.name, metric.help)
+        for each in values:
+            info.add_metric((), dict(zip(names, each.labels, strict=True)))
+        yield info
+        return
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=names)
+    for each in values:
+        family.add_metric(each.labels, each.value)
+    yield family
+
+
+def _histogram(metric: catalogue.Metric, bins: list[Bins]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
+    for each in bins:
+        counts = itertools.accumulate(each.counts)
+        family.add_metric(each.labels, list(zip(bounds, counts, strict=True)), each.total)
+    return family
+
+
+# ---------------------------------------------------------------- aliases
+
+# Metrics under the names of OpenTelemetry and of vLLM, made of Legato's own.
+
+PROVIDER = "legato"
+_ENGINE = "0"
+_FINISHED_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.MAX_OBJECTS: "length",
+    FinishReason.CANCELLED: "abort",
+}
+
+
+def add_gen_ai(snapshot: Snapshot, model: str) -> None:
+    """One series per skill."""
+    for metric in catalogue.GEN_AI:
+        found = list(_bins(snapshot, metric.repeats))
+        labels: list[Labels] = [(each.labels[0], PROVIDER, model) for each in found]
+        snapshot.bins += regrouped(found, metric.name, labels)
+
+
+def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
+    """One series per metric."""
+    labels = (model, _ENGINE)
+    used, limit = (snapshot.total(f"legato_kv_pages_{each}") for each in ("used", "limit"))
+    snapshot.add("vllm:kv_cache_usage_perc", used / limit if limit else 0.0, *labels)
+    snapshot.add("vllm:cache_config_info", 1, str(page_size), f"{limit:.0f}", _ENGINE)
+    corrupted = sum(
+        each.value
+        for each in snapshot.values
+        if each.name == "legato_rpcs" and each.labels[2] == "NUMERIC"
+    )
+    snapshot.add("vllm:corrupted_requests", corrupted, *labels)
+    _add_successes(snapshot, labels)
+    for metric in catalogue.VLLM:
+        if metric.kind is catalogue.Kind.HISTOGRAM:
+            found = list(_bins(snapshot, metric.repeats))
+            snapshot.bins += regrouped(found, metric.name, [labels] * len(found))
+        elif metric.repeats:
+            snapshot.add(metric.name, snapshot.total(metric.repeats), *labels)
+
+
+def _add_successes(snapshot: Snapshot, labels: Labels) -> None:
+    counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
+    for each in snapshot.values:
+        if each.name == "legato_requests":
+            counts[_FINISHED_REASONS[FinishReason(each.labels[2])]] += each.value
+    for reason, count in counts.items():
+        snapshot.add("vllm:request_success", count, *labels, reason)
+
+
+def _bins(snapshot: Snapshot, name: str) -> Iterator[Bins]:
+    return (each for each in snapshot.bins if each.name == name)

@@ -1,48 +1,108 @@
-"""The path of a request: admit, submit, follow."""
+"""Dispatch of requests: admit, submit, follow."""
 
 from __future__ import annotations
 
 import functools
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, closing
 from typing import Protocol
 
 import msgspec
+import structlog
+from legato.v1 import task_pb2
 from legato_engine.client.request_stream import Restage, StreamOutput
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason
 from legato_engine.errors import (
     AdapterNotFound,
+    AdapterUnusable,
+    Busy,
     DeadlineExceeded,
     DeadlineUnreachable,
     EngineStarting,
+    ImageNotFound,
+    ImageTooLarge,
+    ImageUndecodable,
     InternalError,
     InvalidField,
+    LegatoError,
     ModelNotFound,
     Preempted,
+    Unavailable,
 )
 from legato_engine.ipc.messages import Done, ModelInfo, Started
+from legato_engine.types import CachedImage, FinishReason, QueryTask, Request, RequestKey, TaskSpec
 
+from legato_service.convert import responses
 from legato_service.engine import Engine, Stream
-from legato_service.engines.group import EngineGroup
-from legato_service.images.held_uploads import HeldUploads
-from legato_service.images.intake import CheckedImage, ImageIntake, NewImage, stage
-from legato_service.requests import affinity
-from legato_service.requests.deadlines import Deadlines
-from legato_service.requests.registry import ActiveRequest, RequestRegistry
+from legato_service.engines.group import EngineGroup, Key, image_key
+from legato_service.errors import failure
+from legato_service.images.intake import (
+    CheckedImage,
+    HeldUploads,
+    ImageIntake,
+    InlineImage,
+    NewImage,
+    StagedImage,
+    stage,
+)
+from legato_service.requests.registry import ActiveRequest, Deadlines, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.reusable_timeout import ReusableTimeout
+
+PREFIX = 256
+"""Characters of text that prompts must share for their prefix to be worth a choice of engine."""
+
+_PART = 512  # bytes of an image, of its beginning, middle and end
+
+
+def keys_of(request: Request, image: CheckedImage) -> tuple[Key, ...]:
+    """The most valuable first: image or prefix, the other parts of its call or session, adapter."""
+    return tuple(_keys(request, image))
+
+
+def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
+    """Equal for equal images, and hardly ever for others: hashing all bytes would cost more."""
+    middle = len(data) // 2
+    parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
+    return "bytes", tenant, len(data), hash(tuple(map(bytes, parts)))
+
+
+def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
+    tenant = request.tenant
+    match image:
+        case CachedImage():
+            yield image_key(tenant, image.image_id)
+        case InlineImage() if request.cache_image:
+            yield bytes_key(tenant, image.data)
+        case StagedImage() if request.cache_image:
+            yield bytes_key(tenant, image.writer.view())
+        case None if len(prefix := _prefix(request.task)) == PREFIX:
+            yield "prefix", tenant, request.adapter, hash(prefix)
+    if request.request_id.part:
+        yield "call", tenant, request.request_id.caller_id
+    if request.adapter:
+        yield "adapter", request.adapter
+
+
+def _prefix(task: TaskSpec) -> str:
+    """The beginning of a prompt without an image."""
+    if not isinstance(task, QueryTask):
+        return ""
+    first = task.history[0].question if task.history else task.question
+    return f"{task.system}\n{first}"[:PREFIX]
+
+
+# ---------------------------------------------------------------- dispatcher
+
+# The path of a request: admit, submit, follow.
 
 
 class CallContext(Protocol):
     """The context of an RPC, or of several that share one run."""
 
     def time_remaining(self) -> float | None:
-        """None without a deadline."""
+        """Return the remaining time, or None without a deadline."""
         ...
 
 
@@ -192,7 +252,7 @@ class Dispatcher:
     def _engine_for(self, request: Request, image: CheckedImage, *, has_bytes: bool) -> Engine:
         if len(self._engines.members) == 1:
             return self._engines.members[0]
-        keys = affinity.keys_of(request, image)
+        keys = keys_of(request, image)
         return self._engines.route(keys, has_bytes=has_bytes)
 
 
@@ -264,3 +324,38 @@ def _record(done: Done) -> None:
     if rpc.on_done is not None:
         rpc.on_done(rpc, done)
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))
+
+
+# ---------------------------------------------------------------- shared image
+
+# Several tasks on one image.
+
+log = structlog.get_logger("legato.rpc")
+
+SHARED_FAILURES = (
+    AdapterNotFound,
+    AdapterUnusable,
+    Busy,
+    DeadlineExceeded,
+    ImageNotFound,
+    ImageTooLarge,
+    ImageUndecodable,
+    Preempted,
+    Unavailable,
+)
+"""Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
+
+
+def cached_image(started: Started) -> CachedImage | None:
+    """The first task to start carries the image's bytes; the later ones refer to this."""
+    image = started.image
+    return CachedImage(image_id=image.image_id) if image and image.image_id else None
+
+
+def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
+    """The text of an internal error is only logged."""
+    if isinstance(outcome, Done):
+        return responses.task_result(task_id, outcome)
+    if isinstance(outcome, InternalError):
+        log.error("internal_error", request_id=request_id, exc_info=outcome)
+    return responses.task_error(task_id, failure(outcome, request_id).status)

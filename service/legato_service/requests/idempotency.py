@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import Message
-from legato_engine.core.request_key import RequestKey
+from legato_engine.types import RequestKey
 
 from legato_service.requests.dispatcher import CallContext
 from legato_service.requests.registry import duplicate

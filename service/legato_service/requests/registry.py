@@ -1,27 +1,74 @@
-"""The requests in flight."""
+"""Requests in flight and their deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import math
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import (
     AdapterUnusable,
+    DeadlineExceeded,
     Draining,
     ImageTooLarge,
     ImageUndecodable,
     LegatoError,
 )
+from legato_engine.types import RequestKey
 
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
-from legato_service.requests.deadlines import Deadlines
+
+RESOLUTION = 0.02  # seconds that a deadline may be late
+
+
+class Deadlines:
+    """Aborts streams with `DeadlineExceeded`. Needs a running event loop.
+
+    One timer fires at the earliest deadline, in `time.monotonic()` seconds. Most requests end long
+    before theirs, so a timer for each would cost more than the wait for its result.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Stream, float] = {}
+        self._fires_at = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, stream: Stream, deadline: float) -> None:
+        self._deadlines[stream] = deadline
+        if deadline < self._fires_at:
+            self._set_timer(deadline)
+
+    def forget(self, stream: Stream) -> None:
+        """Idempotent."""
+        self._deadlines.pop(stream, None)
+
+    def _set_timer(self, moment: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fires_at = moment
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, moment - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer, self._fires_at = None, math.inf
+        now = time.monotonic()
+        for stream in [stream for stream, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[stream]
+            stream.abort(DeadlineExceeded("the deadline passed"))
+        following = min(self._deadlines.values(), default=math.inf)
+        if following < math.inf:
+            self._set_timer(max(following, now + RESOLUTION))
+
+
+# ---------------------------------------------------------------- registry
+
+# The requests in flight.
 
 MAX_ENDED = 4096  # ended requests whose keys are kept
 

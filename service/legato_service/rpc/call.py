@@ -1,4 +1,4 @@
-"""The current RPC."""
+"""The current RPC: metadata, trace context, accounting."""
 
 from __future__ import annotations
 
@@ -7,16 +7,163 @@ import re
 import time
 from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
+import grpc
 import msgspec
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import Timings, Usage
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.ipc.messages import Done
+from legato_engine.types import RequestKey, Timings, Usage
 
-from legato_service.access.identifiers import IDENTIFIER
+from legato_service.access.credentials import IDENTIFIER
 from legato_service.access.principal import Principal
+from legato_service.errors import Forbidden
 from legato_service.rpc.gate import Place
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+# ---------------------------------------------------------------- trace context
+
+# W3C trace contexts.
+
+KEY = "traceparent"
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1  # flag
+
+
+class TraceParent(NamedTuple):
+    """The caller's span; ids are hex digits."""
+
+    trace_id: str
+    parent_id: str
+    sampled: bool
+
+
+def parse(traceparent: str) -> TraceParent | None:
+    """Return None when `traceparent` is malformed.
+
+    Versions above 00 may have more parts; version ff and all-zero ids are invalid.
+    """
+    match = _FORM.fullmatch(traceparent)
+    if match is None or not _is_valid(match):
+        return None
+    return TraceParent(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
+
+
+def trace_id(traceparent: str) -> str:
+    """Empty when `traceparent` is malformed."""
+    parent = parse(traceparent)
+    return parent.trace_id if parent is not None else ""
+
+
+def _is_valid(match: re.Match[str]) -> bool:
+    version, trace, span, _, rest = match.groups()
+    known = version != "00" or rest is None
+    return known and version != "ff" and trace.strip("0") != "" and span.strip("0") != ""
+
+
+# ---------------------------------------------------------------- metadata
+
+# The metadata of a call.
+#
+# Unknown keys are ignored. A malformed value raises `InvalidField` with the field
+# `metadata.<key>`,
+# except for keys that only observe: a malformed trace context is as none, as W3C asks.
+
+PRIORITY = "legato-priority"
+TENANT = "legato-tenant"
+CLIENT = "legato-client"
+REQUEST_ID = "x-request-id"
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
+MAX_CLIENT = 128  # characters
+
+_INTEGER = re.compile(r"-?[0-9]{1,3}")
+
+
+def read(call: Call) -> None:
+    """Move the call's metadata into its fields.
+
+    Raises:
+        InvalidField: a key was sent twice, or its value is malformed.
+        Forbidden: another tenant is named than the credential's.
+    """
+    seen: list[str] = []
+    metadata, call.metadata = call.metadata, ()
+    for key, value in metadata:
+        reader = _READERS.get(key)
+        if reader is None:
+            continue
+        if key not in seen and isinstance(value, str):
+            seen.append(key)
+            reader(call, value)
+        elif key not in _OBSERVING:
+            raise _malformed(key, "must be one value")
+
+
+def _priority(call: Call, value: str) -> None:
+    number = int(value) if _INTEGER.fullmatch(value) else MAX_PRIORITY + 1
+    if not MIN_PRIORITY <= number <= MAX_PRIORITY:
+        raise _malformed(PRIORITY, f"must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}")
+    call.priority = number
+
+
+def _tenant(call: Call, value: str) -> None:
+    """A credential has set its own tenant before, and permits no other."""
+    tenant = _identifier(TENANT, value)
+    if call.tenant and tenant != call.tenant:
+        raise Forbidden("the credential is of another tenant", field=f"metadata.{TENANT}")
+    call.tenant = tenant
+
+
+def _client(call: Call, value: str) -> None:
+    if len(value) > MAX_CLIENT:
+        raise _malformed(CLIENT, f"must have at most {MAX_CLIENT} characters")
+    call.client = value
+
+
+def _request_id(call: Call, value: str) -> None:
+    call.request_id = _identifier(REQUEST_ID, value)
+    call.is_named = True
+
+
+def _trace(call: Call, value: str) -> None:
+    call.trace_id = trace_id(value)
+    call.traceparent = value
+
+
+def _attempts(call: Call, value: str) -> None:
+    """Malformed counts are ignored: they are for the log only."""
+    if value.isascii() and value.isdigit():
+        call.previous_attempts = int(value)
+
+
+def _identifier(key: str, value: str) -> str:
+    if ID_FORM.fullmatch(value) is None:
+        raise _malformed(key, "must be 1 to 64 of A-Z a-z 0-9 . _ : -")
+    return value
+
+
+def _malformed(key: str, rule: str) -> InvalidField:
+    return InvalidField(f"metadata {key} {rule}", field=f"metadata.{key}")
+
+
+_OBSERVING = (KEY, "grpc-previous-rpc-attempts")
+"""They never fail a call; of several values the first counts."""
+
+_READERS: dict[str, Callable[[Call, str], None]] = {
+    PRIORITY: _priority,
+    TENANT: _tenant,
+    CLIENT: _client,
+    REQUEST_ID: _request_id,
+    KEY: _trace,
+    "grpc-previous-rpc-attempts": _attempts,
+}
+
+
+# ---------------------------------------------------------------- call
+
+# The current RPC.
 
 ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
@@ -126,3 +273,20 @@ def total(usages: Iterable[Usage]) -> Usage:
         image_tokens=image,
         reasoning_tokens=reasoning,
     )
+
+
+# ---------------------------------------------------------------- quota owner
+
+# The owner that quotas of image memory count for.
+
+
+def quota_owner(context: Context) -> str:
+    """The call's tenant, else the client's host."""
+    tenant = current().tenant
+    return f"tenant:{tenant}" if tenant else f"peer:{_host(context.peer())}"
+
+
+def _host(peer: str) -> str:
+    """Remove the port of `ipv4:10.0.0.7:5000` or `ipv6:[::1]:5000`."""
+    kind, _, address = peer.partition(":")
+    return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

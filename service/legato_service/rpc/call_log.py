@@ -10,10 +10,10 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 import structlog
-from legato_engine.core.results import FinishReason, TaskResult, Timings, Usage
 from legato_engine.ipc.messages import Done
+from legato_engine.types import FinishReason, TaskResult, Timings, Usage
 
-from legato_service.logs import configuration
+from legato_service import logs
 from legato_service.rpc.call import Call
 
 FLUSH_DELAY = 0.01  # seconds
@@ -99,7 +99,7 @@ class CallLog:
             requests, self._requests = self._requests, []
             for observer in self._observers:
                 observer.observe(ended, requests)
-        configuration.write(log.bind(), [_log_record(*each) for each in ended])
+        logs.write(log.bind(), [_log_record(*each) for each in ended])
 
     def close(self) -> None:
         """Write all records now, and later ones at once."""
@@ -107,7 +107,7 @@ class CallLog:
         self.flush()
 
 
-class _CallRecord(configuration.LogRecord, omit_defaults=True):
+class _CallRecord(logs.LogRecord, omit_defaults=True):
     """Names, times in milliseconds, and counts; never a prompt, an image or an answer."""
 
     request_id: str
@@ -141,7 +141,7 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
     return _CallRecord(
         "rpc_ended",
         "debug" if call.method.startswith(DEBUG_METHODS) else "info",
-        configuration.timestamp(ended_ns),
+        logs.timestamp(ended_ns),
         call.request_id,
         call.method,
         code,

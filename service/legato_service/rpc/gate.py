@@ -37,7 +37,7 @@ class Place(msgspec.Struct, eq=False):
         calls[tenant] = calls.get(tenant, 0) + 1
 
     def submitted(self) -> None:
-        """From here on the engine counts the call's requests."""
+        """Mark the call as submitted: the engine counts its requests now."""
         if not self.is_submitted:
             self.is_submitted = True
             self.gate.num_unsubmitted -= 1
@@ -55,7 +55,7 @@ class Place(msgspec.Struct, eq=False):
 
     @property
     def is_over_share(self) -> bool:
-        """Whether the tenant has at least its equal share of this process's calls."""
+        """Return whether the tenant has at least its equal share of this process's calls."""
         calls = self.gate.calls_by_tenant
         return calls.get(self.tenant or "", 0) * len(calls) >= sum(calls.values())
 
@@ -108,7 +108,7 @@ class Gate:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether `admits` has to decide about the newest call."""
+        """Return whether `admits` has to decide about the newest call."""
         return self.num_unsubmitted + self._engines.num_open > self._engines.capacity
 
     def admits(self, tenant: str, priority: int) -> bool:

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato_engine.client.monitor import EngineState
 
-from legato_service.rpc.context import Context
+from legato_service.rpc.call import Context
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -62,7 +62,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await changed.wait()
 
     def status(self, service: str) -> int:
-        """As of the last `update`."""
+        """Return the status as of the last `update`."""
         if service == LIVENESS:
             return SERVING
         if service not in self._services:

@@ -1,8 +1,4 @@
-"""RPC middleware: name each call, map its failure to a status, log how it ended.
-
-A client that goes away reaches its handler as CancelledError at an await, and an async generator is
-closed in its own task. CancelledError is always re-raised, because gRPC leaks memory otherwise.
-"""
+"""RPC middleware: naming, access, errors, logging."""
 
 from __future__ import annotations
 
@@ -11,13 +7,15 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from legato_engine.errors import (
     ClientTooSlow,
     InternalError,
+    InvalidRequest,
     LegatoError,
     NumericError,
     Poisoned,
@@ -26,16 +24,77 @@ from legato_engine.errors import (
 
 from legato_service.access.control import AccessControl
 from legato_service.access.credentials import Peer
-from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
-from legato_service.errors import Failure, failure
-from legato_service.rpc import metadata
-from legato_service.rpc.call import CURRENT, Call
+from legato_service.access.principal import NEEDS, UNKNOWN_METHOD, Need
+from legato_service.errors import Failure, MethodUnknown, failure
+from legato_service.rpc import call as metadata
+from legato_service.rpc import limits
+from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.context import Context
 from legato_service.rpc.gate import Gate, Trailers
-from legato_service.rpc.handlers import UNKNOWN, Handler, behaviour, reader
-from legato_service.rpc.metadata import REQUEST_ID
 from legato_service.rpc.reusable_timeout import ReusableTimeout
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
+    """Return the async function or generator that the handler runs."""
+    found: Any = (  # grpc types it for synchronous servers only
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    )
+    return cast("Callable[[Any, Context], Any]", found)
+
+
+def reader(handler: Handler) -> Callable[[Any], Any]:
+    """Returns what checks and parses a message, or reads a call's messages, for the handler.
+
+    With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
+    """
+    parse: Any = handler.request_deserializer  # `FromString` of a message's class
+    if parse is None:
+        return lambda received: received
+    kind = limits.kind_of(parse.__self__.DESCRIPTOR)
+
+    def message(data: bytes) -> Any:
+        try:
+            kind.check(data)
+        except InvalidRequest:
+            given = kind.request_id(data)
+            if ID_FORM.fullmatch(given):
+                CURRENT.get().adopt(given)  # as the handler would have
+            raise
+        try:
+            return parse(data)
+        except DecodeError:
+            raise InvalidRequest("the request is not a valid protobuf message") from None
+
+    async def messages(context: Context) -> AsyncIterator[Any]:
+        """Read by `read`: gRPC never frees its iterator of a call that is aborted, nor the last
+        message in it.
+        """
+        principal = CURRENT.get().principal
+        while (data := await context.read()) is not grpc.aio.EOF:
+            if principal is not None:
+                principal.check()
+            yield message(data)
+
+    return messages if handler.request_streaming else message
+
+
+async def _unimplemented(received: Any, context: Context) -> NoReturn:
+    raise MethodUnknown("this server does not have the method")
+
+
+UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
+"""Of methods that the server lacks."""
+
+
+# ---------------------------------------------------------------- middleware
+
+# RPC middleware: name each call, map its failure to a status, log how it ended.
+#
+# A client that goes away reaches its handler as CancelledError at an await, and an async
+# generator is
+# closed in its own task. CancelledError is always re-raised, because gRPC leaks memory otherwise.
 
 log = structlog.get_logger("legato.rpc")
 

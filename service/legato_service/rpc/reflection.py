@@ -14,7 +14,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
-from legato_service.rpc.context import Context
+from legato_service.rpc.call import Context
 
 SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 

@@ -7,20 +7,26 @@ import math
 from google.rpc import status_pb2
 from legato.v1 import inference_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import SKILL_OF_TASK
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
+from legato_engine.types import SKILL_OF_TASK, Request, RequestKey
 
-from legato_service.convert import fields, requests
-from legato_service.convert.event_stream import EventStream
-from legato_service.convert.response_info import duration, image_info
-from legato_service.requests.shared_image import task_result
-from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
-from legato_service.session.frame_planner import FrameRequest
-from legato_service.session.frame_tracks import fill_tracks
-from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
+from legato_service.convert import requests, skills
+from legato_service.convert.responses import duration, image_info
+from legato_service.convert.stream import EventStream
+from legato_service.requests.dispatcher import task_result
+from legato_service.session.core import (
+    Accepted,
+    Dropped,
+    DropReason,
+    Event,
+    FramePolicy,
+    GoAway,
+    Notice,
+    Result,
+    SessionSettings,
+)
+from legato_service.session.frames import FrameRequest, fill_tracks
 
 MAX_IN_FLIGHT = 8  # frames
 QUEUED_FRAMES = 8  # under EVERY_FRAME
@@ -46,7 +52,7 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
         raise InvalidField(
             f"{message.frame_policy} is not a frame policy", field="open.frame_policy"
         )
-    max_age = fields.seconds(message.max_frame_age)
+    max_age = skills.seconds(message.max_frame_age)
     policy = _POLICIES[message.frame_policy]
     in_flight = min(message.max_in_flight or 1, MAX_IN_FLIGHT)
     return SessionSettings(

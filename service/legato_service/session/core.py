@@ -1,33 +1,355 @@
-"""The rules of a session as a state machine: each frame gets exactly one outcome.
-
-The core neither waits nor reads a clock; `Session` reports what happened and when. The core orders
-its `Runner` at once; messages to the client leave through `next`.
-"""
+"""Rules of a session as a state machine: each frame gets exactly one outcome."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import math
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from legato_engine.errors import ClientTooSlow, SessionProtocol
+import msgspec
+from legato_engine.client.request_stream import merge_events
+from legato_engine.errors import ClientTooSlow, LegatoError, SessionProtocol
+from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
-from legato_service.session.frame import (
-    Accepted,
-    Dropped,
-    Event,
-    F,
-    Frame,
-    GoAway,
-    Notice,
-    Outcome,
-    Output,
-    Result,
-)
-from legato_service.session.frame_queue import FrameQueue
-from legato_service.session.send_queue import SendQueue
-from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
-from legato_service.session.totals import SessionTotals
+
+class FramePolicy(enum.Enum):
+    """Policy for frames that arrive faster than they are processed."""
+
+    LATEST_WINS = enum.auto()
+    EVERY_FRAME = enum.auto()
+    PREEMPT = enum.auto()
+
+
+class DropReason(enum.Enum):
+    """Reason that a frame was dropped or its tasks were stopped."""
+
+    SUPERSEDED = enum.auto()
+    TOO_OLD = enum.auto()
+    OVERLOADED = enum.auto()
+    CANCELLED = enum.auto()
+    GOING_AWAY = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Frame settings of a session.
+
+    `frame_credits` limits the waiting frames, and so those that a client may send before it knows
+    their fate. `response_credits` None is unlimited. `max_unsent_frames` limits the frames whose
+    results wait for credits. A client that grants none for `credit_timeout` meanwhile is
+    disconnected.
+    """
+
+    policy: FramePolicy = FramePolicy.LATEST_WINS
+    max_in_flight: int = 1
+    frame_credits: int = 2
+    max_frame_age: float = math.inf
+    response_credits: int | None = None
+    max_unsent_frames: int = 16
+    credit_timeout: float = 30.0
+
+
+# ---------------------------------------------------------------- frame
+
+# Frames, and the messages about them.
+
+Output = Queued | Started | Delta
+Outcome = Done | LegatoError | None
+"""How a task ended; None: it was stopped before it was submitted to the engine."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Frame:
+    """State of a frame. Only `SessionCore` changes the last four fields.
+
+    At `captured_at` the frame's age was zero, on the clock of the core's `now`.
+    """
+
+    sequence: int
+    task_ids: tuple[str, ...]  # at least one; empty ids may repeat
+    captured_at: float
+    must_run: bool = False
+
+    accepted: bool = dataclasses.field(default=False, init=False)
+    stopped: dict[int, DropReason] = dataclasses.field(default_factory=dict, init=False)  # by task
+    ended: set[int] = dataclasses.field(default_factory=set, init=False)  # tasks
+    num_sent: int = dataclasses.field(default=0, init=False)  # results handed to the writer
+
+    @property
+    def may_be_dropped(self) -> bool:
+        """Once a result was sent, the frame stays."""
+        return self.num_sent == 0 and not self.must_run
+
+
+F = TypeVar("F", bound=Frame)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """The server has the frame's bytes."""
+
+    sequence: int
+    frame_credits: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dropped:
+    """The frame gets no results."""
+
+    sequence: int
+    reason: DropReason
+    frame_credits: int
+    dropped_total: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GoAway:
+    """The server will end the session."""
+
+    time_left: float  # seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event(Generic[F]):
+    """An output of task `index`; a `Delta` has one event."""
+
+    frame: F
+    index: int
+    output: Output
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result(Generic[F]):
+    """Outcome of task `index`; `stopped` is set if the session stopped it."""
+
+    frame: F
+    index: int
+    outcome: Outcome
+    stopped: DropReason | None
+    last: bool  # of its frame
+
+
+Notice = Accepted | Dropped | GoAway
+"""Messages that need no credit."""
+
+
+# ---------------------------------------------------------------- capture clock
+
+# The age of frames on arrival, and when they were captured.
+
+
+class CaptureClock:
+    """Computes ages from capture times on the client's clock, in seconds and in order.
+
+    The clock is trusted as long as the least delay so far is at least 0 and below `max_age`.
+    Otherwise that delay counts as the difference of the clocks, and ages are relative to it.
+    """
+
+    def __init__(self, max_age: float) -> None:
+        self._max_age = max_age
+        self._least_delay = math.inf
+
+    def age(self, captured: float, now: float) -> float:
+        delay = now - captured
+        self._least_delay = min(self._least_delay, delay)
+        if 0 <= self._least_delay < self._max_age:
+            return delay
+        return delay - self._least_delay
+
+    def captured(self, now: float) -> float:
+        """The capture time of a frame without one: it is taken to have been as quick as any."""
+        return now - self._least_delay if math.isfinite(self._least_delay) else now
+
+
+# ---------------------------------------------------------------- frame queue
+
+# The queue of waiting frames.
+
+
+class FrameQueue(Generic[F]):
+    """Queue of at most `capacity` mandatory frames, plus droppable frames by policy.
+
+    EVERY_FRAME allows `capacity` frames of both kinds together; the other policies the newest
+    droppable frame.
+    """
+
+    def __init__(self, policy: FramePolicy, capacity: int) -> None:
+        self._policy = policy
+        self._capacity = capacity
+        self._frames: list[F] = []
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __iter__(self) -> Iterator[F]:
+        return iter(list(self._frames))
+
+    def __contains__(self, frame: object) -> bool:
+        return frame in self._frames
+
+    def put(self, frame: F) -> tuple[F, DropReason] | None:
+        """Return the frame to drop for the new one, perhaps itself."""
+        victim = self._victim(frame)
+        self._frames.append(frame)
+        if victim is not None:
+            self._frames.remove(victim[0])
+        return victim
+
+    def take(self) -> F:
+        return self._frames.pop(0)
+
+    def remove(self, frame: F) -> None:
+        self._frames.remove(frame)
+
+    def _victim(self, frame: F) -> tuple[F, DropReason] | None:
+        replaceable = [each for each in self._frames if not each.must_run]
+        if self._policy is FramePolicy.EVERY_FRAME:
+            if len(self._frames) < self._capacity:
+                return None
+            if frame.must_run and replaceable:
+                return replaceable[-1], DropReason.OVERLOADED
+            return frame, DropReason.OVERLOADED
+        if frame.must_run and len(self._frames) - len(replaceable) >= self._capacity:
+            return frame, DropReason.OVERLOADED
+        return (replaceable[0], DropReason.SUPERSEDED) if replaceable else None
+
+
+# ---------------------------------------------------------------- totals
+
+# Counts over all sessions of a process.
+
+MAX_AGES = 4096
+"""Ages that are kept for the metrics to take; beyond it the oldest are lost."""
+
+
+class SessionTotals:
+    """Counts since the start, and the ages in seconds at which frames got their last result."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.dropped = dict.fromkeys(DropReason, 0)
+        self.ages: collections.deque[float] = collections.deque(maxlen=MAX_AGES)
+
+
+# ---------------------------------------------------------------- send queue
+
+# The messages that a session has to send.
+
+
+class SendQueue(Generic[F]):
+    """Orders messages: notices first, which need no credit, then results, then events.
+
+    Unless the credits suffice for all events of a task, they are dropped before its result, which
+    repeats them. Waiting events are merged, so a task holds at most one answer's worth.
+    `num_credits` None is unlimited.
+    """
+
+    def __init__(self, num_credits: int | None) -> None:
+        self._credits = num_credits
+        self._notices: collections.deque[Notice] = collections.deque()
+        self._results: collections.deque[tuple[F, int, Outcome]] = collections.deque()
+        self._events: dict[tuple[F, int], list[Output]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._notices or self._results or self._events)
+
+    @property
+    def is_starved(self) -> bool:
+        return self._credits == 0 and bool(self._results or self._events)
+
+    @property
+    def num_notices(self) -> int:
+        return len(self._notices)
+
+    def frames(self) -> list[F]:
+        """Oldest first."""
+        return list(dict.fromkeys(frame for frame, _, _ in self._results))
+
+    def grant(self, count: int) -> None:
+        if self._credits is not None:
+            self._credits += count
+
+    def lift_limit(self) -> None:
+        self._credits = None
+
+    def add_notice(self, notice: Notice) -> None:
+        self._notices.append(notice)
+
+    def add_output(self, frame: F, index: int, output: Output) -> None:
+        waiting = self._events.setdefault((frame, index), [])
+        pieces: list[Output] = [output]
+        if isinstance(output, Delta):
+            pieces = [msgspec.structs.replace(output, events=(event,)) for event in output.events]
+        for piece in pieces:
+            _append_merged(waiting, piece)
+        if not waiting:
+            del self._events[frame, index]
+
+    def add_result(self, frame: F, index: int, outcome: Outcome) -> None:
+        self._results.append((frame, index, outcome))
+
+    def remove(self, frame: F) -> None:
+        self._results = collections.deque(each for each in self._results if each[0] is not frame)
+        for index in range(len(frame.task_ids)):
+            self._events.pop((frame, index), None)
+
+    def next(self) -> Notice | Event[F] | Result[F] | None:
+        if self._notices:
+            return self._notices.popleft()
+        if self._credits == 0:
+            return None
+        if self._results:
+            return self._next_of_result()
+        if self._events:
+            return self._take_event(*next(iter(self._events)))
+        return None
+
+    def _next_of_result(self) -> Event[F] | Result[F]:
+        frame, index, outcome = self._results[0]
+        waiting = self._events.get((frame, index), [])
+        if waiting and (self._credits is None or self._credits > len(waiting)):
+            return self._take_event(frame, index)
+        self._events.pop((frame, index), None)
+        self._results.popleft()
+        self._spend_credit()
+        frame.num_sent += 1
+        last = frame.num_sent == len(frame.task_ids)
+        return Result(frame, index, outcome, frame.stopped.get(index), last)
+
+    def _take_event(self, frame: F, index: int) -> Event[F]:
+        waiting = self._events.pop((frame, index))
+        if len(waiting) > 1:
+            self._events[frame, index] = waiting[1:]  # now after those of other tasks
+        self._spend_credit()
+        return Event(frame, index, waiting[0])
+
+    def _spend_credit(self) -> None:
+        if self._credits is not None:
+            self._credits -= 1
+
+
+def _append_merged(waiting: list[Output], piece: Output) -> None:
+    last = waiting[-1] if waiting else None
+    if isinstance(last, Queued) and isinstance(piece, Queued):
+        waiting[-1] = piece
+    elif isinstance(last, Delta) and isinstance(piece, Delta):
+        merged = merge_events([*last.events, *piece.events])
+        waiting[-1:] = [msgspec.structs.replace(piece, events=(event,)) for event in merged]
+    else:
+        waiting.append(piece)
+
+
+# ---------------------------------------------------------------- core
+
+# The rules of a session as a state machine: each frame gets exactly one outcome.
+#
+# The core neither waits nor reads a clock; `Session` reports what happened and when. The core
+# orders
+# its `Runner` at once; messages to the client leave through `next`.
 
 MAX_UNREAD = 4096  # notices; only a client that sends without reading is due more
 
@@ -93,7 +415,7 @@ class SessionCore(Generic[F]):
         return self._half_closed and self.is_settled
 
     def next_wake(self) -> float:
-        """When to call `next` even if nothing happens; infinity for never."""
+        """Return when to call `next` even if nothing happens; infinity for never."""
         captured = (each.captured_at for each in self._open.values() if each.may_be_dropped)
         oldest = min(captured, default=math.inf) + self._settings.max_frame_age
         if self._starved_since is None:

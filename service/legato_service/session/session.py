@@ -1,4 +1,4 @@
-"""One session: reads requests, runs frames, and writes responses in order."""
+"""One session from open to close, and the registry of open sessions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import structlog
 from legato.v1 import session_pb2 as pb
-from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
+from legato_engine.errors import Draining, InvalidField, LegatoError, Preempted, SessionProtocol
+from legato_engine.types import RequestKey
 
-from legato_service.convert.response_info import duration
-from legato_service.errors import failure
+from legato_service.convert.responses import duration
+from legato_service.errors import SessionsFull, failure
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.session import conversion
-from legato_service.session.core import SessionCore
-from legato_service.session.frame import Outcome, Output
-from legato_service.session.frame_planner import FramePlanner, FrameRequest
-from legato_service.session.frame_runner import FrameRunner
-from legato_service.session.totals import SessionTotals
+from legato_service.session.core import Outcome, Output, SessionCore, SessionTotals
+from legato_service.session.frames import FramePlanner, FrameRequest, FrameRunner
 
 log = structlog.get_logger("legato.session")
 
@@ -257,3 +257,108 @@ class Session:
             must_run=self._core.num_must_run,
             dropped=dropped,
         )
+
+
+# ---------------------------------------------------------------- registry
+
+# The open sessions.
+
+
+class OpenSession(Protocol):
+    """A session from outside."""
+
+    @property
+    def waits_for_credits(self) -> bool:
+        """Return whether pending messages wait for the client's credits."""
+        ...
+
+    def fail(self, error: LegatoError) -> None: ...
+
+    def go_away(self, time_left: float, reason: LegatoError | None) -> None:
+        """Running work may go on for `time_left` seconds. None is no failure."""
+        ...
+
+
+class SessionRegistry:
+    """Registry of at most `limit` sessions by key, including sessions being opened.
+
+    Tenants may have sessions of the same id.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.totals = SessionTotals()
+        self._sessions: dict[RequestKey, OpenSession | None] = {}  # None while being opened
+        self._going_away: tuple[float, LegatoError | None] | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sessions
+
+    @contextmanager
+    def reserve(self, key: RequestKey) -> Iterator[None]:
+        """Reserve a place for the length of the block.
+
+        Raises:
+            Draining: the server is shutting down.
+            SessionsFull: the limit of sessions is reached.
+        """
+        if self._going_away is not None:
+            raise Draining("the server is shutting down")
+        if len(self._sessions) >= self._limit:
+            raise SessionsFull(
+                f"{self._limit} sessions are open, which is the limit", limit=self._limit
+            )
+        self._sessions[key] = None
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            del self._sessions[key]
+            if not self._sessions:
+                self._empty.set()
+
+    def opened(self, key: RequestKey, session: OpenSession) -> None:
+        """The session goes away at once if all have to."""
+        self._sessions[key] = session
+        if self._going_away is not None:
+            session.go_away(*self._going_away)
+
+    @property
+    def num_waiting_for_credits(self) -> int:
+        return sum(each is not None and each.waits_for_credits for each in self._sessions.values())
+
+    def abort(self, target: RequestKey) -> int:
+        """End matching sessions with ABORTED PREEMPTED; return how many were open."""
+        matching = (each for key, each in self._sessions.items() if key.matches(target))
+        return _abort(matching)
+
+    def abort_all(self) -> int:
+        return _abort(self._sessions.values())
+
+    def fail_all(self, error: LegatoError) -> None:
+        """End them without the results of their frames."""
+        for session in self._sessions.values():
+            if session is not None:
+                session.fail(error)
+
+    def go_away(self, time_left: float, reason: LegatoError | None) -> None:
+        """Sessions that open later go away too."""
+        self._going_away = (time_left, reason)
+        for session in self._sessions.values():
+            if session is not None:
+                session.go_away(time_left, reason)
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()
+
+
+def _abort(sessions: Iterable[OpenSession | None]) -> int:
+    opened = [session for session in sessions if session is not None]
+    for session in opened:
+        session.fail(Preempted("an operator stopped the session"))
+    return len(opened)

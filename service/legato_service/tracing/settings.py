@@ -15,7 +15,6 @@ def tracer(config: ServiceConfig, model: Callable[[], str]) -> Tracer | None:
     """Return None when tracing is off; `model` returns the name of the served model."""
     if not config.otlp_endpoint:
         return None
-    from legato_service.tracing.exporter import span_exporter
-    from legato_service.tracing.tracer import Tracer
+    from legato_service.tracing.tracer import Tracer, span_exporter
 
     return Tracer(span_exporter(config.otlp_endpoint), config.trace_ratio, model)

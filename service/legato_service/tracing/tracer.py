@@ -1,23 +1,123 @@
-"""Spans of calls, made after their end from what was measured."""
+"""OpenTelemetry spans of calls, made after their end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import grpc
+from legato_engine.types import SKILL_OF_RESULT, CaptionResult, QueryResult
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from legato_service.rpc import trace_context
+from legato_service.rpc import call as trace_context
 from legato_service.rpc.call import Call
 from legato_service.rpc.call_log import DEBUG_METHODS, EndedCall, EndedRequest
-from legato_service.tracing import attributes
-from legato_service.tracing.attributes import Attributes, RpcConvention
+
+Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
+
+PROVIDER = "legato"
+OPERATIONS: Mapping[type, str] = {
+    **SKILL_OF_RESULT,
+    # OpenTelemetry has names for these two.
+    QueryResult: "chat",
+    CaptionResult: "generate_content",
+}
+_CODES = {code.name: code.value[0] for code in grpc.StatusCode}
+_FAULTS = frozenset(
+    ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+)
+"""Codes with which a server's span is an error; the others are the caller's."""
+
+
+def is_fault(code: str) -> bool:
+    return code in _FAULTS
+
+
+class RpcConvention:
+    """The attributes of RPCs, whose names changed.
+
+    `OTEL_SEMCONV_STABILITY_OPT_IN` chooses as OpenTelemetry specifies it: `rpc` the new ones,
+    `rpc/dup` both, otherwise the old ones.
+    """
+
+    def __init__(self, opt_in: str | None = None) -> None:
+        text = os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "") if opt_in is None else opt_in
+        chosen = {each.strip() for each in text.split(",")}
+        self._new = bool(chosen & {"rpc", "rpc/dup"})
+        self._old = "rpc" not in chosen
+
+    def attributes(self, call: Call, code: str, reason: str) -> Attributes:
+        path = call.method.lstrip("/")
+        service, _, method = path.rpartition("/")
+        found: Attributes = {"legato.request_id": call.request_id}
+        if self._old:
+            found |= {
+                "rpc.system": "grpc",
+                "rpc.service": service,
+                "rpc.method": method,
+                "rpc.grpc.status_code": _CODES.get(code, 2),
+            }
+        if self._new:
+            found |= {
+                "rpc.system.name": "grpc",
+                "rpc.method": path,
+                "rpc.response.status_code": code,
+            }
+        if code != "OK":
+            found["error.type"] = code
+        if reason:
+            found["legato.error_reason"] = reason
+        if call.tenant:
+            found["legato.tenant"] = call.tenant
+        return found
+
+
+def of_request(request: EndedRequest, model: str) -> Attributes:
+    usage = request.usage
+    return {
+        "gen_ai.operation.name": OPERATIONS.get(request.result, "generate_content"),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": (request.finish_reason.value,),
+        "gen_ai.usage.input_tokens": usage.input_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "legato.image_tokens": usage.image_tokens,
+    }
+
+
+# ---------------------------------------------------------------- exporter
+
+# Sends spans to a collector.
+
+_INSECURE = ("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
+
+
+def span_exporter(endpoint: str) -> SpanProcessor:
+    """Send spans in batches from a thread of its own.
+
+    A URL of the scheme http is without TLS, one of https with it; without a scheme the standard
+    variables decide. Headers, certificates, timeout and batches come from `OTEL_*` variables.
+    """
+    insecure = None
+    if not any(name in os.environ for name in _INSECURE):
+        insecure = not endpoint.startswith("https://")
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=insecure))
+
+
+# ---------------------------------------------------------------- tracer
+
+# Spans of calls, made after their end from what was measured.
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("legato_service")
@@ -89,7 +189,7 @@ class Tracer:
         parent = None
         if call.parent_id:
             parent = SpanContext(trace_id, int(call.parent_id, 16), True, _SAMPLED)
-        status = Status(StatusCode.ERROR) if attributes.is_fault(code) else Status()
+        status = Status(StatusCode.ERROR) if is_fault(code) else Status()
         self._end(
             ReadableSpan(
                 call.method.lstrip("/"),
@@ -112,7 +212,7 @@ class Tracer:
         if not call.arrived_ns and not call.method.startswith(_SESSION):
             call.arrived_ns = arrived_ns
         model = self._model()
-        given = attributes.of_request(request, model)
+        given = of_request(request, model)
         name = f"{given['gen_ai.operation.name']} {model}".rstrip()
         events = [
             Event(event, {"count": count}, ended_ns)

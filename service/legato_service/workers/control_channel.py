@@ -1,4 +1,4 @@
-"""The control channel between the first service process and a worker.
+"""Control channels between the first process and its workers.
 
 Its end tells each process that the other one is gone.
 """
@@ -6,27 +6,30 @@ Its end tells each process that the other one is gone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from legato_service.metrics.snapshot import Snapshot
+from legato_service.metrics import catalogue
+from legato_service.metrics.snapshot import Snapshot, merged
 
 _MAX_MESSAGE = 64 * 1024 * 1024  # bytes
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """From a worker: it serves requests."""
+    """Report of a worker that it serves requests."""
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
-    """From a worker: have all processes drain. To a worker: drain."""
+class DrainCommand(msgspec.Struct, frozen=True, tag=True):
+    """Drain message: a worker asks for it, the first process orders it."""
 
     grace: float  # seconds
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: report not serving, and serve on."""
+class WithdrawCommand(msgspec.Struct, frozen=True, tag=True):
+    """Order to a worker: report not serving, and serve on."""
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +45,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-Message = Serving | Drain | Withdraw | Collect | Collected
+Message = Serving | DrainCommand | WithdrawCommand | Collect | Collected
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Message).decode
@@ -74,3 +77,76 @@ class ControlChannel:
 
     def close(self) -> None:
         self._writer.close()
+
+
+# ---------------------------------------------------------------- metrics exchange
+
+# Metrics of the processes of a server, over their control channels.
+
+TIMEOUT = 2.0  # seconds for another process to reply
+
+
+class MetricsExchange:
+    """One end's requests for the other's metrics, and its replies, made by `collect`."""
+
+    def __init__(self, channel: ControlChannel, collect: Callable[[], Awaitable[Snapshot]]) -> None:
+        self._channel = channel
+        self._collect = collect
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def request(self) -> Snapshot | None:
+        """Return the other end's metrics, or None if it does not reply in time."""
+        number = next(self._numbers)
+        reply: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        self._channel.send(Collect(number=number))
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return await reply
+        except TimeoutError:
+            return None
+        finally:
+            del self._waiting[number]
+
+    def receive(self, message: Collect | Collected) -> None:
+        if isinstance(message, Collect):
+            task = asyncio.create_task(self._reply(message.number))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif (reply := self._waiting.get(message.number)) is not None and not reply.done():
+            reply.set_result(message.snapshot)
+
+    async def _reply(self, number: int) -> None:
+        self._channel.send(Collected(number=number, snapshot=await self._collect()))
+
+
+class WorkerMetrics:
+    """The metrics of all workers, as the first process adds them up.
+
+    A worker that does not reply counts with its last reply, and one that died goes on counting in
+    what only grows, so that sums never fall.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: dict[int, MetricsExchange] = {}  # by number of a running worker
+        self._latest: dict[int, Snapshot] = {}
+        self._ended = Snapshot()
+
+    def add(self, number: int, exchange: MetricsExchange) -> None:
+        self._exchanges[number] = exchange
+
+    def remove(self, number: int) -> None:
+        self._exchanges.pop(number, None)
+        if (latest := self._latest.pop(number, None)) is not None:
+            growing = latest.only(each.name for each in catalogue.OWN if each.adds_up)
+            self._ended = merged((self._ended, growing))
+
+    async def gather(self) -> Snapshot:
+        exchanges = list(self._exchanges.items())
+        replies = await asyncio.gather(*(exchange.request() for _, exchange in exchanges))
+        for (number, exchange), reply in zip(exchanges, replies, strict=True):
+            if reply is not None and self._exchanges.get(number) is exchange:
+                self._latest[number] = reply
+        return merged((self._ended, *self._latest.values()))

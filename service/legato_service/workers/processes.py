@@ -1,36 +1,88 @@
-"""The worker processes."""
+"""Worker processes and the port they share."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 import structlog
-from legato_engine.client.engine_client import EngineClient
-from legato_engine.client.supervisor import SERVED_AFTER, Backoff, ChildProcess
-from legato_engine.core.request_key import RequestKey
+from legato_engine.client.engine_client import SERVED_AFTER, Backoff, ChildProcess, EngineClient
 from legato_engine.shm.blob_store import BlobStore
+from legato_engine.types import RequestKey
 
 from legato_service.config import ServiceConfig
-from legato_service.lifecycle.peers import abort_elsewhere
+from legato_service.lifecycle import abort_elsewhere
 from legato_service.metrics.snapshot import Snapshot, merged
 from legato_service.workers.control_channel import (
     Collect,
     Collected,
     ControlChannel,
-    Drain,
+    DrainCommand,
+    MetricsExchange,
     Serving,
-    Withdraw,
+    WithdrawCommand,
+    WorkerMetrics,
 )
-from legato_service.workers.metrics_exchange import MetricsExchange, WorkerMetrics
 from legato_service.workers.worker import Endpoint, Settings
+
+_NOT_HERE = (
+    errno.EADDRNOTAVAIL,
+    errno.EAFNOSUPPORT,
+)  # address families that this host lacks
+
+
+@contextmanager
+def reserved(listen: str) -> Iterator[str]:
+    """Hold `listen` (host:port) for the length of the block; yield it with the port's number.
+
+    SO_REUSEPORT alone would let this server join another one that set it. So the port is first
+    bound without it, which fails when it is in use, and then opened to this server's processes.
+
+    Raises:
+        OSError: the address is in use or does not exist.
+    """
+    host, _, port_text = listen.rpartition(":")
+    port = int(port_text)
+    with ExitStack() as held:
+        missing: OSError | None = None
+        for family, address in _addresses(host.strip("[]")):
+            holder = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                port = _hold(holder, address, port)
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                missing = error
+        if not port and missing is not None:
+            raise missing
+        yield f"{host}:{port}"
+
+
+def _hold(holder: socket.socket, address: str, port: int) -> int:
+    # Connections in TIME_WAIT do not prevent the bind.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, port))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return int(holder.getsockname()[1])
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+
+
+# ---------------------------------------------------------------- processes
+
+# The worker processes.
 
 log = structlog.get_logger("legato.service")
 
@@ -86,7 +138,7 @@ class WorkerProcesses:
         """Have the workers report not serving, those that start later too."""
         self._withdrawn = True
         for channel in self._channels.values():
-            channel.send(Withdraw())
+            channel.send(WithdrawCommand())
 
     def drain(self, grace: float) -> None:
         """The first process included; repeated, only shorten the grace."""
@@ -94,7 +146,7 @@ class WorkerProcesses:
         self._draining.set()
         self._drain_first(grace)
         for channel in self._channels.values():
-            channel.send(Drain(grace=grace))
+            channel.send(DrainCommand(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
         return await abort_elsewhere(self._engines, target) if self._settings else 0
@@ -150,9 +202,9 @@ class WorkerProcesses:
                 process = await ChildProcess.spawn(_command(settings, theirs), (theirs.fileno(),))
             self._channels[settings.number] = channel
             if self._withdrawn:
-                channel.send(Withdraw())
+                channel.send(WithdrawCommand())
             if self._draining.is_set():  # since it was spawned
-                channel.send(Drain(grace=max(0.0, self._drain_until - time.monotonic())))
+                channel.send(DrainCommand(grace=max(0.0, self._drain_until - time.monotonic())))
             return await process.wait()
         except OSError as error:
             log.error("worker_start_failed", error=str(error))
@@ -174,7 +226,7 @@ class WorkerProcesses:
                     self._not_ready.discard(number)
                     self._metrics.add(number, exchange)
                     self._serving_since[number] = time.monotonic()
-                case Drain(grace=grace):
+                case DrainCommand(grace=grace):
                     self.drain(grace)
                 case Collect() | Collected():
                     exchange.receive(message)

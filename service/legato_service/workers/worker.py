@@ -14,32 +14,30 @@ import msgspec
 import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.refused_requests import RefusedRequests
-from legato_engine.core.request_key import RequestKey
+from legato_engine.client.recovery import RefusedRequests
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.log_sink import standard_error
 from legato_engine.parent_process import bind_to_parent
+from legato_engine.types import RequestKey
 
-from legato_service.access.files import FileRejected
+from legato_service import lifecycle, logs
+from legato_service.access.credentials import FileRejected
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
-from legato_service.lifecycle import tuning
-from legato_service.lifecycle.peers import abort_elsewhere
-from legato_service.lifecycle.watchdog import arm_watchdog
-from legato_service.logs import configuration
+from legato_service.lifecycle import abort_elsewhere, arm_watchdog
 from legato_service.metrics.snapshot import Snapshot
 from legato_service.server import Server
 from legato_service.workers.control_channel import (
     Collect,
     Collected,
     ControlChannel,
-    Drain,
+    DrainCommand,
+    MetricsExchange,
     Serving,
-    Withdraw,
+    WithdrawCommand,
 )
-from legato_service.workers.metrics_exchange import MetricsExchange
 
 log = structlog.get_logger("legato.service")
 
@@ -69,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
-    configuration.configure(settings.config.log_level, terminal=sys.stderr.isatty())
+    logs.configure(settings.config.log_level, terminal=sys.stderr.isatty())
     policy = latency_policy.resolve(settings.config.engine.latency_policy)
-    tuning.tune_process(policy)
+    lifecycle.tune_process(policy)
     return uvloop.run(serve(settings, policy, socket.socket(fileno=arguments.channel)))
 
 
@@ -87,7 +85,7 @@ class _FirstProcess:
         self.exchange: MetricsExchange | None = None
 
     def drain(self, grace: float) -> None:
-        self._channel.send(Drain(grace=grace))
+        self._channel.send(DrainCommand(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
         return await abort_elsewhere(self._engines, target)
@@ -161,9 +159,9 @@ async def _announce_serving(engines: EngineGroup, channel: ControlChannel) -> No
 async def _listen(channel: ControlChannel, server: Server, exchange: MetricsExchange) -> None:
     while (message := await channel.receive()) is not None:
         match message:
-            case Drain(grace=grace):
+            case DrainCommand(grace=grace):
                 server.begin_drain(grace)
-            case Withdraw():
+            case WithdrawCommand():
                 server.withdraw()
             case Collect() | Collected():
                 exchange.receive(message)

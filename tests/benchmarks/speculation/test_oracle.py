@@ -4,8 +4,8 @@ from statistics import fmean
 
 import pytest
 import torch
-from legato_engine.core.tokens import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.types import PromptToken
 
 from benchmarks.speculation.oracle import OracleProposer, known_history
 from benchmarks.speculation.run import interval

@@ -1,7 +1,7 @@
 """The oracle's launch compiles, and stays in registers."""
 
 import pytest
-from legato_engine.kernels.cuda.compiler import compile_source
+from legato_engine.kernels.cuda.module import compile_source
 
 from benchmarks.speculation.oracle_kernel import FOLDER, SOURCE
 from tests.engine.kernels.test_compiler import has_nvrtc

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 
 from benchmarks.speculation.run import Run, interval
 from benchmarks.speculation.workloads import (

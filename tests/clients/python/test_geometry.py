@@ -7,7 +7,7 @@ import math
 
 import pytest
 from legato_client import Box, Detection, Outline, Point, PointedObject
-from legato_client._values.svg_path import polygons
+from legato_client._svg_path import polygons
 
 
 def test_to_pixels():

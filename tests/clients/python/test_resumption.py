@@ -13,7 +13,7 @@ from legato_client import (
     TextDelta,
     Unavailable,
 )
-from legato_client._transport import event_reader
+from legato_client._grpc import transport
 
 from tests.clients.python.failures import Failure, failure, retry_info
 from tests.clients.python.fake_server import INFO
@@ -25,7 +25,7 @@ LOST = Failure(grpc.StatusCode.UNAVAILABLE)
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Delays that tests need not wait for."""
-    monkeypatch.setattr(event_reader, "_DELAYS", (0.001,) * 3)
+    monkeypatch.setattr(transport, "_DELAYS", (0.001,) * 3)
 
 
 def stream(*rows):
@@ -146,7 +146,7 @@ def test_what_the_next_server_refuses_is_raised(client, server):
 
 def test_not_beyond_the_deadline(client, server, monkeypatch):
     """A resumption that would come too late is left out."""
-    monkeypatch.setattr(event_reader, "_DELAYS", (100.0,) * 3)
+    monkeypatch.setattr(transport, "_DELAYS", (100.0,) * 3)
     server.script["Generate"].append([*stream(started(), text("a", 1)), LOST])
     with pytest.raises(Unavailable):
         client.generate(IMAGE, QueryTask("?"), timeout=10)

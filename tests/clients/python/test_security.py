@@ -23,8 +23,8 @@ from legato_client import (
     Unavailable,
     UnencryptedToken,
 )
-from legato_client._transport import security
-from legato_client._transport.token import TokenSource, is_local
+from legato_client._grpc import settings as security
+from legato_client._grpc.settings import TokenSource, is_local
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import FakeServer

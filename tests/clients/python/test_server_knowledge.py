@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from legato.v1 import server_pb2
 from legato_client import ClientTooOld, ImageInput, InvalidArgument, Unimplemented
-from legato_client._transport.channel import COMMON_REQUEST_BYTES
+from legato_client._grpc.channel import COMMON_REQUEST_BYTES
 from legato_client._version import CONTRACT_REVISION
-from legato_service.servicer import server as real
+from legato_service.services import server as real
 from PIL import Image
 
 from tests.clients.python.failures import Failure

@@ -17,8 +17,8 @@ from legato_client import (
     Sampling,
     SegmentTask,
 )
-from legato_client._convert import requests, skills
-from legato_client._transport import methods
+from legato_client._grpc import channel
+from legato_client._proto import requests, skills
 from legato_service.convert import skills as service_skills
 
 KINDS = [field.name for field in task_pb2.Task.DESCRIPTOR.oneofs_by_name["kind"].fields]
@@ -36,7 +36,7 @@ def test_a_skill_has_a_call_of_its_own(name):
     """Named after it, with the request and the response of its row."""
     skill = skills.BY_NAME[name]
     call = INFERENCE.methods_by_name[name.capitalize()]
-    assert methods.OF_SKILLS[name].path == f"/{INFERENCE.full_name}/{call.name}"
+    assert channel.OF_SKILLS[name].path == f"/{INFERENCE.full_name}/{call.name}"
     assert (
         call.input_type,
         call.output_type,

@@ -4,19 +4,19 @@ import dataclasses
 
 import msgspec
 import pytest
-from legato_engine.bench.decode_phase import (
+from legato_engine.bench.workload import (
     Measurement,
     StepCost,
+    Workload,
     compare,
     decode_phase,
     measure,
     run,
     step_cost,
 )
-from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.core.assembly import assemble
+from legato_engine.scheduler.batch import LaunchKind
 
 from tests.engine.telemetry.steps import make_step
 

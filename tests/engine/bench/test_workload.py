@@ -4,12 +4,12 @@ import pytest
 from legato_engine.bench.options import KINDS
 from legato_engine.bench.workload import Workload, endless
 from legato_engine.config import EngineConfig
-from legato_engine.core.results import DetectResult, FinishReason
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.tasks import Constraint
 from legato_engine.telemetry.timeline import StepFeed, Timeline
+from legato_engine.types import DetectResult, FinishReason
 
 LENGTH = 10
 

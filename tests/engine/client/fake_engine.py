@@ -16,30 +16,40 @@ import time
 
 import msgspec
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import TextDelta
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason, QueryResult, Timings, Usage
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
-from legato_engine.ipc.commands import Abort, DropImage, HoldImage, Shutdown, Stop, Submit
-from legato_engine.ipc.figures import Load
 from legato_engine.ipc.messages import (
+    Abort,
     Delta,
     Done,
+    DropImage,
     Failed,
     Heartbeat,
+    HoldImage,
     ImageDropped,
     ImageHeld,
+    Load,
     Loading,
     ModelInfo,
     Ready,
+    Shutdown,
     Started,
+    Stop,
+    Submit,
 )
-from legato_engine.ipc.service_connections import ServiceConnections
-from legato_engine.ipc.subscribers import Subscribers
+from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
 from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.types import (
+    CachedImage,
+    FinishReason,
+    ImageInfo,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    TextDelta,
+    Timings,
+    Usage,
+)
 
 INFO = ModelInfo(
     name="fake",

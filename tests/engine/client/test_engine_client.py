@@ -16,17 +16,10 @@ import structlog
 import uvloop
 from legato_engine.client import engine_client
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_engine.client.engine_client import ChildProcess, EngineClient, EngineLimits
 from legato_engine.client.monitor import EngineState, HangLimits
 from legato_engine.client.request_stream import merge_events
-from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import TextDelta
-from legato_engine.core.images import CachedImage, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason, QueryResult
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import (
     DeadlineExceeded,
     Draining,
@@ -36,11 +29,20 @@ from legato_engine.errors import (
     ImageUndecodable,
     InvalidField,
 )
-from legato_engine.ipc.commands import DropImage, HoldImage
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.ipc.messages import Delta, Done, Started
+from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import blob_folder
+from legato_engine.types import (
+    CachedImage,
+    EncodedImage,
+    FinishReason,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    TextDelta,
+)
 
 FAKE = (sys.executable, "-m", "tests.engine.client.fake_engine")
 pytestmark = pytest.mark.usefixtures("child_python_path")

@@ -1,10 +1,9 @@
 """Signs of life are missed only while this process could have seen them."""
 
 import pytest
-from legato_engine.client import liveness
-from legato_engine.client.liveness import TICK, Liveness
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Heartbeat
+from legato_engine.client import monitor
+from legato_engine.client.monitor import TICK, Liveness
+from legato_engine.ipc.messages import Heartbeat, Load
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def clock(monkeypatch):
             return self.now
 
     made = Clock()
-    monkeypatch.setattr(liveness, "time", made)
+    monkeypatch.setattr(monitor, "time", made)
     return made
 
 

@@ -4,15 +4,22 @@ import time
 
 import msgspec
 import pytest
-from legato_engine.client import refused_requests
-from legato_engine.client.refused_requests import RefusedRequests, fingerprint
-from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import DetectTask, QueryTask
+from legato_engine.client import recovery
+from legato_engine.client.recovery import RefusedRequests, fingerprint
 from legato_engine.errors import Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import (
+    CachedImage,
+    DetectTask,
+    EncodedImage,
+    PixelFormat,
+    QueryTask,
+    RawImage,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 
 SIZES = pytest.mark.parametrize("size", [10, 5_000_000], ids=["segment", "file"])
 
@@ -72,7 +79,7 @@ def test_it_is_refused_for_a_while(blobs, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     refused.add(fingerprint(request(blobs), blobs))
-    now[0] += refused_requests.REFUSAL - 1
+    now[0] += recovery.REFUSAL - 1
     with pytest.raises(Poisoned):
         refused.check(request(blobs), blobs)
     now[0] += 2

@@ -4,20 +4,6 @@ import asyncio
 
 import pytest
 from legato_engine.client.request_stream import MAX_LOOSE, RequestStream, merge_events
-from legato_engine.core.events import (
-    Event,
-    OutlineEvent,
-    PointEvent,
-    ReasoningDelta,
-    TextDelta,
-    TokensDelta,
-)
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason, QueryResult, Timings, Usage
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import TokenInfo
 from legato_engine.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -26,6 +12,24 @@ from legato_engine.errors import (
     to_value,
 )
 from legato_engine.ipc.messages import Delta, Done, Failed
+from legato_engine.types import (
+    Box,
+    Event,
+    FinishReason,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    QueryResult,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    RequestKey,
+    TextDelta,
+    Timings,
+    TokenInfo,
+    TokensDelta,
+    Usage,
+)
 
 DONE = Done(
     request_id=RequestKey("r"),

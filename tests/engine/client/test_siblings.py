@@ -3,12 +3,9 @@
 import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.recovery import SUSPECT
-from legato_engine.core.images import EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.shm.blob_store import new_namespace
+from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey
 
 
 class FakeSiblings:

@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 
-from legato_engine.client.supervisor import Backoff, ChildProcess
+from legato_engine.client.engine_client import Backoff, ChildProcess
 
 
 def delays(backoff, count, **how):

@@ -1,7 +1,7 @@
 """Keys of requests."""
 
 import pytest
-from legato_engine.core.request_key import RequestKey
+from legato_engine.types import RequestKey
 
 KEYS = {
     "a": RequestKey("a"),

@@ -6,18 +6,13 @@ import sys
 from typing import Any, cast
 
 import pytest
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import DetectTask, QueryTask
-from legato_engine.core.tokens import PromptToken
 from legato_engine.crash import recording
 from legato_engine.crash.recording import NUM_LAUNCHES, STEP_TIMES, Recorder, RowShape, read
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.sequence import HostInputs, Sequence
 from legato_engine.telemetry.timeline import Step
+from legato_engine.types import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
 
 from tests.work import lines_run
 

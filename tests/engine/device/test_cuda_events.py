@@ -35,7 +35,7 @@ class TimingEvent:
 def clock(monkeypatch: pytest.MonkeyPatch) -> cuda.CudaClock:
     """One second passes in 20 ms."""
     monkeypatch.setattr(cuda, "timing_event", TimingEvent)
-    monkeypatch.setattr("legato_engine.device.event_clock._PERIOD_NS", 20_000_000)
+    monkeypatch.setattr("legato_engine.device.base._PERIOD_NS", 20_000_000)
     stream: Any = None
     return cuda.CudaClock(stream)
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from legato_engine.device.event_clock import EventClock
+from legato_engine.device.base import EventClock
 
 SECOND = 1_000_000_000
 STEP = 700_000  # nanoseconds

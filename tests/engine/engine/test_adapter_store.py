@@ -7,10 +7,10 @@ import threading
 
 import pytest
 import torch
-from legato_engine.engine.adapter_store import AdapterStore
+from legato_engine.core.adapters import AdapterStore
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.layers.lora import AdapterWeights, MlpWeights
-from legato_engine.models.capabilities import Adapter
+from legato_engine.models.base import Adapter
 
 MAX_VALUES = 100
 

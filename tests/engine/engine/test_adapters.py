@@ -10,13 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done, Failed, Started
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
+from legato_engine.types import CachedImage, CaptionTask, DetectTask, QueryTask, RequestKey
 
 from tests.adapters import published_file, random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from legato_engine.engine.lazy import Lazy
+from legato_engine.core.preprocessor import Lazy
 
 
 def test_the_first_thread_computes():

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import ImageInfo
-from legato_engine.engine import loading
+from legato_engine.core import assembly
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.cpu.library import library
 from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.types import ImageInfo
 from safetensors.torch import save_file
 
 CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=1)
@@ -30,8 +30,8 @@ def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, 
     """The runner decides, not the device."""
     if encodes is not None:
         monkeypatch.setattr(ModelRunner, "encodes_images", encodes)
-        monkeypatch.setattr(loading, "warm_up", lambda frontend, scheduler: None)
-    made = loading.assemble(CONFIG)
+        monkeypatch.setattr(assembly, "warm_up", lambda frontend, scheduler: None)
+    made = assembly.assemble(CONFIG)
     try:
         image = made.frontend.prepare_image(np.zeros((200, 300, 3), np.uint8), "key", INFO)
         assert isinstance(image.pixels, kind)
@@ -59,7 +59,7 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
     reached: list[str] = []
     config = msgspec.structs.replace(CONFIG, **settings)
     with pytest.raises(InvalidField, match=re.escape(told)) as caught:
-        loading.assemble(config, lambda stage, fraction: reached.append(stage))
+        assembly.assemble(config, lambda stage, fraction: reached.append(stage))
     assert caught.value.metadata["field"] in settings
     assert reached == []
 
@@ -69,7 +69,7 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
 def test_torch_has_one_thread_beside_the_kernels_own(kernels, threads):
     """Where all layers are Legato's; else it has those of the setting."""
     config = msgspec.structs.replace(CONFIG, threads=3, cpu_kernels=kernels)
-    made = loading.assemble(config)
+    made = assembly.assemble(config)
     found = []
     made.device.compute.submit(lambda: found.append(torch.get_num_threads()))
     made.device.compute.record().wait()
@@ -82,17 +82,17 @@ def test_rounded_weights_are_refused_beyond_a_cpu(kind):
     """By name of the setting and of the device."""
     gpu = types.SimpleNamespace(torch_device=torch.device("cuda"), name="cuda:0 (H100)")
     with pytest.raises(InvalidField, match=f"{kind} runs on a CPU only, not on cuda:0") as caught:
-        loading._weight_dtype(kind, gpu)
+        assembly._weight_dtype(kind, gpu)
     assert caught.value.metadata["field"] == "weight_dtype"
-    assert loading._weight_dtype("auto", gpu) == "auto"
+    assert assembly._weight_dtype("auto", gpu) == "auto"
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
     """A named draft must be readable, unless speculation is off."""
     config = msgspec.structs.replace(CONFIG, draft=str(tmp_path / "absent"))
-    loading.assemble(config).device.close()
+    assembly.assemble(config).device.close()
     with pytest.raises(InvalidField, match="absent cannot be read"):
-        loading.assemble(msgspec.structs.replace(config, speculation="fixed:2"))
+        assembly.assemble(msgspec.structs.replace(config, speculation="fixed:2"))
 
 
 def wide_vocabulary():
@@ -122,7 +122,7 @@ def moondream2(monkeypatch, tmp_path):
 def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
     """A checkpoint, a tokenizer and a dtype make a warm model, and progress rises meanwhile."""
     seen = []
-    made = loading.assemble(
+    made = assembly.assemble(
         msgspec.structs.replace(moondream2, dtype=dtype),
         lambda stage, fraction: seen.append((fraction, stage)),
     )
@@ -141,7 +141,7 @@ def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
 
 def test_weights_that_do_not_fit_the_memory_are_refused(moondream2, monkeypatch):
     """The device's free memory is checked before the first weight is allocated."""
-    monkeypatch.setattr(loading, "available_memory", lambda: 1000)
+    monkeypatch.setattr(assembly, "available_memory", lambda: 1000)
     with pytest.raises(InvalidField, match="free on cpu") as caught:
-        loading.assemble(moondream2)
+        assembly.assemble(moondream2)
     assert caught.value.metadata["free_bytes"] == "1000"

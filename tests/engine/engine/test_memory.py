@@ -7,18 +7,25 @@ import dataclasses
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.ipc.figures import KVCacheStats
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.core.requests import make_sequence
+from legato_engine.ipc.messages import KVCacheStats
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TaskResult,
+    TaskSpec,
+)
 from PIL import Image
 
 PAGE = 16

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.presets import tiny_random_config
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.batch import LaunchKind
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.speculative.test_speculation import TASKS, Run

@@ -6,19 +6,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core.images import EncodedImage
-from legato_engine.engine import preprocessor
-from legato_engine.engine.lazy import Lazy
-from legato_engine.engine.loaded_image import LoadedImage, PreprocessedImage
-from legato_engine.engine.preprocessor import Preprocessor
-from legato_engine.images.cache import ImageCache, ImageKey
+from legato_engine.core import preprocessor
+from legato_engine.core.preprocessor import Lazy, LoadedImage, PreprocessedImage, Preprocessor
+from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import inspect
-from legato_engine.images.pixel_memory import PixelMemory, host_slab
-from legato_engine.images.seen_images import SeenImages
-from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.images.memory import PixelMemory, host_slab
+from legato_engine.models.bundle import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import EncodedImage
 from PIL import Image
 
 TIMEOUT = 30.0
@@ -176,7 +173,7 @@ def test_images_that_look_alike_are_told_apart(world):
 
 def test_the_oldest_fingerprint_is_dropped_first(monkeypatch):
     """The number of fingerprints is bounded; the oldest is dropped first."""
-    monkeypatch.setattr("legato_engine.images.seen_images._MAX", 2)
+    monkeypatch.setattr("legato_engine.images.cache._MAX", 2)
     seen = SeenImages()
     first, second, third = (memoryview(png(seed)) for seed in range(3))
     for each in (first, second, first, third):

@@ -17,13 +17,17 @@ from legato_engine import failpoints
 from legato_engine.client import engine_client
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.errors import ImageUndecodable, Poisoned
 from legato_engine.ipc.messages import Done
 from legato_engine.telemetry.timeline import timeline_path
+from legato_engine.types import (
+    DetectTask,
+    EncodedImage,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from PIL import Image
 
 from tests.e2e.server import policies
@@ -35,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("child_python_path")
 
 FAILING = """
 import sys
-from legato_engine.engine import process
-from legato_engine.engine.engine_core import EngineCore
+from legato_engine.core import process
+from legato_engine.core.engine_core import EngineCore
 def step(self, real=EngineCore.step):
     if len(self._requests) or not self._scheduler.idle:
         raise RuntimeError("device fault")
@@ -47,9 +51,9 @@ sys.exit(process.main())
 
 STEP_UNTIL_A_COMMAND = """
 import sys
-from legato_engine.engine import process
-from legato_engine.runtime.decode_loop import DecodeLoops
-from legato_engine.scheduler.runner import NoTokens
+from legato_engine.core import process
+from legato_engine.runtime.loops import DecodeLoops
+from legato_engine.scheduler.interfaces import NoTokens
 waits = []
 def next_outputs(self, slot, end, pause, real=DecodeLoops.next_outputs):
     if waits:
@@ -312,7 +316,7 @@ def test_logs_are_as_the_service_asks(settings, shown):
     standard library's included.
     """
     program = (
-        f"from legato_engine.engine.logs import configure_logging; configure_logging({settings});"
+        f"from legato_engine.core.process import configure_logging; configure_logging({settings});"
         "import logging, structlog; structlog.get_logger().info('one', of=2);"
         "logging.getLogger('other').info('one'); structlog.get_logger().error('two')"
     )

@@ -1,13 +1,9 @@
 """Suspects run one at a time, and everything else waits."""
 
 import pytest
-from legato_engine.core.images import BlobRef, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, Resumed
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.quarantine import Quarantine
-from legato_engine.ipc.commands import Abort, HoldImage, Stop, Submit
-from legato_engine.ipc.messages import RunningAlone
+from legato_engine.core.quarantine import Quarantine
+from legato_engine.ipc.messages import Abort, HoldImage, RunningAlone, Stop, Submit
+from legato_engine.types import BlobRef, EncodedImage, QueryTask, Request, RequestKey, Resumed
 
 
 class Core:

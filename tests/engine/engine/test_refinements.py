@@ -11,15 +11,19 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import OutlineEvent
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import DetectTask, QueryTask, SegmentTask
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.request_stages import PendingRefinement
+from legato_engine.core.assembly import assemble
+from legato_engine.core.requests import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.ipc.messages import Delta, Done
+from legato_engine.types import (
+    DetectTask,
+    FinishReason,
+    OutlineEvent,
+    QueryTask,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 from PIL import Image
 
 from tests.engine.engine.core.world import World

@@ -5,13 +5,9 @@ import math
 from typing import Any
 
 import pytest
-from legato_engine.core.images import BlobRef, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.request_stages import PendingLease, ScheduledRequest
-from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.commands import HoldImage
+from legato_engine.core.requests import PendingLease, RequestTable, ScheduledRequest
+from legato_engine.ipc.messages import HoldImage
+from legato_engine.types import BlobRef, EncodedImage, QueryTask, Request, RequestKey
 
 A, B = RequestKey("a"), RequestKey("b")
 IMAGE = EncodedImage(blob=BlobRef(name="", size=0), mime_type="image/png")

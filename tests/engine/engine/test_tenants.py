@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 
 from tests.engine.tenants import IMAGES, OPERATIONS, Tenants, check_each_is_as_if_alone
 

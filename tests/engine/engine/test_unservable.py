@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.unservable import UnservableConfig, unservable
+from legato_engine.core.assembly import assemble
+from legato_engine.core.process import UnservableConfig, unservable
 from legato_engine.errors import InvalidField
 
 from tests.engine.models.gguf import gguf_files

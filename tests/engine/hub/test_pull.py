@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 from legato_engine.errors import InvalidField
-from legato_engine.hub import download, listing, options, pull, store
-from legato_engine.hub.catalog import INDEX, MODELS, Published, Source
+from legato_engine.hub import download, listing, store
+from legato_engine.hub.store import INDEX, MODELS, Published, Source
 
 from tests.clients.python.until import until
 from tests.engine.hub.fake_hub import COMMIT, FakeHub
@@ -243,7 +243,7 @@ def test_odd_answers_of_a_hub(hub, tmp_path, capsys, monkeypatch, answer):
     """The command says it in one sentence, without a traceback."""
     hub.answer = answer or b" "
     monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
-    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == pull.FAILED
+    assert download.main(["smollm2-135m", "--models", str(tmp_path)]) == download.FAILED
     said = capsys.readouterr().err
     assert "legato: error: " in said
     assert "Traceback" not in said
@@ -268,7 +268,7 @@ def test_no_network(monkeypatch, tmp_path, capsys):
     """The error names the endpoint, and the exit code is that of an unavailable server."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
-    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == pull.UNREACHABLE
+    assert download.main(["smollm2-135m", "--models", str(tmp_path)]) == download.UNREACHABLE
     shown = capsys.readouterr()
     assert "http://127.0.0.1:1 does not answer" in shown.err
     assert "licence: Apache-2.0" in shown.out
@@ -304,7 +304,7 @@ def test_a_disk_that_becomes_full(hub, tmp_path):
 
 PULL = """
 import sys
-from legato_engine.hub import catalog, pull
+from legato_engine.hub import store as catalog; from legato_engine.hub import download as pull
 from tests.engine.hub.test_pull import tiny
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 100_000
@@ -351,7 +351,7 @@ def test_a_file_that_is_gone(hub, tmp_path):
 def test_models(hub, tmp_path, monkeypatch, capsys):
     """What is here, from where, and what fits; in a table and as JSON."""
     monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
-    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == 0
+    assert download.main(["smollm2-135m", "--models", str(tmp_path)]) == 0
     monkeypatch.setattr(listing, "available_memory", lambda: 8_000_000_000)
     monkeypatch.setattr(listing, "gpus", lambda: [listing.Place("cuda:0", 16_000_000_000)])
     capsys.readouterr()
@@ -381,4 +381,4 @@ def test_the_catalogue():
             assert len(source.revision) == 40 or source.revision == "main"
             assert all(len(sha256) == 64 for sha256 in source.sha256.values())
             assert set(source.sha256) <= set(source.files)
-    assert set(options.pull_parser().parse_args(["moondream2"]).model) <= set("moondream2")
+    assert set(store.pull_parser().parse_args(["moondream2"]).model) <= set("moondream2")

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.hub.catalog import MODELS, Published, Source
+from legato_engine.hub.store import MODELS, Published, Source
 from legato_engine.models import registry
 
 from tests.engine.hub.fake_hub import COMMIT

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core.images import BlobRef, PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidRequest
 from legato_engine.images.decoding import content_key, decode_encoded, image_id
 from legato_engine.images.headers import ImageHeader, inspect
+from legato_engine.types import BlobRef, PixelFormat, RawImage
 from PIL import Image
 
 LIMITS = {"max_pixels": 40_000_000, "max_bytes": 10_000_000}

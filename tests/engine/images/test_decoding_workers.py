@@ -19,7 +19,7 @@ from legato_engine.images import decoding_workers
 from legato_engine.images.decoding import decode_encoded
 from legato_engine.images.decoding_workers import DecodingWorkers
 from legato_engine.images.headers import inspect
-from legato_engine.images.pixel_memory import PixelMemory, host_slab, new_pixels
+from legato_engine.images.memory import PixelMemory, host_slab, new_pixels
 from PIL import Image
 
 from tests.hostile_images import exif_entries, file, many_scans, png, png_chunk, smooth

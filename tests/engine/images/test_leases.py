@@ -7,22 +7,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core.images import EncodedImage, ImageInfo, PixelFormat, RawImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.engine.lease_handler import LeaseHandler
-from legato_engine.engine.preprocessor import Preprocessor
-from legato_engine.engine.request_stages import PendingLease
-from legato_engine.engine.request_table import RequestTable
+from legato_engine.core.leases import LeaseHandler
+from legato_engine.core.preprocessor import Preprocessor
+from legato_engine.core.requests import PendingLease, RequestTable
 from legato_engine.errors import from_value
-from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.leases import ImageLeases
-from legato_engine.images.pixel_memory import PixelMemory, host_slab
-from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.messages import Failed, ImageDropped, ImageHeld
-from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
+from legato_engine.images.memory import ByteQuota, PixelMemory, host_slab
+from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
+from legato_engine.models.bundle import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
 from PIL import Image
 
 from tests.fakes import FakeClock

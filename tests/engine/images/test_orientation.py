@@ -8,8 +8,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.images.headers import inspect
-from legato_engine.images.orientation import displayed_size, orientation
+from legato_engine.images.headers import displayed_size, inspect, orientation
 from PIL import Image
 
 from tests.hostile_images import exif_entries, file, png, png_chunk

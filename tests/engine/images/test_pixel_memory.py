@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from legato_engine.images.pixel_memory import PAGE, PixelMemory, host_slab
+from legato_engine.images.memory import PAGE, PixelMemory, host_slab
 
 SHAPE = (200, 300, 3)
 SIZE = 200 * 300 * 3

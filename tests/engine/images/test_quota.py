@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import BytesExceeded
-from legato_engine.images.quota import ByteQuota
+from legato_engine.images.memory import ByteQuota
 
 
 def test_a_caller_has_its_own_limit():

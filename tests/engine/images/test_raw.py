@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core.images import BlobRef, PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
 from legato_engine.images.raw import check_raw, decode_raw, num_bytes
+from legato_engine.types import BlobRef, PixelFormat, RawImage
 
 NV12, YUYV = PixelFormat.NV12, PixelFormat.YUYV
 

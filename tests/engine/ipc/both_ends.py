@@ -4,16 +4,11 @@ import asyncio
 import contextlib
 import os
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason as Reason
-from legato_engine.core.results import QueryResult, Timings, Usage
-from legato_engine.core.task_specs import CaptionTask
-from legato_engine.ipc.commands import Submit
-from legato_engine.ipc.messages import Done, Loading
-from legato_engine.ipc.service_connections import ServiceConnections
-from legato_engine.ipc.subscribers import Subscribers
+from legato_engine.ipc.messages import Done, Loading, Submit
+from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
 from legato_engine.ipc.transport import EngineTransport, ListeningSockets
+from legato_engine.types import CaptionTask, QueryResult, Request, RequestKey, Timings, Usage
+from legato_engine.types import FinishReason as Reason
 
 
 class BothEnds:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from legato_engine.ipc.busy_poll import BusyPoll
+from legato_engine.ipc.latency_policy import BusyPoll
 
 from tests.engine.ipc.both_ends import until
 

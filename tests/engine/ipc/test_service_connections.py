@@ -9,22 +9,23 @@ import msgspec
 import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.images import BlobRef, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import CaptionTask
-from legato_engine.ipc.commands import (
+from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
+from legato_engine.ipc.messages import (
     Abort,
     DropImage,
     Expect,
+    Failed,
+    ImageDropped,
+    Queued,
     Shutdown,
     Stop,
     StopElsewhere,
+    Stopped,
     Submit,
+    TimelineBatch,
     WatchTimeline,
 )
-from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
-from legato_engine.ipc.messages import Failed, ImageDropped, Queued, Stopped, TimelineBatch
+from legato_engine.types import BlobRef, CaptionTask, EncodedImage, Request, RequestKey
 
 from tests.engine.ipc.both_ends import as_key, both_ends, done, loading, submit, until
 
@@ -48,7 +49,7 @@ class Poller:
 def polls_for_long(monkeypatch):
     """Busy polling ends by events, however slow the machine is."""
     for name in ("EXPECTED_REQUEST", "SHORT_REQUEST"):
-        monkeypatch.setattr(f"legato_engine.client.open_requests.{name}", 3600.0)
+        monkeypatch.setattr(f"legato_engine.client.connection.{name}", 3600.0)
 
 
 def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):

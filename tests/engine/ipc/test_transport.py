@@ -3,12 +3,10 @@
 import asyncio
 
 import pytest
-from legato_engine.core.request_key import RequestKey
 from legato_engine.ipc import service_connections, transport
-from legato_engine.ipc.commands import Abort
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Heartbeat, Queued
+from legato_engine.ipc.messages import Abort, Heartbeat, Load, Queued
 from legato_engine.ipc.transport import EngineTransport
+from legato_engine.types import RequestKey
 
 from tests.engine.ipc.both_ends import both_ends, done, loading, submit, until
 

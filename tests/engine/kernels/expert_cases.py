@@ -9,7 +9,7 @@ import math
 
 import torch
 from legato_engine.kernels import ops
-from legato_engine.kernels.experts import ExpertWeights
+from legato_engine.kernels.parameters import ExpertWeights
 
 NUM_EXPERTS, NUM_ACTIVE, DIM, INNER = 7, 3, 48, 40
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from legato_engine.kernels import activations, ops, reference_experts, reference_rows
+from legato_engine.kernels import activations, ops, reference
+from legato_engine.layers.attention import Tau
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
-from legato_engine.layers.tau import Tau
 
 
 def layer(make):
@@ -58,8 +58,8 @@ RUNS = {
     "log_softmax": function(lambda x_TW: x_TW.log_softmax(-1)),
     "logsumexp": function(lambda x_TW: x_TW.logsumexp(-1, keepdim=True)),
     "gate": function(lambda x_TW: ops.gate(torch.cat([x_TW, x_TW.flip(-1)], dim=-1))),
-    "gate of an expert": function(lambda x_TW: reference_experts.gate(x_TW.repeat(1, 2))),
-    "quantised gelu": function(lambda x_TW: reference_rows.quantise_gelu(x_TW).values.float()),
+    "gate of an expert": function(lambda x_TW: reference.gate(x_TW.repeat(1, 2))),
+    "quantised gelu": function(lambda x_TW: reference.quantise_gelu(x_TW).values.float()),
     "gelu of a layer": gelu_of_a_layer,
     "MLP": layer(lambda width: MLP(width, 2 * width, width)),
     "tau": tau("tanh"),

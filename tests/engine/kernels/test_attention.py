@@ -8,8 +8,7 @@ import pytest
 import torch
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import token_rows
-from legato_engine.kernels.layer_cache import LayerCache
-from legato_engine.kernels.spans import Span
+from legato_engine.kernels.pages import LayerCache, Span
 
 HEADS, HEAD_DIM, PAGE = 3, 8, 4
 

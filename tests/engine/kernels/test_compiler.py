@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cache import cache_folder
-from legato_engine.kernels.cuda import compiler
+from legato_engine.kernels.cuda import module
 
 TEXTS = {
     "good.cu": """#include "part.cuh"
@@ -35,13 +35,13 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and sources of the tests' own."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(folder))
-    monkeypatch.setattr(compiler, "sources", lambda: TEXTS)
+    monkeypatch.setattr(module, "sources", lambda: TEXTS)
     return folder
 
 
 def code(**defines):
     """Machine code of the good source."""
-    return compiler.compile_source("good.cu", {"N": 2} | defines, "sm_90")
+    return module.compile_source("good.cu", {"N": 2} | defines, "sm_90")
 
 
 def mark(cache):
@@ -64,7 +64,7 @@ def test_a_changed_constant_is_compiled(cache):
     code()
     mark(cache)
     assert code(N=3) != MARK
-    assert compiler.compile_source("good.cu", {"N": 2}, "sm_100") != MARK
+    assert module.compile_source("good.cu", {"N": 2}, "sm_100") != MARK
     assert code() == MARK
 
 
@@ -73,7 +73,7 @@ def test_a_changed_source_is_compiled(cache, monkeypatch, file):
     """A change of the source, or of a header that it may include, invalidates the cache."""
     code()
     mark(cache)
-    monkeypatch.setattr(compiler, "sources", lambda: TEXTS | {file: TEXTS[file] + "\n// more"})
+    monkeypatch.setattr(module, "sources", lambda: TEXTS | {file: TEXTS[file] + "\n// more"})
     assert code() != MARK
 
 
@@ -82,7 +82,7 @@ def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_
     source = tmp_path / "own.cu"
 
     def own():
-        return compiler.compile_source("own.cu", {"N": 2}, "sm_90", folder=tmp_path)
+        return module.compile_source("own.cu", {"N": 2}, "sm_90", folder=tmp_path)
 
     source.write_text(TEXTS["good.cu"])
     assert own().startswith(b"\x7fELF")
@@ -95,7 +95,7 @@ def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_
 def test_a_broken_source_says_what_is_wrong(cache):
     """The error has the compiler's message, and nothing is cached."""
     with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):
-        compiler.compile_source("broken.cu", {}, "sm_90")
+        module.compile_source("broken.cu", {}, "sm_90")
     assert not cache.exists()
 
 
@@ -122,17 +122,17 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
 def test_several_that_were_compiled_ahead_are_not_compiled_again(cache, monkeypatch):
     """Nor where the cache cannot be written."""
     cache.write_text("a file, not a folder")
-    compiler.compile_ahead("good.cu", [{"N": n} for n in (3, 4, 5)], "sm_90")
+    module.compile_ahead("good.cu", [{"N": n} for n in (3, 4, 5)], "sm_90")
 
     def compiled_again(*_):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "_compile", compiled_again)
-    codes = {compiler.compile_source("good.cu", {"N": n}, "sm_90") for n in (5, 3, 4)}
+    monkeypatch.setattr(module, "_compile", compiled_again)
+    codes = {module.compile_source("good.cu", {"N": n}, "sm_90") for n in (5, 3, 4)}
     assert len(codes) == 3
 
 
 def test_a_source_that_does_not_compile_ahead_says_so(cache):
     """As it would alone."""
     with pytest.raises(InternalError, match="no_such_name"):
-        compiler.compile_ahead("broken.cu", [{"N": 1}, {"N": 2}], "sm_90")
+        module.compile_ahead("broken.cu", [{"N": 1}, {"N": 2}], "sm_90")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.kernels.cut_plan import (
+from legato_engine.kernels.images import (
     HEADER_WORDS,
     MAX_PIXELS,
     MAX_WORDS,

@@ -10,7 +10,8 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from legato_engine.kernels.cuda import compiler, layer_boundary, skinny_gemm, token_rows
+from legato_engine.kernels.cuda import decoder as layer_boundary
+from legato_engine.kernels.cuda import module, skinny_gemm, token_rows
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
@@ -19,11 +20,14 @@ from legato_engine.kernels.cuda.attention import (
     AttentionSizes,
     attend_defines,
 )
-from legato_engine.kernels.cuda.decoder import decode_defines, decode_forms
-from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
-from legato_engine.kernels.cuda.head import head_defines
+from legato_engine.kernels.cuda.decoder import decode_defines, decode_forms, head_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines
-from legato_engine.kernels.cuda.tau_decoder_stages import Rows, expert_defines, tau_defines
+from legato_engine.kernels.cuda.tau_decoder import (
+    TauRows,
+    expert_adapter_defines,
+    expert_defines,
+    tau_defines,
+)
 from legato_engine.kernels.cuda.value_heads import (
     embed_defines,
     value_argmax_defines,
@@ -103,7 +107,7 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     if source == "layer_maps.cu":
         return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
     if source == "layer_boundary.cu":
-        served = layer_boundary.supported(decode)
+        served = layer_boundary.boundary_supported(decode)
         return (
             [(layer_boundary.layer_boundary_defines(decode), layer_boundary.MOST_TOKENS)]
             if served
@@ -141,7 +145,7 @@ def test_kernels_compile_without_spills(cache, source, model, batches, arch):
     for constants, batch in made:
         if batches == "largest" and batch < most:
             continue
-        found = usages(compiler.compile_source(source, constants, arch))
+        found = usages(module.compile_source(source, constants, arch))
         assert set(found) == KERNELS[source]
         dynamic = dynamic_shared(model, batch)
         for kernel, usage in found.items():
@@ -160,11 +164,11 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
         decoder = dataclasses.replace(sizes.decoder, kv_bytes=kv_bytes)
         with_kv = dataclasses.replace(sizes, decoder=decoder)
         constants = tau_defines(with_kv, tiles, routed=routed)
-        found = usages(compiler.compile_source("tau_layer.cu", constants, arch))
+        found = usages(module.compile_source("tau_layer.cu", constants, arch))
         assert set(found) == {"tau_in", "gains"}
         assert max(usage.stack for usage in found.values()) <= MOST_STACK
         assert found["gains"].static <= GAINS_STATIC + RESERVED
-    found = usages(compiler.compile_source("experts.cu", expert_defines(sizes, tiles), arch))
+    found = usages(module.compile_source("experts.cu", expert_defines(sizes, tiles), arch))
     assert set(found) == set(expert_shared(dtype, 8 * tiles))
     for kernel, usage in found.items():
         assert usage.stack <= MOST_STACK, kernel
@@ -183,7 +187,7 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
         for part, kernel, width in zip(
             ("WIDTH", "OUTPUTS"), ("expert_shrink", "expert_expand"), widths, strict=True
         ):
-            code = compiler.compile_source("expert_adapters.cu", {**constants, part: width}, arch)
+            code = module.compile_source("expert_adapters.cu", {**constants, part: width}, arch)
             usage = usages(code)[kernel]
             assert usage.stack <= MOST_STACK
             assert usage.static <= GAINS_STATIC + 2 * RESERVED
@@ -205,9 +209,7 @@ def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arc
     sizes = dataclasses.replace(
         sizes_of("moondream2")[0].attention, max_pages=context // PAGE, kv_bytes=kv_bytes
     )
-    found = usages(
-        compiler.compile_source("paged_attention.cu", attend_defines(sizes, splits), arch)
-    )
+    found = usages(module.compile_source("paged_attention.cu", attend_defines(sizes, splits), arch))
     assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
 
 
@@ -228,7 +230,7 @@ def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, sha
         in_stride=num_heads * (share + 2) * HEAD_DIM,
     )
     defines = attend_defines(sizes, splits)
-    found = usages(compiler.compile_source("paged_attention.cu", defines, arch))
+    found = usages(module.compile_source("paged_attention.cu", defines, arch))
     assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
 
 
@@ -237,7 +239,7 @@ def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, sha
 def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
     """With whole and with partly rotated heads."""
     defines = token_rows.defines(heads[0], heads[1], head_dim, half, PAGE)
-    found = usages(compiler.compile_source(token_rows.SOURCE, defines, arch))
+    found = usages(module.compile_source(token_rows.SOURCE, defines, arch))
     assert set(found) == {"rotate_and_cache", "gate"}
     assert all(u.stack == 0 for u in found.values())
 
@@ -248,15 +250,15 @@ def test_sampling_compiles(cache, model, arch):
     """The choice of a token and the reading of its value compile at every model's sizes."""
     config = CONFIGS[model]
     constants = sampling_defines(config.text.vocab_size)
-    assert "sample" in usages(compiler.compile_source("sample.cu", constants, arch))
+    assert "sample" in usages(module.compile_source("sample.cu", constants, arch))
     constants = value_argmax_defines(sizes_of(model)[1])
-    assert "value_argmax" in usages(compiler.compile_source("value_argmax.cu", constants, arch))
+    assert "value_argmax" in usages(module.compile_source("value_argmax.cu", constants, arch))
 
 
 def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
     """The stack that the tests look at is there in a kernel that needs one."""
     monkeypatch.setattr(
-        compiler,
+        module,
         "sources",
         lambda: {
             "spill.cu": """extern "C" __global__ void spill(int* out, int at) {
@@ -266,7 +268,7 @@ def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
             }"""
         },
     )
-    found = usages(compiler.compile_source("spill.cu", {}, "sm_90"))
+    found = usages(module.compile_source("spill.cu", {}, "sm_90"))
     assert found["spill"].stack == 256
 
 
@@ -281,12 +283,12 @@ extern "C" __global__ void probe() {{}}
 @pytest.mark.parametrize("width", [64, 192, 320, 1024, 1280, 2048, 4096])
 def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
     """A stage of rows that are not packed is as large as the launches count it."""
-    rows = Rows(width, size)
+    rows = TauRows(width, size)
     sizes = {"chunk": rows.chunk, "stage": rows.stage, "padding": rows.padding}
     probe = ROWS_PROBE.format(width=width, size=size, **sizes)
-    texts = compiler.sources() | {"probe.cu": probe}
-    monkeypatch.setattr(compiler, "sources", lambda: texts)
-    compiler.compile_source("probe.cu", {}, "sm_90")
+    texts = module.sources() | {"probe.cu": probe}
+    monkeypatch.setattr(module, "sources", lambda: texts)
+    module.compile_source("probe.cu", {}, "sm_90")
 
 
 PROBE = """#include "block_map.cuh"
@@ -304,6 +306,6 @@ def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
     """Sums and chunks of `block_map.cuh` are as large as the launches count them."""
     chunk = skinny_gemm.chunk(inputs)
     probe = PROBE.format(tiles=tiles, sum=skinny_gemm.SUM, inputs=inputs, chunk=chunk)
-    texts = compiler.sources() | {"probe.cu": probe}
-    monkeypatch.setattr(compiler, "sources", lambda: texts)
-    compiler.compile_source("probe.cu", {}, "sm_90")
+    texts = module.sources() | {"probe.cu": probe}
+    monkeypatch.setattr(module, "sources", lambda: texts)
+    module.compile_source("probe.cu", {}, "sm_90")

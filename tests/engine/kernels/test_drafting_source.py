@@ -6,12 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import draft_layer, switch
-from legato_engine.kernels.cuda.compiler import compile_source
+from legato_engine.kernels.cuda import control_flow, draft_layer
 from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
-from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import NO_COSTS
+from legato_engine.kernels.cuda.module import compile_source
+from legato_engine.speculative.policy import (
+    NO_COSTS,
+    AdaptiveBlockPolicy,
+    FixedBlockPolicy,
+    TokenBudgetPolicy,
+)
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import ARCHS, usages
@@ -41,7 +44,7 @@ def test_drafting_compiles(policy, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_choice_of_a_graph_compiles(arch):
     """Without a header: the driver provides the function that sets a conditional node."""
-    assert usages(compile_source(switch.SOURCE, {}, arch))["choose"].stack == 0
+    assert usages(compile_source(control_flow.SWITCH_SOURCE, {}, arch))["choose"].stack == 0
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from legato_engine.kernels import ops, reference_experts
+from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import grouped
-from legato_engine.kernels.experts import ExpertWeights, Routes
-from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
+from legato_engine.kernels.parameters import (
+    AdapterRows,
+    ExpertAdapters,
+    ExpertMap,
+    ExpertWeights,
+    Routes,
+)
 
 from tests.engine.kernels.expert_cases import (
     DIM,
@@ -23,7 +28,7 @@ from tests.engine.kernels.expert_cases import (
     tokens,
 )
 
-FORMS = (reference_experts.experts_sorted, reference_experts.experts_gathered, grouped.experts)
+FORMS = (reference.experts_sorted, reference.experts_gathered, grouped.experts)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -167,9 +172,9 @@ def three_threads():
 def test_the_gate_rounds_alike_wherever_a_row_stands(three_threads, inner):
     """Neither the number of rows nor the threads that share them change a row's bits."""
     z_TI = torch.randn(64, 2 * inner, generator=torch.Generator().manual_seed(0))
-    whole_TI = reference_experts.gate(z_TI)
+    whole_TI = reference.gate(z_TI)
     for count in (1, 2, 7, 8, 24, 40):
-        assert torch.equal(reference_experts.gate(z_TI[:count].clone()), whole_TI[:count])
+        assert torch.equal(reference.gate(z_TI[:count].clone()), whole_TI[:count])
 
 
 def test_a_broken_row_stays_alone():

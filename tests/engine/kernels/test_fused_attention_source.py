@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from legato_engine.kernels.cuda.compiler import compile_source
 from legato_engine.kernels.cuda.fused_attention import SOURCE, cut_tiles, defines, shared_bytes
+from legato_engine.kernels.cuda.module import compile_source
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import usages

@@ -15,11 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.kernels.cuda.compiler import compile_source
 from legato_engine.kernels.cuda.image_pipeline import SOURCE, defines
-from legato_engine.kernels.cut_plan import CropGeometry, CutPlan
+from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.image_staging import HostImage, stage
-from legato_engine.kernels.lanczos import resize
+from legato_engine.kernels.images import CropGeometry, CutPlan, resize
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.vision import Vision, patches
 

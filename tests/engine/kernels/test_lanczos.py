@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.kernels.lanczos import PRECISION_BITS, num_weights, resize, table
+from legato_engine.kernels.images import PRECISION_BITS, num_weights, resize, table
 from PIL import Image
 
 SIZES = [

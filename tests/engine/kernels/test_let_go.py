@@ -8,7 +8,7 @@ only, and never on the emulated machine, where a read is over when the next inst
 from __future__ import annotations
 
 import pytest
-from legato_engine.kernels.cuda import compiler
+from legato_engine.kernels.cuda import module
 
 from tests.engine.kernels.assembly import instructions, under_way
 from tests.engine.kernels.test_compiler import has_nvrtc
@@ -26,7 +26,7 @@ def examined(source: str) -> dict[str, tuple[int, list[int]]]:
     return {
         f"{kernel}, {batch} tokens": under_way(instructions(code, kernel))
         for constants, batch in forms(source, "moondream2")
-        for code in [compiler.compile_source(source, constants, "sm_90")]
+        for code in [module.compile_source(source, constants, "sm_90")]
         for kernel in KERNELS[source]
     }
 
@@ -41,8 +41,8 @@ def test_a_stage_is_let_go_when_its_values_are_there(source):
 
 def test_a_release_that_waits_for_nothing_is_seen(monkeypatch):
     """Without the values in it the compiler does put an arrival before what waits for reads."""
-    texts = dict(compiler.sources())
+    texts = dict(module.sources())
     assert texts["stage_ring.cuh"].count(DEPENDS) == 1
     texts["stage_ring.cuh"] = texts["stage_ring.cuh"].replace(DEPENDS, "false")
-    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    monkeypatch.setattr(module, "sources", lambda: texts)
     assert any(early for _, early in examined("layer_boundary.cu").values())

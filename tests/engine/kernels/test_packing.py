@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.kernels.cuda.packing import fold_norm, pack, pack_beside, pair_rotated
+from legato_engine.kernels.cuda.skinny_gemm import fold_norm, pack, pack_beside, pair_rotated
 
 WARPS = 8
 

@@ -19,7 +19,7 @@ from itertools import product
 import pytest
 import torch
 from legato_engine.kernels import pages, reference
-from legato_engine.kernels.cuda.compiler import compile_source
+from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.cuda.prefill import SOURCE, defines
 from legato_engine.layers.rope import Rope
 

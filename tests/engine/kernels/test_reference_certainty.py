@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from legato_engine.kernels.reference_certainty import concentration, existence
+from legato_engine.kernels.reference import concentration, existence
 
 
 def test_existence_is_between_the_token_and_the_end():

@@ -8,18 +8,17 @@ import re
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import attention, layer_boundary, skinny_gemm, tau_decoder_stages
+from legato_engine.kernels.cuda import attention, decoder, skinny_gemm, tau_decoder
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, out_shared
-from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, decode_form
-from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, DecoderSizes, decode_form, out_shared
+from legato_engine.kernels.cuda.tau_decoder import TauSizes
 from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, ValueSizes
+from legato_engine.models.moondream.decode_step import tau_sizes, value_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
-from legato_engine.models.moondream.step_sizes import tau_sizes, value_sizes
 
 MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
 PROCESSOR = 233472  # that a processor has, `RESERVED` of them taken for each thread block
@@ -62,8 +61,8 @@ def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
     """Dynamic shared memory of the launches of Moondream 3's experts."""
     sizes = expert_sizes(dtype)
     launches = {
-        "experts_up": tau_decoder_stages.up_stages(sizes, batch),
-        "experts_out": tau_decoder_stages.out_stages(sizes, batch),
+        "experts_up": tau_decoder.up_stages(sizes, batch),
+        "experts_out": tau_decoder.out_stages(sizes, batch),
     }
     assert min(stages for stages, _ in launches.values()) >= 2
     return {name: num_bytes for name, (_, num_bytes) in launches.items()}
@@ -84,8 +83,8 @@ def dynamic_shared(name, batch):
     shared["layer_out"] = out_shared(decode, form, batch, stages)
     bins = region.inner_dim, region.parts, batch, BINS_STAGES[tiles]
     shared["value_bins"] = skinny_gemm.parts_shared(*bins)
-    if batch <= layer_boundary.MOST_TOKENS and layer_boundary.supported(decode):
-        shared["layer_boundary"] = layer_boundary.shared_bytes(decode)
+    if batch <= decoder.MOST_TOKENS and decoder.boundary_supported(decode):
+        shared["layer_boundary"] = decoder.shared_bytes(decode)
     return shared
 
 

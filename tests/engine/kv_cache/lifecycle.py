@@ -1,7 +1,6 @@
 """Steps in the life of a sequence in a KV cache, each followed by a check."""
 
-from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence

@@ -1,7 +1,7 @@
 """Adapter slots: sharing, reuse and limits."""
 
 import pytest
-from legato_engine.kv_cache.adapter_slots import AdapterSlots
+from legato_engine.kv_cache.pools import AdapterSlots
 
 
 def take(slots: AdapterSlots, key: str) -> int:

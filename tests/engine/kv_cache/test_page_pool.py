@@ -1,7 +1,7 @@
 """The page pool."""
 
 import pytest
-from legato_engine.kv_cache.page_pool import SCRATCH_PAGE, PagePool
+from legato_engine.kv_cache.pools import SCRATCH_PAGE, PagePool
 
 
 def test_scratch_page_is_never_allocated() -> None:

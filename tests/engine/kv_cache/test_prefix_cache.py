@@ -1,8 +1,7 @@
 """The prefix cache: what sequences find, share, publish and invalidate."""
 
 import pytest
-from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
 

@@ -3,9 +3,14 @@
 import random
 
 import pytest
-from legato_engine.kv_cache.eviction import EvictionCandidate, eviction_order
-from legato_engine.kv_cache.page_pool import PagePool
-from legato_engine.kv_cache.radix_tree import Namespace, Node, RadixTree
+from legato_engine.kv_cache.pools import PagePool
+from legato_engine.kv_cache.radix_tree import (
+    EvictionCandidate,
+    Namespace,
+    Node,
+    RadixTree,
+    eviction_order,
+)
 
 from tests.fakes import FakeTask, make_sequence
 

@@ -1,7 +1,7 @@
 """The slot pool."""
 
 import pytest
-from legato_engine.kv_cache.slot_pool import SlotPool
+from legato_engine.kv_cache.pools import SlotPool
 
 
 def test_each_slot_has_one_owner() -> None:

@@ -10,9 +10,9 @@ import copy
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.kernels import activations, reference_rows, row_ops
+from legato_engine.kernels import activations, ops, reference
 from legato_engine.kernels.cuda import quantise
-from legato_engine.kernels.cuda.compiler import compile_source
+from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.layers import fp8
 from legato_engine.layers.fp8 import Fp8Linear, Fp8MLP
 from legato_engine.layers.linear import Linear
@@ -55,7 +55,7 @@ def layer(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> Line
 def test_a_value_is_off_by_half_a_step(size):
     """Quantised values are within half a step of e4m3, or of its smallest step, in every row."""
     x_TK = torch.randn(40, 64) * torch.logspace(-2, 2, 40)[:, None] * size
-    rows = reference_rows.quantise(x_TK)
+    rows = reference.quantise(x_TK)
     assert (rows.values.dtype, rows.scale.shape) == (torch.float8_e4m3fn, (40, 1))
     allowed_TK = x_TK.abs() * HALF_STEP * 1.001 + rows.scale * 2.0**-10
     assert ((rows.values.float() * rows.scale - x_TK).abs() <= allowed_TK).all()
@@ -64,7 +64,7 @@ def test_a_value_is_off_by_half_a_step(size):
 
 def test_a_row_of_zeros_is_zeros():
     """A row without a largest value has a scale that is not zero."""
-    rows = reference_rows.quantise(torch.zeros(2, 16, dtype=torch.bfloat16))
+    rows = reference.quantise(torch.zeros(2, 16, dtype=torch.bfloat16))
     assert (rows.values.float() == 0).all()
     assert (rows.scale > 0).all()
 
@@ -81,8 +81,8 @@ def test_a_value_that_is_no_number_stays_none():
 def test_what_comes_before_is_not_rounded():
     """The gelu of bf16 rows is that of float32, then quantised."""
     x_TK = torch.randn(5, 48).bfloat16()
-    expected = reference_rows.quantise(activations.gelu(x_TK.float()))
-    ours = row_ops.quantise_gelu(x_TK)
+    expected = reference.quantise(activations.gelu(x_TK.float()))
+    ours = ops.quantise_gelu(x_TK)
     assert torch.equal(ours.values.float(), expected.values.float())
     assert torch.equal(ours.scale, expected.scale)
 
@@ -103,7 +103,7 @@ def test_the_emulation_is_the_multiplication():
     """What runs on a GPU gives the emulation's numbers: the same scales on the same sides."""
     linear = layer(64, 48, torch.bfloat16)
     ours = Fp8Linear(linear)
-    rows = row_ops.quantise(torch.randn(33, 64).bfloat16())
+    rows = ops.quantise(torch.randn(33, 64).bfloat16())
     operands = (rows.values, rows.scale, ours.weight, ours.scale, ours.bias)
     torch.testing.assert_close(
         fp8.multiplied(*operands), fp8.emulated(*operands), rtol=2**-7, atol=1e-5

@@ -8,10 +8,9 @@ from typing import TypeVar
 import pytest
 import torch
 from legato_engine.kernels import ops
-from legato_engine.kernels.layer_cache import LayerCache
-from legato_engine.kernels.spans import Span
-from legato_engine.layers.gated_mlp import GatedMLP
-from legato_engine.layers.grouped_attention import GroupedAttention, HeadPlan
+from legato_engine.kernels.pages import LayerCache, Span
+from legato_engine.layers.attention import GroupedAttention, HeadPlan
+from legato_engine.layers.mlp import GatedMLP
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.kernels import ops, reference
-from legato_engine.kernels.low_rank import AdapterRows
+from legato_engine.kernels.parameters import AdapterRows
 
 
 def slots_of(ranks, inputs, outputs, max_rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from legato_engine.layers.moe import MoE
+from legato_engine.layers.mlp import MoE
 
 DIM, INNER, NUM_EXPERTS, NUM_ACTIVE = 32, 24, 6, 2
 

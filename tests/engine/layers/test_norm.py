@@ -11,9 +11,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from legato_engine.kernels import activations, ops, reference_rows, row_ops
+from legato_engine.kernels import activations, ops, reference
 from legato_engine.kernels.cuda import norm, quantise
-from legato_engine.kernels.cuda.compiler import compile_source, sources
+from legato_engine.kernels.cuda.module import compile_source, sources
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
@@ -47,17 +47,17 @@ def test_the_sum_and_its_norm_are_torchs(dtype, count):
     layer = layer_norm(48, dtype)
     x_NTK, y_NTK = torch.randn(3, 7, 48).to(dtype), torch.randn(count, 7, 48).to(dtype)
     expected = x_NTK + y_NTK
-    for add_norm in (row_ops.add_norm, row_ops.add_norm_quantised):
+    for add_norm in (ops.add_norm, ops.add_norm_quantised):
         assert torch.equal(add_norm(x_NTK.clone(), y_NTK, layer)[0], expected)
-    assert torch.equal(row_ops.add_norm(x_NTK, y_NTK, layer)[1], layer(expected))
+    assert torch.equal(ops.add_norm(x_NTK, y_NTK, layer)[1], layer(expected))
 
 
 def test_the_norm_is_not_rounded_before_it_is_quantised():
     """The norm of a bf16 sum is that of float32, then quantised."""
     layer = layer_norm(48, torch.bfloat16)
     x_TK, y_TK = torch.randn(2, 5, 48).bfloat16()
-    expected = reference_rows.quantise(copy.deepcopy(layer).float()((x_TK + y_TK).float()))
-    _, ours = row_ops.add_norm_quantised(x_TK, y_TK, layer)
+    expected = reference.quantise(copy.deepcopy(layer).float()((x_TK + y_TK).float()))
+    _, ours = ops.add_norm_quantised(x_TK, y_TK, layer)
     assert torch.equal(ours.values.float(), expected.values.float())
     assert torch.equal(ours.scale, expected.scale)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from legato_engine.layers.tau import Tau
+from legato_engine.layers.attention import Tau
 
 HEADS, SIZE, POSITIONS = 4, 8, 300
 

@@ -6,16 +6,19 @@ import random
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.models.paged_cache import PrefillSpan
+from legato_engine.core.assembly import assemble
+from legato_engine.core.requests import make_sequence
+from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import tokens_of
+from legato_engine.types import (
+    FinishReason,
+    PromptToken,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 
 from tests.engine.models.paged_session import PagedSession
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.runtime.kv_pool import kv_dtype
 
 PAGE_SIZE = 16

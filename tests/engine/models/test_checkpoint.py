@@ -11,8 +11,7 @@ import pytest
 import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint_files import headers
-from legato_engine.models.checkpoint_plan import Destination
+from legato_engine.models.checkpoint import Destination, headers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -324,7 +323,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint_files import headers
+from legato_engine.models.checkpoint import headers
 
 def measured(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.models.detokenizer import Detokenizer
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, StandInTokenizer
+from legato_engine.models.text import Detokenizer
 
 TOKENIZER = StandInTokenizer()
 TEXTS = st.text(alphabet=st.sampled_from("ab \n€é😀x"), max_size=40)

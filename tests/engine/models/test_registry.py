@@ -9,14 +9,11 @@ import sys
 import msgspec
 import pytest
 import torch
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.registry import may_have_chat_template, resolve, tokenizer_path
+from legato_engine.types import ImageInfo, QueryTask, Request, RequestKey
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -48,10 +45,10 @@ def test_resolving_loads_no_torch(child_python_path):
     program = (
         "import sys\n"
         "from legato_engine.models.registry import resolve\n"
-        "from legato_engine.core.images import ImageInfo\n"
-        "from legato_engine.core.request_key import RequestKey\n"
-        "from legato_engine.core.requests import Request\n"
-        "from legato_engine.core.task_specs import QueryTask\n"
+        "from legato_engine.types import ImageInfo\n"
+        "from legato_engine.types import RequestKey\n"
+        "from legato_engine.types import Request\n"
+        "from legato_engine.types import QueryTask\n"
         "bundle = resolve('random-tiny')\n"
         "request = Request(request_id=RequestKey('r'), task=QueryTask(question='?'))\n"
         "assert bundle.frontend.make_task(request).prompt\n"

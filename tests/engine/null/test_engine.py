@@ -10,27 +10,40 @@ from typing import Any
 import pytest
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.config import EngineConfig
-from legato_engine.core.events import ObjectEvent, TextDelta
-from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, Resumed, SamplingParams
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import (
-    CaptionTask,
-    DetectTask,
-    ObjectOrder,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    Turn,
-)
 from legato_engine.errors import DeadlineExceeded
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.ipc.messages import (
+    Delta,
+    Done,
+    DropImage,
+    Failed,
+    HoldImage,
+    Load,
+    Queued,
+    Started,
+)
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    EncodedImage,
+    FinishReason,
+    ObjectEvent,
+    ObjectOrder,
+    PixelFormat,
+    PointTask,
+    QueryTask,
+    RawImage,
+    Request,
+    RequestKey,
+    Resumed,
+    SamplingParams,
+    SegmentTask,
+    TextDelta,
+    Turn,
+)
 from PIL import Image
 
 HELLO = QueryTask(question="hi")

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 from tests.service.harness import until
 

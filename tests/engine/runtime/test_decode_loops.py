@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -23,7 +22,7 @@ from legato_engine.kernels.decode_loop import (
 )
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
-from legato_engine.scheduler.runner import NoTokens, sleep
+from legato_engine.scheduler.interfaces import NoTokens, sleep
 from legato_engine.tasks import Constraint, successor
 
 from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
@@ -151,7 +150,7 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(
             loop.token_B[0] = -1
         return step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.host_loop.control_step", control)
+    monkeypatch.setattr("legato_engine.runtime.loops.control_step", control)
     looped, num_loops = answers(looping, [20, 20], num_failures=1)
     assert looped[0] == plain[0][: len(looped[0])]
     assert len(looped[0]) < 20

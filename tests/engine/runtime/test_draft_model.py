@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.requests import make_sequence
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.engine.sequences import make_sequence
 from legato_engine.errors import InvalidField
-from legato_engine.models.paged_cache import PrefillSpan
-from legato_engine.runtime.draft_model import CATCH_UP, DraftModel
+from legato_engine.models.paged_attention import PrefillSpan
+from legato_engine.runtime.drafting import CATCH_UP, DraftModel
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
+from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 from benchmarks.speculation.run import Run
 from tests.engine.models import against_transformers as same

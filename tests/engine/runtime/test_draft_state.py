@@ -5,13 +5,11 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.decode_loop import DONE
-from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState, Layout
-from legato_engine.runtime.request_descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
-from legato_engine.runtime.resident_drafts import DraftSnapshot
-from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.token_ring import TokenRing
-from legato_engine.speculative.block_policy import FixedBlockPolicy
+from legato_engine.runtime.buffers import TokenRing
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout, RowState
+from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
+from legato_engine.runtime.drafting import DraftSnapshot
+from legato_engine.speculative.policy import FixedBlockPolicy
 from legato_engine.speculative.proposer import UNKNOWN
 
 ROWS, BLOCK, CONTEXT, VOCABULARY = 3, 3, 20, 50

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.decode_loop import (
     DONE,
     STOP,
@@ -20,8 +19,7 @@ from legato_engine.kernels.decode_loop import (
 )
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.sequence import Sequence
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
+from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
 from legato_engine.tasks import Constraint
 
 from benchmarks.loops import Decodes, picture, question, randomly, skilled
@@ -129,7 +127,7 @@ def test_a_loop_whose_answers_have_ended_runs_no_step(
         steps.append(loop)
         return control_drafting_step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.host_loop.control_drafting_step", control)
+    monkeypatch.setattr("legato_engine.runtime.loops.control_drafting_step", control)
     looping = both_paths(plain, "fixed:3").loop
     for ends in (True, False):
         sequence = skilled(looping, picture(looping), 0, 30)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble, speculating
+from legato_engine.core.assembly import assemble, speculating
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.tokenizer import StandInTokenizer

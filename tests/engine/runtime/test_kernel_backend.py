@@ -9,18 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core.images import PixelFormat, RawImage
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
-from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.runtime import kernel_backend, long_prompts, step_works
+from legato_engine.models.paged_attention import DecodeBatch
+from legato_engine.runtime import kernel_backend
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.sampler import greedy
-from legato_engine.scheduler.pipeline import NUM_SLOTS
+from legato_engine.scheduler.scheduler import NUM_SLOTS
+from legato_engine.types import CaptionTask, DetectTask, PixelFormat, QueryTask, RawImage
 from PIL import Image
 
 from benchmarks.loops import randomly
@@ -232,7 +231,7 @@ def answers(assembly):
 
 def test_adapters_answer_as_by_torch(assembly, monkeypatch):
     """Every prompt and step runs by kernels, and rows with adapters get torch's answers."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     expected = answers(assembly)
     fused, kernels = with_kernels(assembly)
     before = dict(kernels.steps)
@@ -243,7 +242,7 @@ def test_adapters_answer_as_by_torch(assembly, monkeypatch):
 @pytest.mark.parametrize("buckets", [pytest.param((8,), marks=pytest.mark.slow), (8, 16)])
 def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
     """Prompts and decodes that share passes get the answers they get alone, in fewer passes."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     folder = Path(assembly.config.adapters)
     tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
     alone, alone_kernels = with_kernels(assembly, buckets=buckets)
@@ -285,7 +284,7 @@ def joined(assembly, second):
 @pytest.mark.parametrize("second", ["two, too", "two " * 10])
 def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch, second):
     """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     alone, _ = with_kernels(assembly, buckets=(8, 16))
     looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
     whole(looping.runner, monkeypatch)
@@ -302,7 +301,7 @@ def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch, second):
 @pytest.mark.parametrize(("second", "num_passes"), [("two, too", 1), ("two " * 10, 3)])
 def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_passes):
     """A copy and a forward for each pass, and one work for all that changes before."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
     whole(looping.runner, monkeypatch)
     compute, forward, calls = looping.device.compute, looping.runner.forward, []
@@ -333,7 +332,7 @@ def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_
 @pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_requests_that_come_and_go_change_no_answer(assembly, monkeypatch, steps):
     """Every skill beside loops, arrivals and aborts at any step; the warm-up has made all works."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     encoder = TorchEncoder(assembly, 2)
     looping, _ = with_kernels(
         assembly, buckets=(8, 16, 32), max_prompts=3, loops=None, encoder=encoder
@@ -349,7 +348,7 @@ def test_requests_that_come_and_go_change_no_answer(assembly, monkeypatch, steps
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
     """A prompt that comes while others decode, too long to share one pass with them."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     alone, _ = with_kernels(assembly, buckets=(8, 32))
     together, _ = with_kernels(assembly, buckets=(8, 32), max_prompts=3)
     given = []
@@ -378,9 +377,8 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
     """Each pass is a launch while others decode, whose steps run between them. It changes no
     answer, as passes begin at the same tokens.
     """
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
-    for module in (kernel_backend, long_prompts):
-        monkeypatch.setattr(module, "CHUNK", 32)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "CHUNK", 32)
     fused, _ = with_kernels(assembly, buckets=(8,), max_prompts=3)
     run_as_steps(fused, monkeypatch, 32)
     given, plans = [], []
@@ -411,7 +409,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
     either side of it, in passes of fixed shape or by torch alone.
     """
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly, max_prompts=3)
     shared_tokens = fused.runner.limits.tokens
     given = []
@@ -434,7 +432,7 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
     """After a preemption an answer of more tokens than there are staged steps runs as steps, as it
     did when it was decoded; only a prompt too long for steps does not.
     """
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
     run_as_steps(fused, monkeypatch, 32)
     monkeypatch.setattr(kernel_backend, "MAX_PASSES", 2)
@@ -474,7 +472,7 @@ def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     """Images of one launch pass the decoder together if that keeps their bits, else one after
     another. Each fills its own pages, and prompts of cached images share the launch.
     """
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     monkeypatch.setattr(kernel_backend, "_MIN_QUEUE_LENGTH", 0)
     whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
     assembly = dataclasses.replace(assembly, config=whole)
@@ -517,7 +515,7 @@ def raw_noise(world, seed):
 
 def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
     """The bucket's own layout runs only if its tokens have more groups than other layouts."""
-    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
     assert set(kernels.groups) == {1, 2, 8}, "all of them are captured beforehand"
     for rows, layout in ((1, 1), (2, 2), (3, 8), (5, 8)):

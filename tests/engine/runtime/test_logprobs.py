@@ -8,17 +8,24 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, SegmentTask, TaskSpec
-from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.runtime.logprobs import token_logprobs
-from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.core.assembly import assemble
+from legato_engine.core.requests import make_sequence
+from legato_engine.runtime.sampler import constraint_table, token_logprobs
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.tasks import Constraint
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+    TaskSpec,
+)
 from PIL import Image
 
 from tests.engine.models.paged_session import PagedSession

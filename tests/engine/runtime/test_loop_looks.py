@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from legato_engine.runtime import loop_looks
-from legato_engine.runtime.loop_looks import Looks
+from legato_engine.runtime import loops
+from legato_engine.runtime.loops import Looks
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(loop_looks, "time", clock)
+    monkeypatch.setattr(loops, "time", clock)
     return clock
 
 

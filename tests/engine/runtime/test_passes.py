@@ -9,14 +9,8 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.passes import (
-    Pass,
-    ScheduledPrompt,
-    cut_passes,
-    stage_pass,
-    stage_step,
-)
-from legato_engine.scheduler.launch import ScheduledSequence
+from legato_engine.runtime.staging import Pass, ScheduledPrompt, cut_passes, stage_pass, stage_step
+from legato_engine.scheduler.batch import ScheduledSequence
 
 NO_VALUE = (0.0, 0.0)
 

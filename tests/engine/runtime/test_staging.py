@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.runtime.staging import Fields, StagingBuffer, StagingRoom, size_of
+from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, size_of
 
 FIELDS: tuple[Fields, ...] = (
     {"a": ((3,), torch.int64)},

@@ -4,8 +4,8 @@ import math
 
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble, speculating
-from legato_engine.runtime import step_costs
+from legato_engine.core.assembly import assemble, speculating
+from legato_engine.runtime import calibration
 from legato_engine.speculative.proposer import UNKNOWN
 
 
@@ -44,7 +44,7 @@ class Watching:
 
 def test_every_token_of_a_step_is_fed(assembly, monkeypatch):
     """All rows feed the same number of tokens, at adjacent positions after the context."""
-    monkeypatch.setattr(step_costs, "_LONG", math.inf)  # however busy the machine is
+    monkeypatch.setattr(calibration, "_LONG", math.inf)  # however busy the machine is
     costs = assembly.runner.costs()
     drafts = assembly.runner._drafts
     stream = assembly.device.compute

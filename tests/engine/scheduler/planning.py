@@ -1,11 +1,10 @@
 """Sequences, planners and plans for tests of the planners."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.decode_planner import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, BatchLimits, Plan, ScheduledSequence
-from legato_engine.scheduler.prefill_planner import PrefillPlanner
-from legato_engine.scheduler.running_sequences import RunningSequences
-from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.scheduler.batch import ALONE, BatchLimits, Plan, ScheduledSequence
+from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
+from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.interfaces import LaunchTimes, NoTokens, Pause, RowTokens
 from legato_engine.scheduler.loops import pages_begun
-from legato_engine.scheduler.output_processor import NOT_FINITE
-from legato_engine.scheduler.runner import LaunchTimes, NoTokens, Pause, RowTokens
+from legato_engine.scheduler.output import NOT_FINITE
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, successor

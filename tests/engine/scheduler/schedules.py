@@ -12,16 +12,13 @@ import random
 from collections.abc import Iterable
 
 import msgspec
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InternalError, NumericError, PromptTooLong
-from legato_engine.ipc.figures import KVCacheStats
+from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import BatchLimits
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.batch import BatchLimits
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.types import FinishReason, PromptToken, RequestKey
 
 from tests.engine.scheduler.reading_runner import PAGE, PREFIXES, ReadingRunner, alone, length_of
 from tests.engine.scheduler.world import RandomBlocks, shared

@@ -4,11 +4,10 @@ from collections.abc import Sequence as Many
 
 import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.runtime.slot_outputs import have_common_pages
-from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.decode_planner import DecodePlanner
-from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.runner import RowTokens
+from legato_engine.runtime.backend import have_common_pages
+from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.interfaces import BlockSizes, RowTokens
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.planning import (

@@ -2,11 +2,10 @@
 
 import msgspec
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded
-from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.batch import LaunchKind, Plan
 from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.types import FinishReason, RequestKey
 
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World

@@ -1,9 +1,8 @@
 """The end of a sequence: by its task, its client, its deadline or an error."""
 
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded, InternalError, NumericError
+from legato_engine.types import FinishReason, RequestKey
 
 from tests.engine.scheduler.tasks import LONG_SEED, long_task, stopping_task
 from tests.engine.scheduler.world import World

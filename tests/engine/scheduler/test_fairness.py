@@ -12,12 +12,9 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import CaptionTask
 from legato_engine.errors import QueueFull
-from legato_engine.scheduler.admission import Admission
-from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.scheduler.queue import Admission, WaitingQueue
+from legato_engine.types import CaptionTask, Request, RequestKey
 
 from tests.engine.scheduler.tasks import long_task
 from tests.engine.scheduler.world import World

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
 
 from tests.engine.scheduler.planning import PAGE, decodes_of, running
 

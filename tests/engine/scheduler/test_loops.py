@@ -8,9 +8,8 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Plan
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, Plan
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.reading_runner import PAGE, WORTHWHILE, ReadingRunner, alone

@@ -7,8 +7,8 @@ import random
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import BatchLimits, Plan
-from legato_engine.scheduler.prefill_planner import PrefillPlanner
+from legato_engine.scheduler.batch import BatchLimits, Plan
+from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.planning import PAGE, decodes_of, make_planner, planned, running, sized

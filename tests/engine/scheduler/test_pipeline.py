@@ -1,8 +1,8 @@
 """The pipeline: slots, order and references."""
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, ScheduledSequence
-from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.batch import LaunchKind, Phase, Plan, ScheduledSequence
+from legato_engine.scheduler.scheduler import Pipeline
 from legato_engine.sequence import Sequence
 
 from tests.fakes import make_sequence

@@ -1,9 +1,9 @@
 """Turns between prefills and decodes."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.decode_planner import DecodePlanner
-from legato_engine.scheduler.launch import BatchLimits
-from legato_engine.scheduler.planner import Planner
+from legato_engine.scheduler.batch import BatchLimits
+from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.scheduler import Planner
 
 from tests.engine.scheduler.planning import (
     PAGE,

@@ -1,12 +1,11 @@
 """Preemption when pages run out: the victims, and that only their waiting time changes."""
 
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
-from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.scheduler.decode import RunningSequences, preemption_rank
+from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.types import FinishReason, RequestKey
 
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World

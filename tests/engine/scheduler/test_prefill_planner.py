@@ -1,8 +1,7 @@
 """Prefill plans: admission, shared launches and encodes."""
 
-from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefill_work import PrefillWork
-from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
+from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
+from legato_engine.scheduler.batch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
 
 from tests.engine.scheduler.planning import PAGE, decodes_of, make_planner, planned, running, sized
 from tests.fakes import FakeTask, make_sequence

@@ -16,7 +16,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from legato_engine.core.results import FinishReason
 from legato_engine.errors import (
     Busy,
     DeadlineUnreachable,
@@ -25,6 +24,7 @@ from legato_engine.errors import (
     PromptTooLong,
 )
 from legato_engine.sequence import Sequence
+from legato_engine.types import FinishReason
 
 from tests.engine.scheduler.world import RandomBlocks, World
 from tests.fakes import FakeTask

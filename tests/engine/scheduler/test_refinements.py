@@ -1,7 +1,7 @@
 """Refinements among decodes and waiting requests."""
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind, Refinement
+from legato_engine.scheduler.batch import LaunchKind, Refinement
 
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World

@@ -1,9 +1,9 @@
 """The step: its order, and what sink and observer receive."""
 
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SequenceStatus
+from legato_engine.types import RequestKey
 
 from tests.engine.scheduler.tasks import long_task
 from tests.engine.scheduler.world import World

@@ -1,7 +1,7 @@
 """The wait estimate."""
 
 import pytest
-from legato_engine.scheduler.wait_estimate import WaitEstimate
+from legato_engine.scheduler.queue import WaitEstimate
 
 
 def test_nothing_is_predicted_before_a_completion() -> None:

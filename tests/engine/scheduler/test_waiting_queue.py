@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import DeadlineUnreachable, QuotaExceeded
-from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import World

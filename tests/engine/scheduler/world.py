@@ -7,17 +7,14 @@ import random
 from collections.abc import Sequence as Many
 
 import msgspec
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.launch import BatchLimits, LaunchKind, Plan, Refinement
-from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.runner import RowTokens
-from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.batch import BatchLimits, LaunchKind, Plan, Refinement, StepRecord
+from legato_engine.scheduler.interfaces import BlockSizes, RowTokens
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence
+from legato_engine.types import RequestKey
 
 from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence

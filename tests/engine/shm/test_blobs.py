@@ -11,11 +11,18 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from legato_engine.core.images import BlobRef
 from legato_engine.errors import InternalError, QueueFull
 from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
-from legato_engine.shm.segment_pool import LARGEST, RELEASED, SMALLEST, SegmentPool
+from legato_engine.shm.blob_store import (
+    LARGEST,
+    RELEASED,
+    SMALLEST,
+    BlobStore,
+    SegmentPool,
+    blob_folder,
+    new_namespace,
+)
+from legato_engine.types import BlobRef
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-from legato_engine.kernels.cuda.compiler import sources
 from legato_engine.kernels.cuda.drafting import RuleConstants
-from legato_engine.runtime.request_descriptors import (
+from legato_engine.kernels.cuda.module import sources
+from legato_engine.runtime.descriptors import (
     DESCRIPTOR,
     KV_PRESSURE,
     STARTS,

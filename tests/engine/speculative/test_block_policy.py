@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
-from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, update_block_size
+from legato_engine.speculative.policy import AdaptiveBlockPolicy, update_block_size
 
-from tests.engine.megakernel.world import make, rates
+from tests.engine.speculative.drafted import DraftingRun, Flag, RequestDescriptor
 
 POLICY = AdaptiveBlockPolicy()
 
 
 def fresh():
     """A request that has proposed nothing yet."""
-    request = RequestDescriptor(0, prompt=(1,), max_tokens=100)
+    request = RequestDescriptor(0, max_tokens=100)
     POLICY.begin(request)
     return request
 
@@ -107,8 +106,8 @@ def test_a_request_that_comes_back_keeps_what_it_learnt():
 
 def mean_block(rate, policy, length=600):
     """The mean block of a long request whose tokens are each accepted with `rate`."""
-    request = RequestDescriptor(0, prompt=(1, 2), max_tokens=length)
-    make([request], proposer=rates(rate), policy=policy).run()
+    request = RequestDescriptor(0, max_tokens=length)
+    DraftingRun([request], [rate], policy).run()
     return statistics.fmean(request.block_size_history[20:-2])  # the last are cut short
 
 
@@ -124,8 +123,8 @@ def test_the_share_accepted_depends_on_the_block_that_it_steers():
     A block of 8 is accepted for 0.42 of its length and sends the rule to 1, where the share is 0.8
     and sends it up again: every size is seen again and again.
     """
-    request = RequestDescriptor(0, prompt=(1, 2), max_tokens=3000)
-    make([request], proposer=rates(0.8)).run()
+    request = RequestDescriptor(0, max_tokens=3000)
+    DraftingRun([request], [0.8]).run()
     settled = request.block_size_history[50:-8]
     changes = sum(a != b for a, b in itertools.pairwise(settled))
     assert set(settled) == {1, 4, 8} or set(settled) == {1, 4}

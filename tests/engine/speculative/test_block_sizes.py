@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
-from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
-from legato_engine.runtime.request_descriptors import STARTS, Descriptor
-from legato_engine.scheduler.runner import RowTokens
-from legato_engine.speculative.block_policy import (
+from legato_engine.runtime.descriptors import STARTS, Descriptor
+from legato_engine.scheduler.interfaces import RowTokens
+from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
+    CostTable,
     FixedBlockPolicy,
+    TokenBudgetPolicy,
+    block_policy,
+    block_sizes,
 )
-from legato_engine.speculative.block_sizes import block_policy, block_sizes
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
 from legato_engine.tasks import SampledToken
 
+from tests.engine.speculative.drafted import Flag, RequestDescriptor
 from tests.engine.speculative.policy_source import COMPILER, PolicySource, expected_layout
 from tests.fakes import FakeTask, make_sequence
 
@@ -141,7 +142,7 @@ class BothSides:
     def __init__(self, policy, folder, fault=("", "")):
         self.policy = policy
         self.source = PolicySource(policy, ROWS, folder, fault)
-        self.asked = [RequestDescriptor(row, (1,), MAX_TOKENS) for row in range(ROWS)]
+        self.asked = [RequestDescriptor(row, MAX_TOKENS) for row in range(ROWS)]
         self.source.requests["flags"] = STARTS
         self.source.requests["ema_acceptance_rate"] = INITIAL_RATE
         self.begun = set()

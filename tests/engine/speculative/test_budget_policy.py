@@ -1,12 +1,15 @@
 """Giving out proposals over a batch: the estimate, the tiers, what it wins over the seed."""
 
 import pytest
-from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
-from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
-from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import H200_MOONDREAM2, CostTable
+from legato_engine.speculative.policy import (
+    H200_MOONDREAM2,
+    AdaptiveBlockPolicy,
+    CostTable,
+    FixedBlockPolicy,
+    TokenBudgetPolicy,
+)
 
-from tests.engine.megakernel.world import make, rates
+from tests.engine.speculative.drafted import DraftingRun, Flag, RequestDescriptor
 
 
 def budget():
@@ -16,7 +19,7 @@ def budget():
 
 def running(count, policy):
     """Requests that are about to propose."""
-    requests = [RequestDescriptor(i, prompt=(1,), max_tokens=500) for i in range(count)]
+    requests = [RequestDescriptor(i, max_tokens=500) for i in range(count)]
     for request in requests:
         policy.begin(request)
     return requests
@@ -24,20 +27,11 @@ def running(count, policy):
 
 def speed(policy, num_streams, *shares):
     """Tokens a virtual second while all streams run."""
-    requests = [
-        RequestDescriptor(i, prompt=(1, 2, 3 + i), max_tokens=300, seed=i)
-        for i in range(num_streams)
-    ]
-    simulator = make(
-        requests,
-        proposer=rates(*shares),
-        policy=policy,
-        max_running=num_streams,
-        num_pages=num_streams * 80,
-    )
-    while not any(request.state is State.DONE for request in requests):
-        simulator.step()
-    return sum(request.num_generated for request in requests) / simulator.machine.now
+    requests = [RequestDescriptor(i, max_tokens=300) for i in range(num_streams)]
+    run = DraftingRun(requests, shares, policy)
+    while len(run.active()) == num_streams:
+        run.step()
+    return sum(request.num_generated for request in requests) / run.now
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,7 @@ def test_the_estimate_does_not_depend_on_the_block(block):
 
     (request,) = running(1, learner)
     request.max_tokens = 4000
-    make([request], proposer=rates(0.6), policy=Learning(block), num_pages=5000).run()
+    DraftingRun([request], [0.6], Learning(block)).run()
     assert request.ema_acceptance_rate == pytest.approx(0.6, abs=0.06)
 
 

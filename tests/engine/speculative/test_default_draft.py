@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.engine.loading import assemble, speculating
+from legato_engine.core.assembly import assemble, speculating
 
 from benchmarks.speculation.run import Run
 from benchmarks.speculation.workloads import real_requests, sample_images

@@ -7,15 +7,23 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import CachedImage, ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
-from legato_engine.engine.loading import assemble, speculating
-from legato_engine.engine.sequences import make_sequence
-from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.scheduler.sink import SilentSink
+from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.requests import make_sequence
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.scheduler.output import SilentSink
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    FinishReason,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 from PIL import Image
 
 from benchmarks.speculation.oracle import OracleProposer, known_history

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.task_specs import DetectTask, QueryTask
-from legato_engine.engine.loading import assemble, speculating
+from legato_engine.core.assembly import assemble, speculating
 from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.types import DetectTask, QueryTask
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.speculative.test_speculation import Run, knowing

@@ -1,8 +1,7 @@
 """Steps with round times."""
 
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.telemetry.timeline import Step
 
 from tests.fakes import make_sequence

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.telemetry.step_stats import StepParts, StepStats, step_parts
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.telemetry.steps import StepParts, StepStats, step_parts
 
 from tests.engine.telemetry.steps import MS, make_step
 

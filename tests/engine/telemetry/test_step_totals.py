@@ -1,9 +1,9 @@
 """Totals over all launches."""
 
 import pytest
-from legato_engine.ipc.figures import SECONDS_BOUNDS
-from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.telemetry.step_totals import StepCounter
+from legato_engine.ipc.messages import SECONDS_BOUNDS
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.telemetry.steps import StepCounter
 
 from tests.engine.telemetry.steps import make_step
 

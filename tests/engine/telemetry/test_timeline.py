@@ -7,11 +7,10 @@ import pytest
 from legato_engine.bench import trace
 from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
-from legato_engine.engine.loading import assemble
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan
-from legato_engine.scheduler.runner import LaunchTimes
-from legato_engine.scheduler.sink import SilentSink
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.core.assembly import assemble
+from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, StepRecord
+from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.scheduler.output import SilentSink
 from legato_engine.telemetry.timeline import LANES, StepFeed, Timeline, trace_events
 
 CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=2)

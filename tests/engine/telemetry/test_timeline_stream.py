@@ -1,9 +1,8 @@
 """The timeline as it happens."""
 
-from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.telemetry.step_stats import StepStats
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.telemetry.steps import PERIOD, StepStats, TimelineStream
 from legato_engine.telemetry.timeline import LANES, SpanMaker
-from legato_engine.telemetry.timeline_stream import PERIOD, TimelineStream
 
 from tests.engine.telemetry.steps import MS, make_step
 

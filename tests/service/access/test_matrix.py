@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 from legato.v1 import server_pb2
-from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
+from legato_service.access.principal import NEEDS, UNKNOWN_METHOD, Need
 
 from tests.service.access.tokens import Token, bearer, call_empty, methods, write
 from tests.service.harness import refusal, running

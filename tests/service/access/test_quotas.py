@@ -7,8 +7,7 @@ import io
 import pytest
 from legato.v1 import image_pb2, inference_pb2, media_pb2
 from legato_engine.errors import QuotaExceeded
-from legato_service.access.principal import Principal, Quotas
-from legato_service.access.rate_limit import RateLimit
+from legato_service.access.principal import Principal, Quotas, RateLimit
 from PIL import Image
 
 from tests.service.access.tokens import Token, call_empty, write

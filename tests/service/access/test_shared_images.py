@@ -3,7 +3,7 @@
 import grpc
 import pytest
 from legato.v1 import inference_pb2
-from legato_client._images.shared_frames import SharedFrames
+from legato_client._images.sources import SharedFrames
 
 from tests.service.access.tokens import Token, write
 from tests.service.harness import image_bytes, refusal, running

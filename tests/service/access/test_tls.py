@@ -14,9 +14,7 @@ import pytest
 import structlog
 from cryptography.hazmat.primitives import serialization
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_service.access.credentials import Credentials
-from legato_service.access.credentials_file import parse
-from legato_service.access.files import FileRejected
+from legato_service.access.credentials import Credentials, FileRejected, parse
 from legato_service.access.principal import Quotas
 from legato_service.access.tls import ServerCertificate
 

@@ -6,11 +6,10 @@ import json
 import time
 
 import pytest
-from legato_client.cli.admin_socket import admin_target
+from legato_client.cli.arguments import admin_target
 from legato_client.cli.main import main
 from legato_service.access import admin_socket
-from legato_service.access.credentials import Credentials
-from legato_service.access.credentials_file import parse
+from legato_service.access.credentials import Credentials, parse
 from legato_service.access.principal import Quotas
 
 from tests.service.harness import running

@@ -8,11 +8,10 @@ import time
 import pytest
 import structlog
 from legato.v1 import admin_pb2, inference_pb2, task_pb2
-from legato_service.access import credentials_file
-from legato_service.access.credentials import Credentials
-from legato_service.access.files import FileRejected
+from legato_service import logs as configuration
+from legato_service.access import credentials
+from legato_service.access.credentials import Credentials, FileRejected
 from legato_service.access.principal import Quotas
-from legato_service.logs import configuration
 
 from tests.service.access.tokens import Token, bearer, call_empty, write
 from tests.service.fakes import FakeEngine, answer, begin, hold
@@ -251,21 +250,21 @@ def test_a_malformed_record_is_refused(change, text):
     """The text names what is wrong."""
     assert change[0] in A.record
     with pytest.raises(FileRejected, match=text):
-        credentials_file.parse(A.record.replace(*change).encode())
+        credentials.parse(A.record.replace(*change).encode())
 
 
 def test_a_file_of_credentials_may_begin_with_a_mark():
     """Some editors put one before UTF-8."""
     record = A.record.encode()
-    assert credentials_file.parse(b"\xef\xbb\xbf" + record) == credentials_file.parse(record)
+    assert credentials.parse(b"\xef\xbb\xbf" + record) == credentials.parse(record)
 
 
 def test_ids_and_names_are_unique():
     with pytest.raises(FileRejected, match="not unique"):
-        credentials_file.parse((A.record * 2).encode())
+        credentials.parse((A.record * 2).encode())
     one, other = (Token(name, ["infer"], san='"x.example"') for name in "cd")
     with pytest.raises(FileRejected, match="same san"):
-        credentials_file.parse((one.record + other.record).encode())
+        credentials.parse((one.record + other.record).encode())
 
 
 def test_a_secret_in_the_place_of_its_hash_is_not_shown():
@@ -277,16 +276,16 @@ def test_a_secret_in_the_place_of_its_hash_is_not_shown():
         A.record.replace('"a"', f'"{A.text}"'),
     ):
         with pytest.raises(FileRejected) as caught:
-            credentials_file.parse(text.encode())
+            credentials.parse(text.encode())
         assert A.secret not in str(caught.value)
 
 
 def test_a_weak_secret_cannot_be_used():
     """A plain hash is enough for 256 random bits only, so that nothing shorter is accepted."""
     record = A.record.replace(
-        A.record.split('sha256 = "')[1][:64], credentials_file.digest("password").hex()
+        A.record.split('sha256 = "')[1][:64], credentials.digest("password").hex()
     )
-    known = Credentials(Quotas(), 1, credentials_file.parse(record.encode()))
+    known = Credentials(Quotas(), 1, credentials.parse(record.encode()))
     assert known.of_token(bearer("legato_a_password")[0][1]) is None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from legato_client._transport.async_status import ServerStatus
+from legato_client._grpc.transport import ServerStatus
 
 from tests.service.harness import refusal
 

@@ -10,26 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2
-from legato_engine.core.events import Grounding, ObjectEvent, PointEvent
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import (
+from legato_engine.ipc.messages import Done
+from legato_engine.types import (
+    Box,
     CaptionResult,
     DetectResult,
     FinishReason,
+    Grounding,
+    ImageInfo,
+    ObjectEvent,
     Outline,
+    Point,
+    PointEvent,
     PointResult,
     QueryResult,
+    RequestKey,
     SegmentResult,
     TaskResult,
     Timings,
+    TokenInfo,
     Usage,
 )
-from legato_engine.core.tokens import TokenInfo
-from legato_engine.ipc.messages import Done
 from legato_service.convert import skills
-from legato_service.convert.response_info import FINISH_REASONS, fill_info
+from legato_service.convert.responses import FINISH_REASONS, fill_info
 
 TEXT = st.text("ab é", max_size=4)
 UNIT = st.floats(0, 1, width=32)

@@ -1,6 +1,6 @@
 """What engines hold."""
 
-from legato_service.engines.directory import Directory
+from legato_service.engines.group import Directory
 
 A, B = ("a",), ("b",)
 

@@ -5,17 +5,12 @@ import asyncio
 import pytest
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.errors import EngineLost, ImageNotFound
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import TimelineBatch
+from legato_engine.ipc.messages import DropImage, HoldImage, Load, TimelineBatch
+from legato_engine.types import CachedImage, CaptionTask, QueryTask, Request, RequestKey
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import as_source
-from legato_service.requests.affinity import bytes_key, keys_of
+from legato_service.requests.dispatcher import bytes_key, keys_of
 
 from tests.service.fakes import FakeEngine, begin
 from tests.service.harness import image_bytes, image_message, refusal, running, until

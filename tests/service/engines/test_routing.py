@@ -4,7 +4,7 @@ import collections
 import random
 
 import pytest
-from legato_service.engines.routing import MAX_LEAD, Candidate, choose
+from legato_service.engines.group import MAX_LEAD, Candidate, choose
 
 RECOMPUTING = 0.1  # seconds
 

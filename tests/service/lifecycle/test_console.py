@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from legato_service.lifecycle.console import TerminalAnnouncer, example
+from legato_service.console import TerminalAnnouncer, example
 from rich.console import Console
 
 from tests.service.fakes import MODEL

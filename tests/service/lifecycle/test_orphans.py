@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from legato_service.lifecycle import orphans
+from legato_service import lifecycle
 
 # The child leaves orphans that live on for a moment, and exits with a code that its parent wants.
 PROGRAM = """
 import asyncio, ctypes, json, pathlib, sys
-from legato_service.lifecycle import orphans
+from legato_service import lifecycle as orphans
 
 LEAVES_ORPHANS = (
     "import os, subprocess; [subprocess.Popen(['sleep', '0.1']) for _ in range(5)]; os._exit(7)"
@@ -47,7 +47,7 @@ def test_orphans_are_reaped(mode, left):
 
 def test_an_ordinary_process_inherits_none():
     """Its orphans go to the first process, which is another."""
-    assert not orphans.inherits_orphans()
+    assert not lifecycle.inherits_orphans()
 
 
 def environment():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from legato_engine.ipc.latency_policy import SHARED
-from legato_service.lifecycle import tuning
+from legato_service import lifecycle
 
 _TUNED = """
 import os, sys, threading
@@ -15,7 +15,7 @@ import os, sys, threading
 cores = range(int(sys.argv[1]))
 os.sched_getaffinity = lambda _: cores
 from legato_engine.ipc import latency_policy
-from legato_service.lifecycle import tuning
+from legato_service import lifecycle as tuning
 
 os.sched_setscheduler(0, int(sys.argv[2]), os.sched_param(0))
 tuning.tune_process(latency_policy.resolve(sys.argv[3]))
@@ -52,7 +52,7 @@ def test_a_refused_scheduling_policy_is_ignored(monkeypatch):
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     thresholds = gc.get_threshold()
     try:
-        tuning.tune_process(SHARED)
+        lifecycle.tune_process(SHARED)
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold() == SHARED.service_gc
     finally:

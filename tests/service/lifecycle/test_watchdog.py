@@ -9,7 +9,7 @@ from tests.e2e.server import ENVIRONMENT
 
 PROGRAM = """
 import threading
-from legato_service.lifecycle import watchdog
+from legato_service import lifecycle as watchdog
 watchdog.TIMEOUT = {timeout}
 watchdog.arm_watchdog()
 def a_library_that_blocks():

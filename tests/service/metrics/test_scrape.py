@@ -10,9 +10,9 @@ import pytest
 from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.figures import Durations, ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import Durations, ImageTotals, Load, StepTotals
+from legato_service.metrics.collector import PERIOD, LoopLag
 from legato_service.metrics.listener import MAX_CONNECTIONS, MetricsListener
-from legato_service.metrics.loop_lag import PERIOD, LoopLag
 from structlog.testing import capture_logs
 
 from tests.service.fakes import MODEL, TIMINGS, USAGE, FakeEngine

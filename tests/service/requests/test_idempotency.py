@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine import errors
-from legato_engine.core.request_key import RequestKey
+from legato_engine.types import RequestKey
 from legato_service.errors import DuplicateRequest
 from legato_service.requests.idempotency import IdempotencyCache, fingerprint
 from legato_service.rpc import call

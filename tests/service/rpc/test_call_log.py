@@ -5,8 +5,8 @@ import sys
 import time
 
 import structlog
-from legato_service.logs import configuration
-from legato_service.logs.configuration import timestamp
+from legato_service import logs as configuration
+from legato_service.logs import timestamp
 from legato_service.rpc.call import Call
 from legato_service.rpc.call_log import CallLog
 

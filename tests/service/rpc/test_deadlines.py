@@ -5,11 +5,9 @@ import time
 
 import pytest
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import DeadlineExceeded
-from legato_service.requests.deadlines import Deadlines
+from legato_engine.types import QueryTask, Request, RequestKey
+from legato_service.requests.registry import Deadlines
 
 
 def watched(order):

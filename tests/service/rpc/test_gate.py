@@ -15,10 +15,10 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import EngineLost
+from legato_service.listeners import MAX_CALLS_PER_CONNECTION
 from legato_service.rpc import gate as gate_module
 from legato_service.rpc import middleware
 from legato_service.rpc.gate import Gate
-from legato_service.rpc.grpc_options import MAX_CALLS_PER_CONNECTION
 
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine

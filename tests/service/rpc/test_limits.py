@@ -19,7 +19,7 @@ from legato.v1 import (
     session_pb2,
     task_pb2,
 )
-from legato_client._transport.wire import to_bytes
+from legato_client._grpc.channel import to_bytes
 from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 from legato_service.rpc.limits import FOREIGN_MAX_BYTES, kind_of
 

@@ -13,8 +13,9 @@ import grpc
 import pytest
 import structlog
 from legato.v1 import inference_pb2, server_pb2, task_pb2
+from legato_service import listeners
 from legato_service.arguments import parse
-from legato_service.rpc import grpc_options, trace_context
+from legato_service.rpc import call as trace_context
 
 from tests.faults.attacks import Http2
 from tests.service.fakes import FakeEngine, begin
@@ -378,7 +379,7 @@ async def test_a_connection_without_calls_is_closed():
 
 async def test_connections_beyond_the_limit_are_closed(monkeypatch):
     """Those that are open stay, and another one is taken when one of them ends."""
-    monkeypatch.setattr(grpc_options, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(listeners, "MAX_CONNECTIONS", 2)
     async with running() as server:
         address = ("127.0.0.1", server.port)
         first, second = (Http2(f"127.0.0.1:{server.port}") for _ in range(2))

@@ -8,9 +8,9 @@ from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.figures import Load, PipelineStats
+from legato_engine.ipc.messages import Load, PipelineStats
+from legato_engine.types import RequestKey
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse

@@ -2,10 +2,9 @@
 
 import pytest
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine.core.task_specs import QueryTask, Turn
-from legato_service.convert import chat
-from legato_service.convert.chat import MAX_MESSAGES, Conversation
-from legato_service.convert.fields import MAX_TEXT_BYTES
+from legato_engine.types import QueryTask, Turn
+from legato_service.convert import skills
+from legato_service.convert.skills import MAX_MESSAGES, MAX_TEXT_BYTES, Conversation
 
 from tests.grammar import replay
 from tests.service.harness import image_message, refusal, running
@@ -176,7 +175,7 @@ async def test_texts_are_limited_in_bytes():
 def test_the_longest_conversation():
     """As many messages as are allowed are read in order."""
     turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (MAX_MESSAGES // 2))]
-    read = chat.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
+    read = skills.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
     assert isinstance(read, Conversation)
     assert read.system == "s"
     assert read.question == str(MAX_MESSAGES - 2)

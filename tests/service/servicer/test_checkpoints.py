@@ -8,10 +8,8 @@ import msgspec
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import CaptionTask
 from legato_engine.ipc.messages import Delta
+from legato_engine.types import CaptionTask, Request, RequestKey
 
 from tests.grammar import replay
 from tests.service.fakes import FakeEngine, begin, done, hold, solution, started, words

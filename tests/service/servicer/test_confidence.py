@@ -6,34 +6,31 @@ from typing import Any
 
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
-from legato_engine.core.events import (
-    Event,
-    Grounding,
-    ObjectEvent,
-    OutlineEvent,
-    PointEvent,
-    ReasoningDelta,
-)
-from legato_engine.core.geometry import Point
-from legato_engine.core.results import (
+from legato_engine.ipc.messages import Delta
+from legato_engine.types import (
+    Alternative,
+    CaptionLength,
     ConfidenceInfo,
     DetectResult,
-    FinishReason,
-    Outline,
-    PointResult,
-    SegmentResult,
-    TaskResult,
-)
-from legato_engine.core.task_specs import (
-    CaptionLength,
     DetectTask,
+    Event,
+    FinishReason,
+    Grounding,
+    ObjectEvent,
     ObjectOrder,
+    Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    PointResult,
     PointTask,
     QueryTask,
+    ReasoningDelta,
+    SegmentResult,
     SegmentTask,
+    TaskResult,
+    TokenInfo,
 )
-from legato_engine.core.tokens import Alternative, TokenInfo
-from legato_engine.ipc.messages import Delta
 
 from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, solution, started
 from tests.service.harness import refusal, running

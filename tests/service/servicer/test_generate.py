@@ -5,10 +5,8 @@ import msgspec
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
-from legato_engine.core.events import ReasoningDelta, TextDelta, TokensDelta
-from legato_engine.core.results import QueryResult
-from legato_engine.core.tokens import TokenInfo
 from legato_engine.ipc.messages import Queued
+from legato_engine.types import QueryResult, ReasoningDelta, TextDelta, TokenInfo, TokensDelta
 
 from tests.grammar import Grammar, check, replay
 from tests.service.fakes import FakeEngine, delta, done, hold, solution, started, words

@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, inference_pb2, media_pb2
 from legato_engine import errors
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
+from legato_engine.types import CachedImage, EncodedImage, PixelFormat, RawImage
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import image_bytes, refusal, running, until

@@ -6,12 +6,18 @@ import grpc
 import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.results import CaptionResult
-from legato_engine.core.task_specs import PointTask
 from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.types import (
+    Box,
+    CachedImage,
+    CaptionResult,
+    EncodedImage,
+    PixelFormat,
+    Point,
+    PointTask,
+    RawImage,
+    SamplingParams,
+)
 
 from tests.service.fakes import BOX, FakeEngine, answer, done, started
 from tests.service.harness import image_bytes, image_message, running

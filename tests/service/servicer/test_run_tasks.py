@@ -5,9 +5,6 @@ import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
-from legato_engine.core.images import CachedImage, EncodedImage
-from legato_engine.core.task_specs import CaptionTask, QueryTask
-from legato_engine.core.tokens import TokenInfo
 from legato_engine.errors import (
     EngineLost,
     ImageUndecodable,
@@ -15,6 +12,7 @@ from legato_engine.errors import (
     PromptTooLong,
     QueueFull,
 )
+from legato_engine.types import CachedImage, CaptionTask, EncodedImage, QueryTask, TokenInfo
 
 from tests.service.fakes import FakeEngine, answer, begin, done, solution, started
 from tests.service.harness import image_message, refusal, running, until

@@ -7,8 +7,7 @@ import msgspec
 from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2, server_pb2
 from legato_engine.client.timeline_watch import MAX_UNREAD
-from legato_engine.ipc.figures import Load, PipelineStats
-from legato_engine.ipc.messages import TimelineBatch, TimelineSpan
+from legato_engine.ipc.messages import Load, PipelineStats, TimelineBatch, TimelineSpan
 
 from tests.service.harness import refusal, running, until
 

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
-from legato_client._transport.async_status import ServerStatus
+from legato_client._grpc.transport import ServerStatus
 
 from tests.grammar import Grammar
 from tests.service.fakes import FakeEngine, answer

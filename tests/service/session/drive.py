@@ -6,9 +6,17 @@ import collections
 import math
 
 from legato_engine.errors import InternalError
-from legato_service.session.core import SessionCore
-from legato_service.session.frame import Accepted, Dropped, Event, Frame, GoAway, Result
-from legato_service.session.settings import DropReason, SessionSettings
+from legato_service.session.core import (
+    Accepted,
+    Dropped,
+    DropReason,
+    Event,
+    Frame,
+    GoAway,
+    Result,
+    SessionCore,
+    SessionSettings,
+)
 
 OUTCOME = InternalError("what a task says at its end is nothing to the core")
 

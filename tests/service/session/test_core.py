@@ -3,14 +3,20 @@
 import math
 
 import pytest
-from legato_engine.core.events import ObjectEvent, TextDelta
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ClientTooSlow, SessionProtocol
 from legato_engine.ipc.messages import Delta, Queued
-from legato_service.session.capture_clock import CaptureClock
-from legato_service.session.core import MAX_UNREAD
-from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Result
-from legato_service.session.settings import DropReason, FramePolicy
+from legato_engine.types import ObjectEvent, RequestKey, TextDelta
+from legato_service.session.core import (
+    MAX_UNREAD,
+    Accepted,
+    CaptureClock,
+    Dropped,
+    DropReason,
+    Event,
+    FramePolicy,
+    GoAway,
+    Result,
+)
 
 from tests.service.fakes import BOX
 from tests.service.session.drive import Drive

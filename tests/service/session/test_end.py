@@ -6,9 +6,9 @@ from collections import Counter
 import grpc
 import pytest
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
-from legato_engine.core.request_key import RequestKey
+from legato_engine.types import RequestKey
 from legato_service.arguments import parse
-from legato_service.session.frame_runner import FrameRunner
+from legato_service.session.frames import FrameRunner
 from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold

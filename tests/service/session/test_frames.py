@@ -4,8 +4,8 @@ import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
-from legato_engine.core.images import CachedImage, EncodedImage
 from legato_engine.errors import ImageUndecodable, QueueFull
+from legato_engine.types import CachedImage, EncodedImage
 
 from tests.service.fakes import FakeEngine, answer, begin, refuse
 from tests.service.harness import running

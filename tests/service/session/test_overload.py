@@ -5,8 +5,7 @@ import random
 
 import pytest
 from legato.v1 import session_pb2
-from legato_service.session.frame import Result
-from legato_service.session.settings import FramePolicy
+from legato_service.session.core import FramePolicy, Result
 
 from tests.service.fakes import FakeEngine, begin, delta, done, solution
 from tests.service.harness import running

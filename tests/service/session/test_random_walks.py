@@ -3,11 +3,10 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from legato_engine.core.events import TextDelta
-from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ClientTooSlow
 from legato_engine.ipc.messages import Delta
-from legato_service.session.settings import DropReason, FramePolicy
+from legato_engine.types import RequestKey, TextDelta
+from legato_service.session.core import DropReason, FramePolicy
 
 from tests.service.session.drive import Drive
 

@@ -10,10 +10,7 @@ import pytest
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core.events import ObjectEvent
-from legato_engine.core.geometry import Box
-from legato_engine.core.results import DetectResult
-from legato_engine.core.task_specs import DetectTask
+from legato_engine.types import Box, DetectResult, DetectTask, ObjectEvent
 
 from tests.service.fakes import FakeEngine, done, hold, started
 from tests.service.harness import image_message, refusal, running

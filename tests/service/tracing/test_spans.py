@@ -6,9 +6,9 @@ import sys
 import pytest
 import structlog
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine.core.results import FinishReason, QueryResult
 from legato_engine.errors import InternalError
 from legato_engine.ipc.messages import Done
+from legato_engine.types import FinishReason, QueryResult
 
 from tests.service.fakes import TIMINGS, USAGE, FakeEngine
 from tests.service.harness import image_message, refusal, running

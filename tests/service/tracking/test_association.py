@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_service.tracking.association import assign, gains
+from legato_service.tracking import assign, gains
 
 
 def total(gain: np.ndarray, pairs: list[tuple[int, int]]) -> float:

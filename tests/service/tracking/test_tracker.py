@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from legato_service.tracking import box_filter
-from legato_service.tracking.box_filter import BoxState
-from legato_service.tracking.tracker import MAX_STATES, Tracked, Tracker, TrackIds
+from legato_service import tracking
+from legato_service.tracking import MAX_STATES, BoxState, Tracked, Tracker, TrackIds
 
 Path = Callable[[float], Sequence[float]]
 FPS = 30.0
@@ -120,7 +119,7 @@ def test_a_frame_that_is_later_than_all_that_is_kept_changes_nothing():
         (name,) = see(following, k, right)
     newest = state_of(following, 40, right)
     assert see(following, 1, right) == [name]
-    again = box_filter.update(newest, 41 / FPS, np.array(right(41 / FPS)))
+    again = tracking.update(newest, 41 / FPS, np.array(right(41 / FPS)))
     assert np.allclose(state_of(following, 41, right).mean_AK, again.mean_AK)
 
 
@@ -233,24 +232,24 @@ def test_places_of_many_are_those_of_each(ahead):
     """What association asks of all tracks at once is what the filter would do with each."""
     states = []
     for path in (right, left):
-        state = box_filter.begin(0.0, np.array(path(0.0)))
-        states.append(box_filter.update(state, 0.1, np.array(path(0.1))))
-    anew = [box_filter.begin(state.time, state.box_A) for state in states]
-    for ours, each in ((box_filter.places, states), (box_filter.places_anew, anew)):
+        state = tracking.begin(0.0, np.array(path(0.0)))
+        states.append(tracking.update(state, 0.1, np.array(path(0.1))))
+    anew = [tracking.begin(state.time, state.box_A) for state in states]
+    for ours, each in ((tracking.places, states), (tracking.places_anew, anew)):
         means, variances = ours(states, 0.1 + ahead)
         for row, state in enumerate(each):
-            mean_AK, covariance_AKK = box_filter.predict(state, 0.1 + ahead)
-            own = box_filter.measurement_variance(mean_AK[:, 0])
+            mean_AK, covariance_AKK = tracking.predict(state, 0.1 + ahead)
+            own = tracking.measurement_variance(mean_AK[:, 0])
             assert np.allclose(means[row], mean_AK[:, 0])
             assert np.allclose(variances[row], covariance_AKK[:, 0, 0] + own)
 
 
 def test_a_step_in_time_is_the_same_as_two():
     """The prediction over a gap does not depend on how it is cut."""
-    state = box_filter.begin(0.0, np.array(right(0.0)))
-    state = box_filter.update(state, 0.1, np.array(right(0.1)))
-    mean_AK, covariance_AKK = box_filter.predict(state, 0.9)
-    halfway = box_filter.BoxState(0.4, state.box_A, *box_filter.predict(state, 0.4))
-    again_AK, again_AKK = box_filter.predict(halfway, 0.9)
+    state = tracking.begin(0.0, np.array(right(0.0)))
+    state = tracking.update(state, 0.1, np.array(right(0.1)))
+    mean_AK, covariance_AKK = tracking.predict(state, 0.9)
+    halfway = tracking.BoxState(0.4, state.box_A, *tracking.predict(state, 0.4))
+    again_AK, again_AKK = tracking.predict(halfway, 0.9)
     assert np.allclose(mean_AK, again_AK)
     assert np.allclose(covariance_AKK, again_AKK, rtol=0.02)

@@ -5,9 +5,8 @@ import socket
 from contextlib import asynccontextmanager
 
 from legato_service.metrics.snapshot import Bins, Snapshot, Value, merged
-from legato_service.workers import metrics_exchange
-from legato_service.workers.control_channel import ControlChannel
-from legato_service.workers.metrics_exchange import MetricsExchange, WorkerMetrics
+from legato_service.workers import control_channel
+from legato_service.workers.control_channel import ControlChannel, MetricsExchange, WorkerMetrics
 
 
 def snapshot(count, sessions=1):
@@ -85,7 +84,7 @@ async def test_all_workers_count():
 
 async def test_sums_never_fall(monkeypatch):
     """A silent worker counts with its last reply, a dead one in what only grows."""
-    monkeypatch.setattr(metrics_exchange, "TIMEOUT", 0.05)
+    monkeypatch.setattr(control_channel, "TIMEOUT", 0.05)
     metrics, worker = WorkerMetrics(), Worker(3)
     async with connected(worker) as exchange:
         metrics.add(1, exchange)

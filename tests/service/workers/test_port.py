@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from legato_service.workers.port import reserved
+from legato_service.workers.processes import reserved
 
 
 def listening(port, *, shared):

@@ -8,9 +8,7 @@ from typing import Any, cast
 
 from PIL import Image, ImageMath, ImageOps
 
-from legato_client._images.raw_frame import RawFrame
-from legato_client._images.shared_frames import SharedFrame
-from legato_client._images.sources import CachedImage, ImageInput
+from legato_client._images.sources import CachedImage, ImageInput, RawFrame, SharedFrame
 
 _MAX_SAMPLE = 0xFFFF
 _PACKED = {  # format: mode, and the order of its bytes in a row

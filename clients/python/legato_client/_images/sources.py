@@ -1,23 +1,348 @@
-"""Images of every type, as protobuf. Never imports Pillow or numpy."""
+"""Images of every type, as protobuf: files, Pillow, NumPy, raw and shared frames."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import datetime
 import io
 import os
+import secrets
+import struct
 import sys
+import tempfile
+import threading
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from legato.v1 import media_pb2
-
-from legato_client._images.raw_frame import RawFrame
-from legato_client._images.shared_frames import SharedFrame
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image as PILImage
+
+PixelFormat = Literal["rgb8", "bgr8", "rgba8", "bgra8", "mono8", "nv12", "yuyv"]
+Pixels: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
+
+_FORMATS: dict[str, tuple[media_pb2.PixelFormat.ValueType, int]] = {  # and bytes of a row's pixel
+    "rgb8": (media_pb2.PIXEL_FORMAT_RGB8, 3),
+    "bgr8": (media_pb2.PIXEL_FORMAT_BGR8, 3),
+    "rgba8": (media_pb2.PIXEL_FORMAT_RGBA8, 4),
+    "bgra8": (media_pb2.PIXEL_FORMAT_BGRA8, 4),
+    "mono8": (media_pb2.PIXEL_FORMAT_MONO8, 1),
+    "nv12": (media_pb2.PIXEL_FORMAT_NV12, 1),
+    "yuyv": (media_pb2.PIXEL_FORMAT_YUYV, 2),
+}
+FORMAT_OF_CHANNELS: dict[int, PixelFormat] = {1: "mono8", 3: "rgb8", 4: "rgba8"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RawFrame:
+    """Pixels without a file format: any bytes-like `data`, an array included, and their shape.
+
+    `width` and `height` are in pixels, `stride` in bytes from row to row; 0 means rows without
+    padding. "bgr8" is OpenCV's order; "nv12" and "yuyv" are what cameras give, and the server must
+    have the capability `pixel_format.nv12` or `pixel_format.yuyv`. Raises ValueError for a shape
+    that cannot be, or more pixels than bytes.
+    """
+
+    data: Pixels
+    width: int
+    height: int
+    format: PixelFormat
+    stride: int = 0
+
+    def __post_init__(self) -> None:
+        if self.format not in _FORMATS:
+            raise ValueError(f"format must be one of {sorted(_FORMATS)}, got {self.format!r}")
+        if self.width < 1 or self.height < 1:
+            raise ValueError(f"need at least one pixel, got {self.width} x {self.height}")
+        if self.stride and self.stride < self._row_bytes:
+            raise ValueError(f"a row has {self._row_bytes} bytes, the stride is {self.stride}")
+        given, needed = _view(self.data).nbytes, self._least_bytes
+        if given < needed:
+            raise ValueError(
+                f"{self.width} x {self.height} {self.format} need {needed} bytes, got {given}"
+            )
+
+    @classmethod
+    def from_array(cls, array: np.ndarray[Any, Any], format: PixelFormat | None = None) -> RawFrame:
+        """A uint8 array of shape (height, width) or (height, width, channels).
+
+        Without `format` one channel is mono8, three are rgb8 and four rgba8. An OpenCV image is
+        "bgr8", or "bgra8". "nv12" has the shape (height * 3 / 2, width) and "yuyv" (height, width,
+        2). Raises ValueError for another shape or type.
+        """
+        channels = array.shape[2] if array.ndim == 3 else 1
+        if array.dtype.name != "uint8" or array.ndim not in (2, 3):
+            raise ValueError(f"need a uint8 array of 2 or 3 axes, got {array.dtype} {array.shape}")
+        name = format or FORMAT_OF_CHANNELS.get(channels)
+        if name is None or array.size == 0:
+            raise ValueError(f"need a non-empty array of 1, 3 or 4 channels, got {array.shape}")
+        if name in _FORMATS and _FORMATS[name][1] != channels:
+            raise ValueError(f"{name} needs {_FORMATS[name][1]} channels, got {array.shape}")
+        rows, width = array.shape[:2]
+        whole = array if array.flags.c_contiguous else array.copy(order="C")
+        return cls(whole, width, rows * 2 // 3 if name == "nv12" else rows, name)
+
+    def to_image(self) -> media_pb2.Image:
+        """The protobuf image."""
+        image = media_pb2.Image()
+        image.raw.layout.CopyFrom(self.layout)
+        image.raw.data = self.data if isinstance(self.data, bytes) else bytes(self.view)
+        return image
+
+    @property
+    def layout(self) -> media_pb2.PixelLayout:
+        """The protobuf shape."""
+        return media_pb2.PixelLayout(
+            width=self.width,
+            height=self.height,
+            row_stride_bytes=self.row_bytes,
+            format=_FORMATS[self.format][0],
+        )
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, not copied."""
+        return _view(self.data).cast("B")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from row to row."""
+        return self.stride or self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.width * _FORMATS[self.format][1]
+
+    @property
+    def _least_bytes(self) -> int:
+        """The last row need not be padded."""
+        rows = self.height * 3 // 2 if self.format == "nv12" else self.height
+        return (rows - 1) * self.row_bytes + self._row_bytes
+
+
+def _view(pixels: Any) -> memoryview:  # an array is a buffer to Python, not yet to type checkers
+    return memoryview(pixels)
+
+
+# ---------------------------------------------------------------- shared frames
+
+# Frames for a server on this host, through shared memory: the writer's side of `SharedImage`.
+#
+# A region is a ring of slots. Each has a generation that is odd while the slot is written, so
+# that
+# the server notices a frame that was overwritten while it was read. numpy is never imported here.
+
+HEADER_SIZE = 64
+_MAGIC = b"LEGATO01"
+_GENERATION = struct.Struct("<Q")
+_GENERATION_AT = len(_MAGIC)  # from the header's start
+Frame: TypeAlias = "bytes | bytearray | memoryview | RawFrame | np.ndarray[Any, Any]"
+
+
+class SlotsBusy(BufferError):
+    """Every slot holds a frame that was not released."""
+
+
+def shm_namespace() -> str:
+    """This host's shared memory, as `GetServerInfoResponse.shm_namespace` names the server's.
+
+    Frames are for a server whose own is the same. Empty where there is no shared memory.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}:{_folder().stat().st_dev}"
+    except OSError:
+        return ""
+
+
+class SharedFrame:
+    """A frame in its slot, until `release`; also a context manager that releases."""
+
+    def __init__(self, ring: SharedFrames, slot: int, image: media_pb2.SharedImage) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._image = image
+        self._released = False
+
+    def to_image(self) -> media_pb2.Image:
+        """The frame as a request carries it."""
+        return media_pb2.Image(shared=self._image)
+
+    def release(self) -> None:
+        """Let the slot be written again, once the server answered. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._ring._give_back(self._slot)
+
+    def __enter__(self) -> SharedFrame:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class SharedFrames:
+    """`num_slots` slots of `slot_bytes` bytes each; safe to use from several threads.
+
+        with SharedFrames(slot_bytes=1920 * 1080 * 3) as frames, frames.write(array) as frame:
+            client.detect(frame, "cup")
+
+    The region is this user's alone and leaves with `close`, or with the last reference; a process
+    that is killed does not remove it.
+
+    Raises:
+        OSError: Shared memory has no room for the region.
+    """
+
+    def __init__(self, slot_bytes: int, num_slots: int = 4) -> None:
+        if slot_bytes < 1 or num_slots < 1:
+            raise ValueError("a ring has at least one slot of at least one byte")
+        self.slot_bytes = slot_bytes
+        self.region = f"legato-{os.geteuid()}-{secrets.token_hex(16)}"
+        self._stride = HEADER_SIZE + -(-slot_bytes // HEADER_SIZE) * HEADER_SIZE
+        self._generations = [0] * num_slots
+        self._free = collections.deque(range(num_slots))
+        self._changed = threading.Condition()
+        path = _folder() / self.region
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._end = weakref.finalize(self, _remove, self._file, path, os.getpid())
+        try:
+            os.posix_fallocate(self._file, 0, self._stride * num_slots)
+            for slot in range(num_slots):
+                os.pwrite(self._file, _MAGIC, slot * self._stride)
+        except OSError:
+            self._end()
+            raise
+
+    @property
+    def num_free(self) -> int:
+        """Slots that may be written now."""
+        return len(self._free)
+
+    def write(
+        self,
+        frame: Frame,
+        *,
+        layout: media_pb2.PixelLayout | None = None,
+        mime_type: str = "",
+        timeout: float = 0.0,
+    ) -> SharedFrame:
+        """Copy a frame into a free slot, waiting up to `timeout` seconds for one.
+
+        An array is uint8 of shape (height, width), (height, width, 3) RGB or (height, width, 4)
+        RGBA; a `RawFrame` has a shape of its own. Bytes are pixels of `layout`, or without one an
+        image file, of `mime_type` if that is given. Raises
+        `SlotsBusy`, and ValueError for a frame that does not fit a slot or after `close`.
+        """
+        image = media_pb2.SharedImage(region=self.region)
+        data, own_layout = _bytes_of(frame)
+        layout = layout or own_layout
+        if layout is not None:
+            image.layout.CopyFrom(layout)
+        else:
+            image.mime_type = mime_type
+        if not 1 <= len(data) <= self.slot_bytes:
+            raise ValueError(f"a slot takes 1 to {self.slot_bytes} bytes, not {len(data)}")
+        slot = self._take(timeout)
+        try:
+            image.generation = self._fill(slot, data)
+        except BaseException:
+            self._give_back(slot)
+            raise
+        image.offset = slot * self._stride + HEADER_SIZE
+        image.size_bytes = len(data)
+        return SharedFrame(self, slot, image)
+
+    def close(self) -> None:
+        """Remove the region; the server can read no frame of it any more. Idempotent."""
+        with self._changed:
+            self._end()
+            self._changed.notify_all()
+
+    def __enter__(self) -> SharedFrames:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _take(self, timeout: float) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or not self._end.alive, timeout)
+            self._check_open()
+            if not self._free:
+                raise SlotsBusy(f"all {len(self._generations)} slots hold frames to be released")
+            return self._free.popleft()
+
+    def _give_back(self, slot: int) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+
+    def _fill(self, slot: int, data: memoryview) -> int:
+        """Every store is a system call, so that none passes another."""
+        with self._changed:  # `close` must not take the file away meanwhile
+            self._check_open()
+            header = slot * self._stride
+            generation = self._generations[slot]
+            self._store_generation(header, generation + 1)
+            _write_all(self._file, data, header + HEADER_SIZE)
+            self._store_generation(header, generation + 2)
+            self._generations[slot] = generation + 2
+            return generation + 2
+
+    def _store_generation(self, header: int, generation: int) -> None:
+        os.pwrite(self._file, _GENERATION.pack(generation), header + _GENERATION_AT)
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise ValueError("the region is closed")
+
+
+def _folder() -> Path:
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _remove(file: int, path: Path, owner: int) -> None:
+    os.close(file)
+    if os.getpid() == owner:  # not a process that was forked from it
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _bytes_of(frame: Frame) -> tuple[memoryview, media_pb2.PixelLayout | None]:
+    if isinstance(frame, bytes | bytearray | memoryview):
+        return memoryview(frame).cast("B"), None
+    shaped = frame if isinstance(frame, RawFrame) else RawFrame.from_array(frame)
+    return shaped.view, shaped.layout
+
+
+# ---------------------------------------------------------------- sources
+
+# Images of every type, as protobuf. Never imports Pillow or numpy.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,17 +17,13 @@ from legato_client._errors import (
     LegatoError,
     from_rpc_error,
 )
-from legato_client._images.shared_frames import SharedFrame
-from legato_client._images.sources import ImageInput
-from legato_client._session.plan import SessionPlan
-from legato_client._session.state import SessionState
-from legato_client._transport import affinity, methods
-from legato_client._transport.async_status import ServerStatus
-from legato_client._transport.async_transport import AsyncTransport
-from legato_client._values import tasks as _tasks
-from legato_client._values.results import FrameStamp
-from legato_client._values.session import Answer, SessionStats, SessionTerms
-from legato_client._values.tracks import TrackNow
+from legato_client._grpc import channel
+from legato_client._grpc.transport import AsyncTransport, ServerStatus
+from legato_client._images.sources import ImageInput, SharedFrame
+from legato_client._session.state import SessionPlan, SessionState
+from legato_client._types import tasks as _tasks
+from legato_client._types.results import FrameStamp, TrackNow
+from legato_client._types.server import Answer, SessionStats, SessionTerms
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -64,7 +60,7 @@ class AsyncSession:
 
     @property
     def terms(self) -> SessionTerms:
-        """What the server granted."""
+        """Return the terms that the server granted."""
         return self._state.granted()
 
     @property
@@ -80,9 +76,9 @@ class AsyncSession:
     async def __aenter__(self) -> AsyncSession:
         pooled = self._connection.channel()
         start: grpc.aio.StreamStreamMultiCallable[Any, bytes] = pooled.channel.stream_stream(
-            methods.SESSION_PATH
+            channel.SESSION_PATH
         )
-        near = affinity.of(self._plan.opening)
+        near = channel.of(self._plan.opening)
         self._call = call = start(metadata=self._connection.metadata(near))
         pooled.carry(call)
         self._requests.put_nowait(self._plan.first_message())
@@ -185,7 +181,7 @@ class AsyncSession:
     # ------------------------------------------------------------ reading
 
     def now(self, at_ns: int | None = None) -> tuple[TrackNow, ...]:
-        """Where the tracked objects of all standing tasks are expected, with how sure that is.
+        """Predict the tracked objects of all standing tasks, with their uncertainty.
 
         From the results received so far, also those not read yet. `at_ns` is the moment, on the
         clock of the stamps' capture times; None is `time.time_ns()`. An object that was not found
@@ -281,7 +277,7 @@ class AsyncSession:
                 raise self._state.silence() from None
             if data is None:
                 return
-            message = methods.message_of(session_pb2.SessionResponse, data)
+            message = channel.message_of(session_pb2.SessionResponse, data)
             answer = self._state.receive(message)
             if answer is not None:
                 self._answers.put_nowait(answer)

@@ -15,16 +15,13 @@ from legato.v1 import session_pb2
 
 from legato_client._client_methods import ClientMethods
 from legato_client._errors import LegatoError, from_rpc_error
-from legato_client._images.shared_frames import SharedFrame
-from legato_client._images.sources import ImageInput
-from legato_client._session.plan import SessionPlan
-from legato_client._session.state import SessionState
-from legato_client._transport import affinity, methods
-from legato_client._transport.blocking_transport import BlockingTransport, run
-from legato_client._values import tasks as _tasks
-from legato_client._values.results import FrameStamp
-from legato_client._values.session import Answer, SessionStats, SessionTerms
-from legato_client._values.tracks import TrackNow
+from legato_client._grpc import channel
+from legato_client._grpc.transport import BlockingTransport, run
+from legato_client._images.sources import ImageInput, SharedFrame
+from legato_client._session.state import SessionPlan, SessionState
+from legato_client._types import tasks as _tasks
+from legato_client._types.results import FrameStamp, TrackNow
+from legato_client._types.server import Answer, SessionStats, SessionTerms
 
 
 class Session:
@@ -61,7 +58,7 @@ class Session:
 
     @property
     def terms(self) -> SessionTerms:
-        """What the server granted."""
+        """Return the terms that the server granted."""
         return self._state.granted()
 
     @property
@@ -76,10 +73,10 @@ class Session:
 
     def __enter__(self) -> Session:
         start: grpc.StreamStreamMultiCallable[bytes, bytes] = (
-            self._connection.channel.stream_stream(methods.SESSION_PATH)
+            self._connection.channel.stream_stream(channel.SESSION_PATH)
         )
         self._requests.put(self._plan.first_message())
-        metadata = self._connection.metadata(affinity.of(self._plan.opening))
+        metadata = self._connection.metadata(channel.of(self._plan.opening))
         self._call = start(iter(self._requests.get, None), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="legato-session", daemon=True)
         self._reader.start()
@@ -184,7 +181,7 @@ class Session:
     # ------------------------------------------------------------ reading
 
     def now(self, at_ns: int | None = None) -> tuple[TrackNow, ...]:
-        """Where the tracked objects of all standing tasks are expected, with how sure that is.
+        """Predict the tracked objects of all standing tasks, with their uncertainty.
 
         From the results received so far, also those not read yet. `at_ns` is the moment, on the
         clock of the stamps' capture times; None is `time.time_ns()`. An object that was not found
@@ -260,7 +257,7 @@ class Session:
         error: LegatoError | None = self._state.broken()
         try:
             for data in self._call:
-                self._receive(methods.message_of(session_pb2.SessionResponse, data))
+                self._receive(channel.message_of(session_pb2.SessionResponse, data))
             error = None
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)

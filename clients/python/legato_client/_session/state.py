@@ -1,44 +1,249 @@
-"""The rules of a session, as a value that neither waits nor sends.
-
-Both sessions read messages into it, write what it makes, and wait where it says.
-"""
+"""Session rules as a value that neither waits nor sends."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from legato.v1 import media_pb2, session_pb2, task_pb2
 
-from legato_client._convert import requests, session
 from legato_client._errors import (
     Cancelled,
+    DeadlineExceeded,
     IncompleteStream,
     InternalError,
     LegatoError,
     SessionProtocol,
     Unavailable,
 )
-from legato_client._images.shared_frames import SharedFrame
-from legato_client._session.track_memory import TrackMemory
-from legato_client._transport.wire import to_bytes
-from legato_client._values import tasks as _tasks
-from legato_client._values.results import FrameStamp
-from legato_client._values.session import (
+from legato_client._grpc.channel import to_bytes
+from legato_client._images.sources import SharedFrame
+from legato_client._proto import pieces, requests, responses
+from legato_client._types import tasks as _tasks
+from legato_client._types.results import Detection, DetectResult, FrameStamp, TrackNow
+from legato_client._types.server import (
     Answer,
     FrameDelta,
     FrameDropped,
+    FramePolicy,
     FrameResult,
     SessionStats,
     SessionTerms,
 )
+
+WhenFull = Literal["wait", "drop"]
+
+_POLICIES: dict[str, session_pb2.FramePolicy.ValueType] = {
+    "latest_wins": session_pb2.FRAME_POLICY_LATEST_WINS,
+    "every_frame": session_pb2.FRAME_POLICY_EVERY_FRAME,
+    "preempt": session_pb2.FRAME_POLICY_PREEMPT,
+}
+_ANSWER_WINDOW = 64  # answers
+_OPEN_TIMEOUT = 30.0  # seconds
+_SEND_TIMEOUT = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionPlan:
+    """The first message, and what only this side needs; times are in seconds."""
+
+    opening: session_pb2.SessionOpen
+    when_full: WhenFull
+    send_timeout: float
+    open_timeout: float
+    window: int
+
+    def first_message(self) -> bytes:
+        return session_pb2.SessionRequest(open=self.opening).SerializeToString()
+
+    def not_opened(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the session was not opened within {self.open_timeout:g} s")
+
+    def no_room(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the server took no further frame within {self.send_timeout:g} s: read the answers, "
+            "send fewer frames, or use when_full='drop'"
+        )
+
+
+def plan(
+    tasks: Sequence[_tasks.Task] = (),
+    *,
+    policy: FramePolicy = "latest_wins",
+    max_frame_age: float | None = None,
+    max_in_flight: int = 0,
+    stream_deltas: bool = False,
+    heartbeat_interval: float | None = None,
+    model: str = "",
+    adapter: str = "",
+    name: str = "",
+    when_full: WhenFull = "wait",
+    send_timeout: float = _SEND_TIMEOUT,
+    open_timeout: float = _OPEN_TIMEOUT,
+    answer_window: int = _ANSWER_WINDOW,
+) -> SessionPlan:
+    """A session for a stream of frames: `tasks` are done on each; use it in a `with` block.
+
+    Results tell their task by its `task_id`: the one given, else the task's object, else its skill
+    ("query", "caption"). Two tasks with one id are a ValueError.
+
+    When frames come faster than answers, "latest_wins" keeps the newest one waiting, "preempt" also
+    stops the work on the older one, and "every_frame" queues. Frames older than `max_frame_age`
+    seconds are dropped instead of answered late. `max_in_flight` frames are worked on at a time; 0
+    is the server's choice. `stream_deltas` asks for events while tasks decode, and
+    `heartbeat_interval` for the longest silence of the server in seconds, at least 0.1.
+
+    The server bounds the frames under way. Beyond that, `send` waits for room for up to
+    `send_timeout` seconds, or, with `when_full` "drop", leaves the frame out at once. The opening
+    takes at most `open_timeout` seconds. At most `answer_window` answers lie unread here.
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"policy must be one of {sorted(_POLICIES)}, got {policy!r}")
+    if when_full not in ("wait", "drop"):
+        raise ValueError(f"when_full must be 'wait' or 'drop', got {when_full!r}")
+    if answer_window < 1:
+        raise ValueError(f"answer_window must be at least 1, got {answer_window}")
+    opening = session_pb2.SessionOpen(
+        session_name=name,
+        model=model,
+        adapter=adapter,
+        standing_tasks=requests.session_tasks(tasks),
+        frame_policy=_POLICIES[policy],
+        max_in_flight=max_in_flight,
+        stream_deltas=stream_deltas,
+        response_credits=answer_window,
+    )
+    if max_frame_age is not None:
+        opening.max_frame_age.CopyFrom(pieces.duration(max_frame_age))
+    if heartbeat_interval is not None:
+        opening.heartbeat_interval.CopyFrom(pieces.duration(heartbeat_interval))
+    return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window)
+
+
+def show_as_method(method: Callable[..., Any], returns: str) -> None:
+    """Let `help` and `inspect` show a method `session` with the parameters of `plan`."""
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [itself, *inspect.signature(plan).parameters.values()]
+    method.__name__, method.__doc__ = "session", plan.__doc__
+    vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation=returns)
+
+
+# ---------------------------------------------------------------- track memory
+
+# What a session's results said about tracked objects.
+
+DEFAULT_UNSEEN = 2.0  # seconds, as the contract says of `Tracking.max_unseen`
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A tracked object in the newest frame that it was found in."""
+
+    found: Detection
+    task_id: str
+    sequence: int
+    captured_ns: int
+
+
+class TrackMemory:
+    """The newest state of each track, until its object was not found for `Tracking.max_unseen`.
+
+    Times are on the clock of the stamps' capture times. A frame whose stamp has none counts as
+    captured when it is sent, by the wall clock.
+    """
+
+    def __init__(self, standing_tasks: Iterable[task_pb2.Task]) -> None:
+        self._seen: dict[str, _Seen] = {}  # by track
+        self._sent_ns: dict[int, int] = {}  # of open frames without a capture time, by sequence
+        self.use(standing_tasks)
+
+    def use(self, standing_tasks: Iterable[task_pb2.Task]) -> None:
+        """Forget the tracks of all other tasks."""
+        self._max_unseen_ns = {
+            (task.task_id, task.detect.object): _max_unseen_ns(task.detect.tracking)
+            for task in standing_tasks
+            if task.detect.HasField("tracking")
+        }
+        self._seen = {key: each for key, each in self._seen.items() if self._follows(each)}
+
+    def sent(self, sequence: int, stamp: FrameStamp) -> None:
+        if stamp.capture_time_ns is None and self._max_unseen_ns:
+            self._sent_ns[sequence] = time.time_ns()
+
+    def settled(self, sequence: int) -> None:
+        """No more results of this frame will come."""
+        self._sent_ns.pop(sequence, None)
+
+    def received(self, result: FrameResult) -> None:
+        """Record a response; call it before `settled`."""
+        captured_ns = result.stamp.capture_time_ns
+        if captured_ns is None:
+            captured_ns = self._sent_ns.get(result.sequence)
+        if captured_ns is None or not isinstance(result.outcome, DetectResult):
+            return
+        for found in result.outcome.objects:
+            each = _Seen(found, result.task_id, result.sequence, captured_ns)
+            if found.motion is not None and self._follows(each):
+                self._keep(each)
+        self._seen = {
+            key: each for key, each in self._seen.items() if self._lives(each, captured_ns)
+        }
+
+    def now(self, at_ns: int | None) -> tuple[TrackNow, ...]:
+        at_ns = time.time_ns() if at_ns is None else at_ns
+        return tuple(_extrapolated(e, at_ns) for e in self._seen.values() if self._lives(e, at_ns))
+
+    def _keep(self, seen: _Seen) -> None:
+        old = self._seen.get(seen.found.track_id)
+        if old is None or old.captured_ns <= seen.captured_ns:
+            self._seen[seen.found.track_id] = seen
+
+    def _follows(self, seen: _Seen) -> bool:
+        return (seen.task_id, seen.found.label) in self._max_unseen_ns
+
+    def _lives(self, seen: _Seen, at_ns: int) -> bool:
+        """Return whether the track is alive; false if the clock was set back since."""
+        limit = self._max_unseen_ns[seen.task_id, seen.found.label]
+        return abs(at_ns - seen.captured_ns) <= limit
+
+
+def _extrapolated(seen: _Seen, at_ns: int) -> TrackNow:
+    motion = seen.found.motion
+    assert motion is not None, "only tracked objects are kept"
+    age = max(at_ns - seen.captured_ns, 0) / _NS
+    return TrackNow(
+        axes=motion.after(age),
+        deviation=motion.deviation_after(age),
+        age=age,
+        last=seen.found,
+        sequence=seen.sequence,
+        task_id=seen.task_id,
+    )
+
+
+def _max_unseen_ns(tracking: task_pb2.Tracking) -> int:
+    if tracking.HasField("max_unseen"):
+        return tracking.max_unseen.ToNanoseconds()
+    return round(DEFAULT_UNSEEN * _NS)
+
+
+# ---------------------------------------------------------------- state
+
+# The rules of a session, as a value that neither waits nor sends.
+#
+# Both sessions read messages into it, write what it makes, and wait where it says.
 
 SILENT_INTERVALS = 3
 LEAST_PATIENCE = 1.0  # seconds; a busy machine may miss several short heartbeats
 
 
 class SessionState:
-    """What was sent and received so far; at most `window` answers may lie unread.
+    """Protocol state of a session; at most `window` answers may be unread.
 
     A frame is unacknowledged, and counts against the credits, until `accepted`, `dropped` or its
     last result. It is open until its last result or its drop.
@@ -78,7 +283,7 @@ class SessionState:
 
     @property
     def is_open(self) -> bool:
-        """Also true when it is over."""
+        """Return whether the session was opened; stays true when it is over."""
         return self._over or self.terms is not None
 
     @property
@@ -235,7 +440,7 @@ class SessionState:
                 return self._result(message.result)
             case "go_away":
                 self._going_away = True
-                return session.go_away(message.go_away)
+                return responses.go_away(message.go_away)
         return None
 
     def end(self, error: LegatoError | None) -> None:
@@ -253,23 +458,23 @@ class SessionState:
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
         self._credits = opened.frame_credits
-        self.terms = session.terms(opened)
+        self.terms = responses.terms(opened)
 
     def _dropped(self, dropped: session_pb2.FrameDropped) -> FrameDropped:
         self._credits = dropped.frame_credits
         if dropped.sequence in self._open:
             self.stats = dataclasses.replace(self.stats, dropped=self.stats.dropped + 1)
         self._settle(dropped.sequence)
-        return session.dropped(dropped)
+        return responses.dropped(dropped)
 
     def _delta(self, message: session_pb2.FrameDelta) -> FrameDelta | None:
-        delta = session.delta(message)
+        delta = responses.delta(message)
         if delta is None:
             self._num_read += 1  # it took a credit as any other
         return delta
 
     def _result(self, message: session_pb2.FrameResult) -> FrameResult:
-        result = session.result(message, self.terms.model if self.terms else "")
+        result = responses.result(message, self.terms.model if self.terms else "")
         self.tracks.received(result)
         if result.last_for_frame:
             self.stats = dataclasses.replace(self.stats, answered=self.stats.answered + 1)

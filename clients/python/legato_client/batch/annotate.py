@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from legato_client import draw
-from legato_client.batch import lines, video
-from legato_client.batch.errors import RunRefused
+from legato_client.batch import output as lines
+from legato_client.batch import video
+from legato_client.batch.images import PICTURES, RunRefused, is_video
 from legato_client.batch.output import Output, replacing
-from legato_client.batch.sources import PICTURES, is_video
 
 
 def annotate(
-    output: Output, folder: Path, choice: video.Choice, tell: Callable[[], None]
+    output: Output, folder: Path, choice: video.FrameChoice, tell: Callable[[], None]
 ) -> Iterator[str]:
     """Draw every picture that has a line; `tell` is called after each, a video's frame included.
 
@@ -59,12 +59,12 @@ def _video(
     output: Output,
     places: dict[int, int],
     target: Path,
-    choice: video.Choice,
+    choice: video.FrameChoice,
     tell: Callable[[], None],
 ) -> Iterator[str]:
     """Frames that were asked, at their times. Texts are left out: frames have one size."""
     problems: list[str] = []
-    with replacing(target) as part, video.Writer(part) as writer:
+    with replacing(target) as part, video.VideoWriter(part) as writer:
         for frame in _readable(source, choice, problems):
             if frame.number in places:
                 line = output.line_at(places[frame.number])
@@ -73,7 +73,7 @@ def _video(
     yield from problems
 
 
-def _readable(source: str, choice: video.Choice, problems: list[str]) -> Iterator[video.Frame]:
+def _readable(source: str, choice: video.FrameChoice, problems: list[str]) -> Iterator[video.Frame]:
     """Frames up to where the video cannot be read any more; why goes to `problems`."""
     try:
         yield from video.frames(source, choice)

@@ -1,24 +1,241 @@
-"""The file of a run: a line that says what was asked, then a line for each picture.
-
-A line is written whole by one thread at a time, and only its end counts: what a killed run left
-behind its last line end is cut off. So the file always holds the pictures that are done.
-"""
+"""Output files of a run: JSON lines and COCO."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from legato_client.batch.errors import RunRefused
-from legato_client.batch.lines import Line, encode, has_failed, key_of
-from legato_client.batch.sources import Key
+from legato_client._errors import LegatoError
+from legato_client._types.results import Box, Detection, Mark, Outline, Point, PointedObject, Result
+from legato_client._types.tasks import Task
+from legato_client.batch.images import Key, Picture, RunRefused
+from legato_client.batch.tasks import object_of
+
+Line = dict[str, Any]
+
+UNREADABLE = "UNREADABLE"
+"""The code of a file that could not be read, where the others are gRPC's."""
+
+
+_NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python writes bytes of names that are not UTF-8
+
+
+def encode(line: Mapping[str, Any]) -> bytes:
+    """Encode one line. Strings of JSON are Unicode: what of one is not becomes U+FFFD."""
+    return _unicode(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
+
+
+def file_name(field: str, name: str) -> dict[str, str]:
+    """Return the fields of a file's name: a second one, `_base64`, has the bytes if not UTF-8."""
+    shown = _unicode(name)
+    if shown == name:
+        return {field: name}
+    return {field: shown, f"{field}_base64": base64.b64encode(os.fsencode(name)).decode()}
+
+
+def key_of(line: Mapping[str, Any]) -> Key:
+    """Return the key of a line. Raises KeyError or ValueError for a line of something else."""
+    encoded = line.get("source_base64")
+    source = line["source"] if encoded is None else os.fsdecode(base64.b64decode(encoded))
+    return Key(source, line.get("frame"))
+
+
+def has_failed(line: Mapping[str, Any]) -> bool:
+    """Return whether the image or one of its tasks has an error."""
+    results = line.get("results", {})
+    return "error" in line or any("error" in result for result in results.values())
+
+
+def answered(
+    picture: Picture, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
+) -> Line:
+    """The line of a picture, of which single tasks may have failed."""
+    line = _begun(picture)
+    image = next((each.info.image for each in outcomes if not isinstance(each, LegatoError)), None)
+    if image is not None:
+        line |= {"width": image.width, "height": image.height}
+    line["results"] = {
+        name: {"error": _error(outcome)} if isinstance(outcome, LegatoError) else _result(outcome)
+        for name, outcome in zip(names, outcomes, strict=True)
+    }
+    return line
+
+
+def failed(picture: Picture, error: LegatoError) -> Line:
+    return {**_begun(picture), "error": _error(error)}
+
+
+def unreadable(picture: Picture, error: OSError | ValueError) -> Line:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    message = f"cannot read {picture.key.source}: {reason}"
+    return {**_begun(picture), "error": {"code": UNREADABLE, "reason": "", "message": message}}
+
+
+def marks(line: Mapping[str, Any]) -> Iterator[Mark]:
+    """Return the results that have a place in the image."""
+    for result in line.get("results", {}).values():
+        yield from map(_mark, places(result))
+
+
+def places(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects, points or outlines of a task's result."""
+    for value in result.values():
+        if isinstance(value, list | tuple):
+            yield from value
+
+
+def texts(line: Mapping[str, Any]) -> Iterator[str]:
+    """Answers and captions."""
+    for result in line.get("results", {}).values():
+        yield from (result[name] for name in ("answer", "caption") if name in result)
+
+
+def _begun(picture: Picture) -> Line:
+    line: Line = file_name("source", picture.key.source)
+    if picture.key.frame is not None:
+        line |= {"frame": picture.key.frame, "time": picture.time}
+    return line
+
+
+def _unicode(text: str) -> str:
+    return _NOT_TEXT.sub("\ufffd", text)
+
+
+def _result(result: Result) -> dict[str, Any]:
+    """The fields of the result, places also in pixels, and how it came about."""
+    fields = dataclasses.asdict(result)
+    del fields["info"], fields["task_id"]
+    image = result.info.image
+    if image is not None:
+        size = image.width, image.height
+        for found, mark in zip(places(fields), result.marks, strict=True):
+            found.update(_pixels(mark, *size))
+    info = result.info
+    about = {"finish_reason": info.finish_reason, "model": info.model}
+    return {**fields, **about, "request_id": info.request_id}
+
+
+def _mark(found: Mapping[str, Any]) -> Mark:
+    label, confidence = found["label"], found["confidence"]
+    if "point" in found:
+        return PointedObject(Point(**found["point"]), label, confidence)
+    if "path" in found:
+        return Outline(found["path"], Box(**found["box"]), label, confidence)
+    return Detection(Box(**found["box"]), label, confidence)
+
+
+def _pixels(mark: Mark, width: int, height: int) -> dict[str, Any]:
+    match mark:
+        case Detection():
+            return {"box_pixels": mark.to_pixels(width, height)}
+        case PointedObject():
+            return {"point_pixels": mark.to_pixels(width, height)}
+        case Outline():
+            box = mark.box.to_pixels(width, height)
+            return {"box_pixels": box, "polygons_pixels": _polygons(mark, width, height)}
+
+
+def _polygons(outline: Outline, width: int, height: int) -> list[list[float]]:
+    """Rings as COCO has them: x, y, x, y, ...; none where the path cannot be read."""
+    try:
+        rings = outline.polygons()
+    except ValueError:
+        return []
+    return [
+        [round(value, 1) for p in ring for value in (p.x * width, p.y * height)] for ring in rings
+    ]
+
+
+def _error(error: LegatoError) -> dict[str, Any]:
+    return {
+        "code": error.code,
+        "reason": error.reason,
+        "message": error.message,
+        "request_id": error.request_id,
+    }
+
+
+# ---------------------------------------------------------------- coco
+
+# Boxes and outlines as a file of COCO's form.
+
+
+def write(path: Path, lines: Iterable[Line], tasks: Mapping[str, Task]) -> int:
+    """Write the file and return the number of annotations. Pictures that failed are not in it.
+
+    A frame of a video has its file's name, its number as `frame` and its time in seconds as `time`.
+    Raises OSError.
+    """
+    document = _document(lines, tasks)
+    with replacing(path) as part:
+        part.write_text(json.dumps(document), encoding="utf-8")
+    return len(document["annotations"])
+
+
+def _document(lines: Iterable[Line], tasks: Mapping[str, Task]) -> dict[str, list[Any]]:
+    """The names of COCO; ids count from 1, and objects of one name are one category."""
+    named = {name: noun for name, task in tasks.items() if (noun := object_of(task))}
+    categories = {noun: number for number, noun in enumerate(dict.fromkeys(named.values()), 1)}
+    images: list[Any] = []
+    annotations: list[Any] = []
+    for line in lines:
+        if "width" not in line:
+            continue
+        size = {"width": line["width"], "height": line["height"]}
+        moment = {name: line[name] for name in ("frame", "time") if name in line}
+        source = file_name("file_name", key_of(line).source)
+        images.append({"id": len(images) + 1, **source, **size, **moment})
+        for name, noun in named.items():
+            result = line["results"][name]
+            for found in places(result):
+                annotations.append(
+                    {
+                        "id": len(annotations) + 1,
+                        "image_id": len(images),
+                        "category_id": categories[noun],
+                        **_place(found, **size),
+                    }
+                )
+    return {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": number, "name": noun} for noun, number in categories.items()],
+    }
+
+
+def _place(found: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+    """Return the place in fractional pixels; the area is the box's, since rings may nest."""
+    box = found["box"]
+    left, top = box["x_min"] * width, box["y_min"] * height
+    across, down = box["x_max"] * width - left, box["y_max"] * height - top
+    place: dict[str, Any] = {
+        "bbox": [round(value, 2) for value in (left, top, across, down)],
+        "area": round(across * down, 2),
+        "iscrowd": 0,
+        # COCO wants rings of at least three corners.
+        "segmentation": [ring for ring in found.get("polygons_pixels", ()) if len(ring) >= 6],
+    }
+    if found["confidence"] is not None:
+        place["score"] = found["confidence"]
+    return place
+
+
+# ---------------------------------------------------------------- output
+
+# The file of a run: a line that says what was asked, then a line for each picture.
+#
+# A line is written whole by one thread at a time, and only its end counts: what a killed run left
+# behind its last line end is cut off. So the file always holds the pictures that are done.
 
 _VERSION = 1
 _BEGINNING = b'{"legato_run": '
@@ -184,7 +401,7 @@ def _part_of(path: Path) -> Path:
 
 
 def _open_locked(path: Path) -> int:
-    """For appending. A file that was replaced before it was locked is not the one any more."""
+    """Open the file for appending under a lock; reopen it if it was replaced meanwhile."""
     if path.exists() and not path.is_file():
         raise RunRefused(f"{path} is not a file that a later run could go on with")
     while True:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from legato_client._convert import skills
-from legato_client._values.tasks import Sampling, Task
+from legato_client._proto import skills
+from legato_client._types.tasks import Sampling, Task
 
 MAX_TASKS = 32
 """As many as RunTasks takes."""
@@ -40,18 +40,18 @@ def parse_all(
 
 
 def object_of(task: Task) -> str | None:
-    """What a task that gives boxes looks for."""
+    """Return the noun of a task that gives boxes."""
     skill = skills.of(task)
     return getattr(task, skill.subject) if skill.places == "boxes" else None
 
 
 def have_places(tasks: Iterable[Task]) -> bool:
-    """Whether the results of all lie in the image."""
+    """Return whether all results have a place in the image."""
     return all(skills.of(task).places for task in tasks)
 
 
 def usage(*, places: bool = False) -> str:
-    """How tasks are written; with `places` only those whose results lie in the image."""
+    """List the short forms of tasks; with `places` only those with places in the image."""
     return listed([skill.usage for skill in skills.SKILLS if skill.places or not places])
 
 

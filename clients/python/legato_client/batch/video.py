@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from legato_client._images.raw_frame import RawFrame
+from legato_client._images.sources import RawFrame
 
 if TYPE_CHECKING:
     import av
@@ -25,7 +25,7 @@ _ENCODERS = ("libx264", "mpeg4")  # the best first; the second is in every build
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class FrameChoice:
     """Every Nth frame, or the first frame of each 1/`fps` seconds."""
 
     every: int = 1
@@ -74,7 +74,7 @@ def _as_displayed(image: Image.Image, decoded: av.VideoFrame) -> Image.Image:
     return image.rotate(-clockwise, expand=True) if clockwise else image
 
 
-def frames(path: str, choice: Choice) -> Iterator[Frame]:
+def frames(path: str, choice: FrameChoice) -> Iterator[Frame]:
     """The chosen frames, in order. Raises as `decoded`."""
     due = 0.0
     for frame in decoded(path):
@@ -120,7 +120,7 @@ def decoded(
             yield Frame(number, time - start, each, stream.sample_aspect_ratio or _SQUARE)
 
 
-class Writer:
+class VideoWriter:
     """Writes an MP4 file of frames, each shown from its time on.
 
     The first one gives the size, in even pixels; those of another size are fitted to it.
@@ -140,7 +140,7 @@ class Writer:
         self._stream = stream
         self._size: tuple[int, int] | None = None
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> VideoWriter:
         return self
 
     def __exit__(

@@ -1,20 +1,143 @@
-"""Objects that a server found in labelled pictures: their scores, and which are right."""
+"""Scored objects of labelled images."""
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from legato_client._client import Client
-from legato_client._convert import skills
-from legato_client._convert.responses import TaskOutcome
 from legato_client._errors import Busy, LegatoError
-from legato_client._values.results import Box, Mark, Point, PointedObject, Result, Token
-from legato_client._values.tasks import Options, Task
-from legato_client.calibration.labelled import LabelledPicture
+from legato_client._proto import skills
+from legato_client._proto.responses import TaskOutcome
+from legato_client._types.results import Box, Mark, Point, PointedObject, Result, Token
+from legato_client._types.tasks import Options, Task
+
+ANNOTATIONS = "annotations.json"
+
+
+class UnusableLabels(ValueError):
+    """The file of annotations cannot be read as such."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledPicture:
+    """A picture with the boxes of each object, by name; absent objects have none."""
+
+    path: Path
+    number: int  # the image's id in the file of annotations
+    boxes: dict[str, tuple[Box, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledFolder:
+    """Pictures, and the ids of the categories by name."""
+
+    pictures: tuple[LabelledPicture, ...]
+    categories: dict[str, int]
+
+
+def read_labels(folder: Path, annotations: Path, *, absent: int, seed: int = 0) -> LabelledFolder:
+    """Each picture with the categories that it shows, and `absent` others that it does not.
+
+    Crowds have no box of their own, so a picture's category that has one is left out of it.
+
+    Raises:
+        UnusableLabels: the file is missing or has another form.
+    """
+    try:
+        document = json.loads(annotations.read_bytes())
+        return _folder(document, folder, absent, random.Random(seed))
+    except OSError as error:
+        raise UnusableLabels(f"{annotations}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnusableLabels(f"{annotations} is no COCO file of boxes: {error!r}") from None
+
+
+def _folder(document: Any, folder: Path, absent: int, choice: random.Random) -> LabelledFolder:
+    names = {each["id"]: str(each["name"]) for each in document["categories"]}
+    sizes = {each["id"]: (each["width"], each["height"]) for each in document["images"]}
+    found: dict[int, dict[str, list[Box]]] = {number: {} for number in sizes}
+    crowds: set[tuple[int, str]] = set()
+    for each in document["annotations"]:
+        number, name = each["image_id"], names[each["category_id"]]
+        if each.get("iscrowd"):
+            crowds.add((number, name))
+        else:
+            found[number].setdefault(name, []).append(_box(each["bbox"], *sizes[number]))
+    pictures = []
+    for image in document["images"]:
+        number = image["id"]
+        known = found[number].keys() | {name for of, name in crowds if of == number}
+        others = sorted(set(names.values()) - known)
+        boxes = {name: tuple(all_) for name, all_ in found[number].items()}
+        boxes |= dict.fromkeys(choice.sample(others, min(absent, len(others))), ())
+        boxes = {name: all_ for name, all_ in boxes.items() if (number, name) not in crowds}
+        pictures.append(LabelledPicture(folder / image["file_name"], number, boxes))
+    return LabelledFolder(tuple(pictures), {name: number for number, name in names.items()})
+
+
+def _box(bbox: list[float], width: float, height: float) -> Box:
+    left, top, across, down = bbox
+    return Box(left / width, top / height, (left + across) / width, (top + down) / height)
+
+
+# ---------------------------------------------------------------- objects
+
+# Found objects in a file: a JSON object a line.
+
+
+def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
+    """Write one image set's objects; `certainties` are existence and concentration per token."""
+    for each in found:
+        yield json.dumps(
+            {
+                "set": name,
+                "skill": each.skill,
+                "picture": each.picture,
+                "name": each.name,
+                "place": _numbers(each.place),
+                "certainties": each.certainties,
+                "score": each.score,
+                "right": each.right,
+            }
+        )
+
+
+def read(path: Path, name: str) -> list[Scored]:
+    """The objects of one of the sets."""
+    with path.open(encoding="utf-8") as file:
+        documents = (json.loads(line) for line in file)
+        return [_scored(each) for each in documents if each["set"] == name]
+
+
+def _scored(document: dict[str, Any]) -> Scored:
+    place = document["place"]
+    return Scored(
+        skill=document["skill"],
+        picture=document["picture"],
+        name=document["name"],
+        place=Box(*place) if len(place) == 4 else Point(*place),
+        certainties=tuple((exists, near) for exists, near in document["certainties"]),
+        right=document["right"],
+    )
+
+
+def _numbers(place: Box | Point) -> tuple[float, ...]:
+    if isinstance(place, Point):
+        return (place.x, place.y)
+    return (place.x_min, place.y_min, place.x_max, place.y_max)
+
+
+# ---------------------------------------------------------------- scored
+
+# Objects that a server found in labelled pictures: their scores, and which are right.
 
 SKILLS = tuple(skill.name for skill in skills.SKILLS if skill.places)
 MIN_IOU = 0.5
@@ -44,7 +167,7 @@ class Scored:
 
     @property
     def score(self) -> float:
-        """Its confidence before any calibration."""
+        """Return the confidence before any calibration."""
         return product(self.certainties)
 
 
@@ -100,7 +223,7 @@ def _of_picture(
 
 
 def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
-    """Of all tasks; those that found a full queue are asked again when the server says."""
+    """Run all tasks; retry those that found a full queue when the server says."""
     results: dict[int, Result] = {}
     busy: Busy | None = None
     for _ in range(_MAX_TRIES):
@@ -126,7 +249,7 @@ def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Optio
 
 
 def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
-    """Of the tokens of each whole object."""
+    """Return the certainties of each complete object's tokens."""
     sure = [
         (each.certainty.existence, each.certainty.concentration)
         for each in tokens
@@ -144,7 +267,7 @@ def product(certainties: Certainties) -> float:
 def right_places(
     places: Sequence[Box | Point], scores: Sequence[float], truth: Sequence[Box]
 ) -> list[bool]:
-    """By falling score each takes the true box that fits it best, and none that is taken."""
+    """Match boxes greedily by falling score to the best unmatched true box."""
     free = list(truth)
     right = [False] * len(places)
     for index in sorted(range(len(places)), key=lambda index: -scores[index]):

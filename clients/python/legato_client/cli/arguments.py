@@ -4,17 +4,68 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from legato_client import Client, Options, Sampling
-from legato_client._transport import security
-from legato_client._transport.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
-from legato_client._values.tasks import Task
+from legato_client._grpc import settings as security
+from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
+from legato_client._types.tasks import Task
 from legato_client.batch import tasks
-from legato_client.cli.admin_socket import admin_target
-from legato_client.cli.exits import HELP, CommandError, ExitCode
+from legato_client.cli.settings import HELP, CommandError, ExitCode
+
+
+def admin_target(server: str) -> str:
+    """Return AdminService's address: this user's socket, else `server` (HOST:PORT) itself.
+
+    A server makes its socket in a folder that only its user can enter; sockets in other folders
+    may be anyone's.
+    """
+    host, _, port = server.rpartition(":")
+    if host.strip("[]") in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::"):
+        for folder in _folders():
+            path = folder / f"admin-{port}.sock"
+            if _is_own(folder) and _is_served(path):
+                return f"unix:{path}"
+    return server
+
+
+def _folders() -> list[Path]:
+    """List the folders the server chooses from, in its order."""
+    user = os.geteuid()
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
+    return [runtime / "legato", Path(f"/tmp/legato-{user}")]
+
+
+def _is_served(path: Path) -> bool:
+    """A server that was killed leaves its socket behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
+    )
+
+
+# ---------------------------------------------------------------- arguments
+
+# Options that several commands share.
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of the names that a picture can be written to."""
@@ -128,7 +179,7 @@ def readable_options() -> Iterator[None]:
 
 
 def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -> None:
-    """What is asked, how, and of which server; with `places` only tasks that give boxes or points.
+    """Add task, sampling and server options; with `places` only tasks with boxes or points.
 
     `tasks_of` reads it.
     """
@@ -194,14 +245,14 @@ def count(text: str) -> int:
 
 
 def quality(text: str) -> int:
-    """Of a JPEG; above 95 Pillow's files grow and pictures do not get better."""
+    """Parse a JPEG quality; above 95 files grow without looking better."""
     if not 1 <= (value := _whole(text)) <= 95:
         raise argparse.ArgumentTypeError(f"must be 1 to 95, and is {value}")
     return value
 
 
 def task_name(text: str) -> str:
-    """As `tasks.usage` says."""
+    """Parse a task's short form."""
     try:
         tasks.parse(text, Sampling(), None)
     except ValueError as error:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from legato_client import Client, LegatoError, Result
 from legato_client._images.sources import ImageInput
 from legato_client.batch import tasks
-from legato_client.batch.asking import Asking, is_of_the_picture
 from legato_client.batch.output import replacing
-from legato_client.cli import arguments, install
-from legato_client.cli.exits import CommandError, ExitCode, of_file
+from legato_client.batch.run import Asking, is_of_the_picture
+from legato_client.cli import arguments, forward
+from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     try:
         from legato_client.ros import bag
     except ModuleNotFoundError as error:
-        problem = f"bags need {error.name}: {install.hint('ros')}"
+        problem = f"bags need {error.name}: {forward.hint('ros')}"
         raise CommandError(problem, ExitCode.USAGE) from None
     try:
         count = _run(args, terminal)

@@ -13,18 +13,21 @@ from typing import Any
 from legato_client import Client
 from legato_client.batch.output import replacing
 from legato_client.calibration import fit as fits
-from legato_client.calibration import objects
-from legato_client.calibration.judge import Judgement, judge
-from legato_client.calibration.labelled import (
+from legato_client.calibration import scored
+from legato_client.calibration.fit import Judgement, judge
+from legato_client.calibration.scored import (
     ANNOTATIONS,
+    SKILLS,
     LabelledFolder,
+    NoCertainties,
+    Scored,
     UnusableLabels,
     read_labels,
+    score,
 )
-from legato_client.calibration.scored import SKILLS, NoCertainties, Scored, score
 from legato_client.cli import arguments, forward
-from legato_client.cli.exits import CommandError, ExitCode
-from legato_client.cli.local_server import LocalServer
+from legato_client.cli.demo import LocalServer
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 FILE_NAME = "confidence.json"
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         tested = _score(args, client, held_out, terminal) if held_out else None
     if args.objects:
         sets = {"fit": found, "test": tested or []}
-        told = [line for name, some in sets.items() for line in objects.lines(name, some)]
+        told = [line for name, some in sets.items() for line in scored.lines(name, some)]
         _write(args.objects, "".join(f"{line}\n" for line in told))
     fitted = {skill: _fit(skill, found) for skill in args.skills}
     judging = found if tested is None else tested

@@ -20,8 +20,8 @@ from legato_client import (
     Sampling,
 )
 from legato_client.cli import arguments, show
-from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.hints import hint_of
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 _HELP = """\
@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """With `--json` each answer is a document on a line of its own."""
+    """Run the command; with `--json` each answer is one line."""
     talk = Conversation(
         args.system, _image(args.image), args.reasoning, arguments.sampling_of(args)
     )
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 class Conversation:
-    """What was said so far; a question that was not answered is not part of it."""
+    """Conversation so far, without unanswered questions."""
 
     def __init__(
         self, system: str, image: bytes | None, reasoning: bool, sampling: Sampling

@@ -9,6 +9,7 @@ from typing import Any
 from legato_client._version import version
 from legato_client.cli import (
     arguments,
+    ask,
     bag,
     calibrate,
     chat,
@@ -24,15 +25,14 @@ from legato_client.cli import (
     run,
     settings,
     status,
-    tasks,
-    timeline,
     token,
+    trace,
     watch,
 )
-from legato_client.cli.exits import CommandError
+from legato_client.cli.settings import CommandError
 
 _OWN = (
-    demo, tasks, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
+    demo, ask, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
     playground, completion,
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def make_parser(*, complete: bool = False) -> arguments.Parser:
     for name, program in forward.MODULES.items():
         parents = _installed(name) if complete else []
         commands.add_parser(name, help=program.purpose, parents=parents, add_help=not parents)
-    commands.choices["trace"].epilog = f"with {timeline.FLAG}: the timeline of a running server"
+    commands.choices["trace"].epilog = f"with {trace.FLAG}: the timeline of a running server"
     for leaf in _leaves(parser):
         settings.add_options(leaf)
     return parser
@@ -72,7 +72,7 @@ def find(
 
 
 def has_commands(parser: argparse.ArgumentParser) -> bool:
-    """Whether a word is missing, or is no command."""
+    """Return whether the command is missing or unknown."""
     return bool(_below(parser))
 
 

@@ -7,8 +7,8 @@ import importlib
 import sys
 from typing import Any
 
-from legato_client.cli import install
-from legato_client.cli.exits import CommandError
+from legato_client.cli import forward
+from legato_client.cli.settings import CommandError
 from legato_client.cli.terminal import Terminal
 
 SHELLS = ("bash", "zsh", "fish")
@@ -31,6 +31,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     try:
         shtab: Any = importlib.import_module("shtab")
     except ModuleNotFoundError:
-        raise CommandError(f"completion needs shtab: {install.hint('cli')}") from None
+        raise CommandError(f"completion needs shtab: {forward.hint('cli')}") from None
     sys.stdout.write(shtab.complete(args.whole(), args.shell))
     sys.stdout.write("\n")

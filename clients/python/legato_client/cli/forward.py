@@ -1,4 +1,4 @@
-"""Commands of the server's packages, started by module name, not imported."""
+"""Commands of the server's packages, run by module name, and install hints."""
 
 from __future__ import annotations
 
@@ -9,9 +9,44 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from legato_client.cli import install
-from legato_client.cli.exits import CommandError
+import legato_client
+from legato_client.cli.settings import CommandError
+
+_PARTS = {
+    "cli": ('"{root}[cli]"',),
+    "web": ('"{root}[web]"',),
+    "dds": ('"{root}[dds]"',),
+    "ros": ('"{root}[ros]"',),
+    "video": ('"{root}[video]"',),
+    "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
+}
+"""What is installed from a clone for each extra of a wheel."""
+
+
+def hint(extra: str) -> str:
+    """Return the install command; a clone installs its own folders."""
+    root = _clone()
+    if root is None:
+        return f'pip install "legato[{extra}]"'
+    parts = (part.format(root=_typed(root)) for part in _PARTS[extra])
+    return " ".join(("pip install", *(f"-e {part}" for part in parts)))
+
+
+def _clone() -> Path | None:
+    root = Path(legato_client.__file__).resolve().parents[3]
+    return root if (root / "service" / "pyproject.toml").is_file() else None
+
+
+def _typed(root: Path) -> str:
+    """Shorten a path relative to the working folder."""
+    return "." if root == Path.cwd() else str(root)
+
+
+# ---------------------------------------------------------------- forward
+
+# Commands of the server's packages, started by module name, not imported.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,11 +61,13 @@ class Program:
 MODULES = {
     "serve": Program("legato_service", "legato_service.arguments:make_parser", "start a server"),
     "pull": Program(
-        "legato_engine.hub.pull", "legato_engine.hub.options:pull_parser", "fetch a model's weights"
+        "legato_engine.hub.download",
+        "legato_engine.hub.store:pull_parser",
+        "fetch a model's weights",
     ),
     "models": Program(
         "legato_engine.hub.listing",
-        "legato_engine.hub.options:models_parser",
+        "legato_engine.hub.store:models_parser",
         "what can be pulled, what is here, and what fits",
     ),
     "bench": Program(
@@ -97,5 +134,5 @@ def require_engine(command: str) -> None:
     if missing:
         raise CommandError(
             f"`legato {command}` needs the server, which is not installed "
-            f"(missing: {', '.join(missing)}): {install.hint('engine')}"
+            f"(missing: {', '.join(missing)}): {hint('engine')}"
         )

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from legato_client import Detection, Outline, PointedObject
-from legato_client._values.results import Mark
+from legato_client._types.results import Mark
 from legato_client.draw import PALETTE
 
 _LEAST = (24, 6)  # characters, below which nothing could be made out
@@ -48,7 +48,7 @@ def fits(columns: int, rows: int) -> bool:
 
 
 def colour_of(label: str, labels: list[str]) -> tuple[int, int, int]:
-    """That of a drawing: by the order in which labels come."""
+    """Return the drawing's colour of a label, by order of appearance."""
     return PALETTE[labels.index(label) % len(PALETTE)]
 
 

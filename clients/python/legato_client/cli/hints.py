@@ -1,4 +1,4 @@
-"""What a user can do about an error."""
+"""Remedies for errors."""
 
 from __future__ import annotations
 

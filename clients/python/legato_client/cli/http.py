@@ -29,6 +29,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _routes() -> Sequence[BaseRoute]:
-    from legato_client.web import routes
+    from legato_client.web import openapi
 
-    return routes.routes()
+    return openapi.routes()

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from legato_client._values.server import ModelInfo, model_document
+from legato_client._types.server import ModelInfo, model_document
 from legato_client.cli import arguments
 from legato_client.cli.terminal import Terminal
 

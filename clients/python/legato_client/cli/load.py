@@ -12,19 +12,17 @@ from google.protobuf.message import Message
 from legato.v1 import media_pb2, session_pb2
 
 from legato_client import Options, Sampling, Task
-from legato_client._convert import requests, skills
+from legato_client._grpc import channel
+from legato_client._grpc.channel import DEFAULT_TARGET, to_bytes
 from legato_client._images import sources
-from legato_client._transport import methods
-from legato_client._transport.channel import DEFAULT_TARGET
-from legato_client._transport.wire import to_bytes
+from legato_client._proto import requests, skills
 from legato_client.cli import arguments
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.load import report
-from legato_client.load.plan import KINDS, Plan
+from legato_client.load.plan import ARRIVALS, KINDS, Plan
 from legato_client.load.run import LoadFailed
 from legato_client.load.run import run as run_load
-from legato_client.load.schedule import ARRIVALS
 
 _SIDE = 32  # pixels of the grey square shown without an image
 
@@ -79,7 +77,7 @@ def _request(
 ) -> tuple[str, Message]:
     options = Options(model=args.model)
     if args.kind == "stream":
-        return methods.GENERATE.path, requests.generate(image, task, options)
+        return channel.GENERATE.path, requests.generate(image, task, options)
     if args.kind == "session":
         standing = requests.generate(None, task, options).task
         opened = session_pb2.SessionOpen(
@@ -89,7 +87,7 @@ def _request(
             stream_deltas=args.deltas,
         )
         return "", session_pb2.SessionRequest(open=opened)
-    return methods.OF_SKILLS[args.task].path, requests.question(image, task, options)
+    return channel.OF_SKILLS[args.task].path, requests.question(image, task, options)
 
 
 def _task(args: argparse.Namespace) -> Task:
@@ -104,7 +102,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
-    """None if no image is given and none is needed."""
+    """Read the image; None if none is given and none is needed."""
     if args.image:
         try:
             return sources.to_image(args.image)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from legato_client import LegatoError
 from legato_client.cli import forward, settings
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 
@@ -44,9 +44,9 @@ def _run(words: Sequence[str], terminal: Terminal) -> None:
         else:
             _run_here(command, parser, words[len(command) :], terminal)
     elif words[0] == "trace" and _is_remote(words[1:]):
-        from legato_client.cli import timeline
+        from legato_client.cli import trace
 
-        parser = timeline.make_parser()
+        parser = trace.make_parser()
         settings.add_options(parser)
         _run_here(("trace",), parser, words[1:], terminal)
     else:
@@ -54,9 +54,9 @@ def _run(words: Sequence[str], terminal: Terminal) -> None:
 
 
 def _is_remote(words: Sequence[str]) -> bool:
-    from legato_client.cli import timeline
+    from legato_client.cli import trace
 
-    return timeline.is_remote(words)
+    return trace.is_remote(words)
 
 
 def _run_here(

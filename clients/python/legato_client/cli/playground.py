@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from legato_client.cli import web
-from legato_client.cli.admin_socket import admin_target
+from legato_client.cli.arguments import admin_target
 from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import Listen
 
@@ -35,16 +35,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
-    from legato_client._transport import token
+    from legato_client._grpc import settings
     from legato_client.web.playground.routes import routes
-    from legato_client.web.playground.snippets.connection import Connection
+    from legato_client.web.playground.snippets import Connection
 
     connection = Connection(
         target=args.server,
         encrypted=bool(args.tls or args.ca or args.cert),
         authorities=bool(args.ca),
         certificate=bool(args.cert),
-        token=token.source_of(args.token_file) is not None,
+        token=settings.source_of(args.token_file) is not None,
     )
     return routes(connection, _operator(args))
 
@@ -66,6 +66,6 @@ def _operator(args: argparse.Namespace) -> Callable[[], str] | None:
 def _middleware() -> Sequence[Middleware]:
     from starlette.middleware import Middleware
 
-    from legato_client.web.playground.guard import Guard
+    from legato_client.web.playground.routes import Guard
 
     return [Middleware(Guard)]

@@ -8,11 +8,11 @@ import os
 from typing import Any
 
 from legato_client.batch import tasks
-from legato_client.cli import arguments, install, signals
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli import arguments, forward, settings
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
-from legato_client.live.feed import Asked
-from legato_client.live.figures import summary
+from legato_client.stream.feed import Asked
+from legato_client.stream.frames import summary
 
 _STATE_TIMEOUT = 2.0  # seconds; a question about the engine
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     try:
         from cyclonedds.core import DDSException
     except ModuleNotFoundError as error:
-        problem = f"ROS 2 needs {error.name}: {install.hint('dds')}"
+        problem = f"ROS 2 needs {error.name}: {forward.hint('dds')}"
         raise CommandError(problem, ExitCode.USAGE) from None
     asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, asked: Asked, terminal: Terminal) -> None:
     ):
         node = Node(client, operator, asked, parameters)
         terminal.line(f"{args.image} to {args.detections}, domain {parameters.domain}")
-        with signals.calling(node.stop):
+        with settings.calling(node.stop):
             node.run()
     totals = node.figures.totals()
     for line in summary(totals):

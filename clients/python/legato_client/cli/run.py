@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from legato_client import LegatoError, Task
-from legato_client.batch import coco, sources, tasks
-from legato_client.batch.errors import RunRefused
+from legato_client.batch import images, tasks
+from legato_client.batch import output as coco
+from legato_client.batch.images import RunRefused
 from legato_client.batch.output import Output
 from legato_client.batch.run import Run
-from legato_client.batch.video import Choice
-from legato_client.cli import arguments, install
-from legato_client.cli.exits import CommandError, ExitCode, of_file
+from legato_client.batch.video import FrameChoice
+from legato_client.cli import arguments, forward
+from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 _PARALLEL = 8
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except ModuleNotFoundError as error:
         extra = "video" if error.name == "av" else "cli"
         what = "videos need PyAV" if extra == "video" else f"drawings need {error.name}"
-        raise CommandError(f"{what}: {install.hint(extra)}", ExitCode.USAGE) from None
+        raise CommandError(f"{what}: {forward.hint(extra)}", ExitCode.USAGE) from None
     except OSError as error:
         raise of_file(error) from None
 
@@ -109,7 +110,7 @@ def _tasks(args: argparse.Namespace) -> dict[str, Task]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What changes the answers, named as the options are."""
+    """Return the settings that change answers, named like the options."""
     sampling = dataclasses.asdict(arguments.sampling_of(args))
     return {
         "tasks": args.task,
@@ -127,12 +128,12 @@ def _ask(
     args: argparse.Namespace, asked: dict[str, Task], output: Output, terminal: Terminal
 ) -> None:
     left_out = [args.annotate] if args.annotate else []
-    names: Iterable[str] = sources.files(args.sources, left_out, sys.stdin.buffer)
+    names: Iterable[str] = images.files(args.sources, left_out, sys.stdin.buffer)
     total = None
-    if sources.STANDARD_INPUT not in args.sources:
+    if images.STANDARD_INPUT not in args.sources:
         listed = names = list(names)
-        total = None if any(map(sources.is_video, listed)) else len(listed)
-    pictures = sources.pictures(names, _choice(args))
+        total = None if any(map(images.is_video, listed)) else len(listed)
+    pictures = images.pictures(names, _choice(args))
     options = arguments.options_of(args)
     with (
         arguments.connect(args) as client,
@@ -179,5 +180,5 @@ def _report(
         )
 
 
-def _choice(args: argparse.Namespace) -> Choice:
-    return Choice(args.every, args.fps)
+def _choice(args: argparse.Namespace) -> FrameChoice:
+    return FrameChoice(args.every, args.fps)

@@ -1,20 +1,96 @@
-"""Where the options of a command come from: a flag, else the environment, else a file.
-
-Options of the two lower layers become words in front of those that were typed, so that the parser
-of the command checks them as it checks flags.
-"""
+"""Settings of a command from flags, environment and file; exit codes and signals."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import enum
 import os
+import signal
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client import _errors
+
+
+class ExitCode(enum.IntEnum):
+    """The exit codes of `legato`."""
+
+    OK = 0
+    OTHER = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNAVAILABLE = 4
+    DEADLINE = 5
+    BUSY = 6
+    INTERRUPTED = 130
+
+
+HELP = (
+    "exit codes: 0 ok, 1 other failure, 2 usage or invalid argument, 3 not found, "
+    "4 server unavailable or engine lost, 5 deadline exceeded, 6 busy"
+)
+
+
+class CommandError(Exception):
+    """The message is for the user."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.OTHER) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def of_file(error: OSError) -> CommandError:
+    """The failure of a file, by its name where that is known."""
+    where = f"{error.filename}: " if error.filename else ""
+    return CommandError(f"{where}{error.strerror or error}")
+
+
+def exit_code_of(error: _errors.LegatoError) -> ExitCode:
+    match error:
+        case _errors.InvalidArgument():
+            return ExitCode.USAGE
+        case _errors.NotFound():
+            return ExitCode.NOT_FOUND
+        case _errors.Unavailable():
+            return ExitCode.UNAVAILABLE
+        case _errors.DeadlineExceeded():
+            return ExitCode.DEADLINE
+        case _errors.Busy():
+            return ExitCode.BUSY
+        case _:
+            return ExitCode.OTHER
+
+
+# ---------------------------------------------------------------- signals
+
+# The end of a command that runs until it is told to stop.
+
+
+@contextlib.contextmanager
+def calling(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM call `stop`, which must not wait. For the main thread."""
+    before = {
+        number: signal.signal(number, lambda *_: stop())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------- settings
+
+# Where the options of a command come from: a flag, else the environment, else a file.
+#
+# Options of the two lower layers become words in front of those that were typed, so that the
+# parser
+# of the command checks them as it checks flags.
 
 PREFIX = "LEGATO_"
 CLIENT_TABLE = "client"

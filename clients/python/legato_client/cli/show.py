@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_client._convert import skills
-from legato_client._values.events import (
-    Event,
-    Finished,
-    OutlineDelta,
-    Queued,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-)
-from legato_client._values.results import (
+from legato_client._proto import skills
+from legato_client._types.results import (
     Box,
     Detection,
+    Event,
+    Finished,
     ImageInfo,
     Mark,
     Outline,
+    OutlineDelta,
     Point,
     PointedObject,
     QueryResult,
+    Queued,
+    ReasoningDelta,
     ResponseInfo,
     Result,
+    Started,
+    TextDelta,
 )
 from legato_client.cli.terminal import Terminal
 
@@ -119,7 +117,7 @@ def _found_nothing(result: Result) -> bool:
 
 
 def box_text(box: Box, image: ImageInfo | None) -> str:
-    """In pixels where the image's size is known, else in fractions."""
+    """Format a place in pixels if the image's size is known, else as fractions."""
     if image is None:
         return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"
     left, top, right, bottom = box.to_pixels(image.width, image.height)
@@ -127,7 +125,7 @@ def box_text(box: Box, image: ImageInfo | None) -> str:
 
 
 def point_text(point: Point, image: ImageInfo | None) -> str:
-    """In pixels where the image's size is known, else in fractions."""
+    """Format a place in pixels if the image's size is known, else as fractions."""
     if image is None:
         return f"({point.x:.3f}, {point.y:.3f})"
     x, y = point.to_pixels(image.width, image.height)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from legato_client import _errors
-from legato_client.cli.exits import CommandError, ExitCode, exit_code_of
 from legato_client.cli.hints import hint_of
+from legato_client.cli.settings import CommandError, ExitCode, exit_code_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,17 +65,17 @@ class Terminal:
         return not self.json_output and self._out.isatty()
 
     def on_standard_error(self) -> Terminal:
-        """For a command whose standard output has other readers."""
+        """Write to standard error: standard output belongs to another reader."""
         return Terminal(self.json_output, self._err, self._err)
 
     def console(self) -> Console:
-        """That of rich on `out`."""
+        """Return rich's console on `out`."""
         from rich.console import Console
 
         return Console(file=self._out)
 
     def write(self, text: str) -> None:
-        """At once and without a line end."""
+        """Write immediately, without a line end."""
         if not self.json_output:
             self._out.write(printable(text))
             self._out.flush()

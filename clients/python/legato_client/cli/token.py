@@ -11,7 +11,7 @@ import secrets
 import sys
 from typing import Any
 
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 SCOPES = ("infer", "upload", "shared_images", "admin")

@@ -4,24 +4,169 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from legato_client import LegatoError
-from legato_client.cli import arguments, install, signals
-from legato_client.cli.exits import CommandError, ExitCode, of_file
-from legato_client.cli.terminal import Terminal
-from legato_client.live.feed import Asked, Feed
-from legato_client.live.figures import Figures, summary
-from legato_client.live.lane import Answered
+from legato_client import Detection, LegatoError, PointedObject, Result
+from legato_client._proto import skills
+from legato_client._types.results import Mark
+from legato_client.cli import arguments, forward, settings
+from legato_client.cli.settings import CommandError, ExitCode, of_file
+from legato_client.cli.terminal import Terminal, printable
+from legato_client.stream.feed import Answered, Asked, Feed
+from legato_client.stream.frames import Figures, Totals, summary
+from legato_client.stream.outputs import marks
 
 if TYPE_CHECKING:
-    from legato_client.live.camera import Camera
-    from legato_client.live.outputs import Receiver
+    from rich.live import Live
+
+    from legato_client.stream.camera import Camera
+    from legato_client.stream.outputs import Receiver
+
+_LINE_PERIOD = 10.0  # seconds
+_MOST_ROWS = 12
+_HEADS = ("task", "found", "where", "confidence", "track")
+_FRAME_ROWS = 5  # of the table and the lines about the connection
+
+
+class View:
+    """A table and, in a large terminal, the picture; elsewhere a line every ten seconds.
+
+    `take` is for any thread, the rest for the one that made it.
+    """
+
+    def __init__(self, terminal: Terminal, figures: Figures, source: str) -> None:
+        self._terminal = terminal
+        self._figures = figures
+        self._source = source
+        self._latest: Answered | None = None
+        self._said = time.monotonic()
+        self._live: Live | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> View:
+        if self._terminal.interactive and importlib.util.find_spec("rich"):
+            from rich.live import Live
+
+            console = self._terminal.console()
+            live = Live(console=console, auto_refresh=False, transient=True)
+            self._live = self._stack.enter_context(live)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def take(self, answered: Answered) -> None:
+        """It is shown at the next `refresh`."""
+        self._latest = answered
+
+    def close(self) -> None:
+        """Close; nothing to release."""
+
+    def refresh(self) -> None:
+        """Show how things are."""
+        if self._live is not None:
+            self._live.update(self._picture_and_table(self._live.console.size), refresh=True)
+        elif time.monotonic() - self._said >= _LINE_PERIOD:
+            self._said = time.monotonic()
+            self._terminal.line(state_line(self._figures))
+
+    def _picture_and_table(self, size: tuple[int, int]) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        from legato_client.cli.half_blocks import HalfBlocks, fits
+
+        columns, lines = size
+        latest = self._latest
+        rows = rows_of(latest) if latest else []
+        table = Table(*_HEADS, header_style="bold", border_style="dim")
+        for row in rows[:_MOST_ROWS]:
+            table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
+        parts: list[Any] = []
+        left = lines - min(len(rows), _MOST_ROWS) - _FRAME_ROWS - 3
+        if latest is not None and fits(columns, left):
+            with contextlib.suppress(OSError, ValueError):  # the answer counts, not the picture
+                parts.append(HalfBlocks(latest.shot.picture(), marks(latest), columns, left))
+        parts.append(table)
+        if len(rows) > _MOST_ROWS:
+            parts.append(Text(f"and {len(rows) - _MOST_ROWS} more"))
+        parts.append(Text(f"{self._source}: {state_line(self._figures)}"))
+        return Group(*parts)
+
+
+def state_line(figures: Figures) -> str:
+    """Summarise the state in one line."""
+    totals = figures.totals()
+    age = "-" if figures.last_age is None else f"{figures.last_age * 1e3:.0f} ms"
+    return (
+        f"source {figures.source}, server {figures.server} · "
+        f"{figures.rate('taken'):.1f} frames/s, {figures.rate('answered'):.1f} answers/s · "
+        f"age {age} · {_left_out(totals)} left out, {totals.lost} lost"
+    )
+
+
+def _left_out(totals: Totals) -> int:
+    return totals.replaced + totals.refused + totals.unreadable + sum(totals.dropped.values())
+
+
+def rows_of(answered: Answered) -> list[tuple[str, ...]]:
+    """A row for each thing found, answer and failed task."""
+    size = (answered.image.width, answered.image.height) if answered.image else (1, 1)
+    return [
+        (name, *cells)
+        for name, outcome in answered.outcomes.items()
+        for cells in _cells(outcome, size)
+    ]
+
+
+def _cells(outcome: Result | LegatoError, size: tuple[int, int]) -> list[tuple[str, ...]]:
+    match outcome:
+        case LegatoError():
+            return [(f"failed: {outcome}", "", "", "")]
+        case _ if skills.of(outcome).places:
+            return [
+                (mark.label, _place(mark, size), _number(mark.confidence), _track(mark))
+                for mark in outcome.marks
+            ]
+        case _:
+            return [(outcome.text, "", "", "")]
+
+
+def _place(mark: Mark, size: tuple[int, int]) -> str:
+    if isinstance(mark, PointedObject):
+        return "{}, {}".format(*mark.to_pixels(*size))
+    return _box(mark.box.to_pixels(*size))
+
+
+def _track(mark: Mark) -> str:
+    return mark.track_id if isinstance(mark, Detection) else ""
+
+
+def _box(pixels: tuple[int, int, int, int]) -> str:
+    left, top, right, bottom = pixels
+    return f"{left}, {top} to {right}, {bottom}"
+
+
+def _number(confidence: float | None) -> str:
+    return "" if confidence is None else f"{confidence:.2f}"
+
+
+# ---------------------------------------------------------------- watch
+
+# `legato watch`: a camera or a video, live.
 
 _PATIENCE = 60.0  # seconds
 _REFRESH = 0.1  # seconds
@@ -68,7 +213,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         _run(args, terminal)
     except ModuleNotFoundError as error:
         raise CommandError(
-            f"videos need {error.name}: {install.hint('video')}", ExitCode.USAGE
+            f"videos need {error.name}: {forward.hint('video')}", ExitCode.USAGE
         ) from None
     except BrokenPipeError:
         raise  # the reader of standard output left
@@ -79,11 +224,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
-    from legato_client.cli.watch_view import View  # needs Pillow
-    from legato_client.live import camera, outputs
+    # needs Pillow
+    from legato_client.stream import camera as camera_module
+    from legato_client.stream import outputs
 
     asked = arguments.tasks_of(args)
-    source = camera.source_of(args.source, size=args.size, fps=args.fps)
+    source = camera_module.source_of(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
     figures = Figures()
@@ -102,11 +248,11 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
         )
         feed = Feed(client, how, tell, figures, patience=args.retry_for, waits=False)
-        taker = camera.Camera(
+        taker = camera_module.Camera(
             source,
             feed.offer,
             figures,
-            form=camera.Form(args.max_side, args.jpeg),
+            form=camera_module.Form(args.max_side, args.jpeg),
             rate=args.rate,
             patience=args.retry_for,
         )
@@ -140,7 +286,7 @@ class _Watch:
         ]
         for thread in threads:
             thread.start()
-        with signals.calling(self._ended.set):
+        with settings.calling(self._ended.set):
             while not self._ended.wait(_REFRESH):
                 refresh()
                 if end is not None and time.monotonic() >= end:
@@ -174,7 +320,7 @@ class _Watch:
 @contextlib.contextmanager
 def _receivers(args: argparse.Namespace, source: str) -> Iterator[list[Receiver]]:
     """Raises OSError for a file that cannot be written, also at its end."""
-    from legato_client.live import outputs
+    from legato_client.stream import outputs
 
     with contextlib.ExitStack() as stack:
         found: list[Receiver] = []

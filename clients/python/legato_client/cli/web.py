@@ -1,4 +1,4 @@
-"""What the commands that answer HTTP share: their options, and the process."""
+"""Options and process of the commands that serve HTTP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from legato_client import AsyncClient, Client, LegatoError, Unauthenticated
-from legato_client._transport import token as tokens
-from legato_client.cli import arguments, install
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client._grpc import settings as tokens
+from legato_client.cli import arguments, forward
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import DEFAULT, Listen
 
@@ -31,7 +31,7 @@ def add_options(
     listen: str = DEFAULT,
     offer_require_token: bool = True,
 ) -> None:
-    """Those of the process and of its connection to the Legato server.
+    """Add options of the process and of its connection to the server.
 
     `offer_require_token` is False for a page, which sends no token.
     """
@@ -83,13 +83,13 @@ def run(
         CommandError: the extra is not installed, or an option is wrong.
     """
     require_web(args.command)
-    from legato_client.web import caller, server
+    from legato_client.web import server
 
     listen = _listen(args)
     if listen.require_token:
         _check_that_tokens_matter(args)
     aliases = _aliases(args.alias)
-    connect = connector(args, terminal, caller.token, lend=not listen.require_token)
+    connect = connector(args, terminal, server.token, lend=not listen.require_token)
     with arguments.readable_options():
         backend = server.Backend.of(connect, args.timeout, aliases)
     app = server.make_app(make_routes(), backend, listen, make_middleware())
@@ -111,7 +111,7 @@ def require_web(command: str) -> None:
     """Raise CommandError unless the extra is installed."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {install.hint('web')}")
+        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {forward.hint('web')}")
 
 
 def _listen(args: argparse.Namespace) -> Listen:

@@ -1,5 +1,0 @@
-"""Open-loop and closed-loop load generation: `legato bench --serve`.
-
-An open loop sends at times fixed beforehand, and measures from those times. A stall then counts
-against every request that was due during it, which a closed loop leaves out (coordinated omission).
-"""

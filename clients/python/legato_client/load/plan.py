@@ -1,11 +1,45 @@
-"""The plan of a load."""
+"""Load plans and their schedules."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
 from typing import Literal
 
-from legato_client._transport.security import OPEN, Security
+from legato_client._grpc.settings import OPEN, Security
+
+ARRIVALS = ("poisson", "constant")
+
+
+def due_times(
+    arrivals: str, rate: float, seconds: float, *, share: int = 0, shares: int = 1, seed: int = 0
+) -> Iterator[float]:
+    """Offsets in seconds from the start, ascending, below `seconds`, for one of `shares` senders.
+
+    All senders together give `rate` requests a second: "constant" ones evenly spaced, "poisson"
+    ones independent of each other, the same for the same seed.
+    """
+    times = (
+        ((share + shares * index) / rate for index in itertools.count())
+        if arrivals == "constant"
+        else _poisson(rate / shares, random.Random(f"{seed}/{share}"))
+    )
+    return itertools.takewhile(lambda due: due < seconds, times)
+
+
+def _poisson(rate: float, source: random.Random) -> Iterator[float]:
+    """A Poisson process: its gaps are exponential."""
+    due = 0.0
+    while True:
+        due += source.expovariate(rate)
+        yield due
+
+
+# ---------------------------------------------------------------- plan
+
+# The plan of a load.
 
 Kind = Literal["unary", "stream", "session"]
 KINDS: tuple[Kind, ...] = ("unary", "stream", "session")

@@ -1,12 +1,202 @@
-"""A load's figures as text."""
+"""Load results: histograms, records, report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from legato_client.load.histogram import PERCENTILES, Histogram
 from legato_client.load.plan import Plan
-from legato_client.load.record import Record
+
+_BITS = 7  # of a duration are kept: buckets are at most 1/64 wide, relative to where they lie
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+class Histogram:
+    """Counts of durations in seconds, in logarithmic buckets; percentiles err by 1.6% at most.
+
+    The extremes and the sum are exact.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.count = 0
+        self.total = 0.0
+        self.maximum = 0.0
+        self.minimum = math.inf
+
+    def add(self, seconds: float) -> None:
+        seconds = max(seconds, 0.0)
+        self._counts[_bucket(seconds)] += 1
+        self.count += 1
+        self.total += seconds
+        self.maximum = max(self.maximum, seconds)
+        self.minimum = min(self.minimum, seconds)
+
+    def merge(self, other: Histogram) -> None:
+        self._counts.update(other._counts)
+        self.count += other.count
+        self.total += other.total
+        self.maximum = max(self.maximum, other.maximum)
+        self.minimum = min(self.minimum, other.minimum)
+
+    @property
+    def mean(self) -> float:
+        """0 when nothing was counted."""
+        return self.total / self.count if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """Seconds; 0 when nothing was counted."""
+        rank = math.ceil(self.count * percent / 100)
+        seen = 0
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
+            if seen >= rank:
+                return min(max(_upper_edge(bucket), self.minimum), self.maximum)
+        return self.maximum
+
+    def summary_ms(self) -> Mapping[str, float]:
+        figures = {f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES}
+        figures = {"mean": self.mean, **figures, "max": self.maximum}
+        return {"count": self.count, **{name: s * 1e3 for name, s in figures.items()}}
+
+
+def _bucket(seconds: float) -> int:
+    """Nanoseconds without all but their first bits, packed as exponent and mantissa."""
+    nanoseconds = int(seconds * 1e9)
+    shift = max(nanoseconds.bit_length() - _BITS, 0)
+    return (shift << _BITS) | (nanoseconds >> shift)
+
+
+def _upper_edge(bucket: int) -> float:
+    """Seconds."""
+    shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
+    return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9
+
+
+# ---------------------------------------------------------------- record
+
+# The results of a load, mergeable over senders.
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """Results of all requests due within the measurement window.
+
+    `latency` runs to the last message and `first` to the first answer in it, both from when the
+    request was due (in a closed loop: sent). `gap` is the time between two messages of one stream,
+    `lag` how late the load itself sent. `messages` and `completed` count within the window,
+    whenever their request was due. `errors` counts by reason.
+    """
+
+    latency: Histogram = dataclasses.field(default_factory=Histogram)
+    first: Histogram = dataclasses.field(default_factory=Histogram)
+    gap: Histogram = dataclasses.field(default_factory=Histogram)
+    lag: Histogram = dataclasses.field(default_factory=Histogram)
+    due: int = 0
+    completed: int = 0
+    messages: int = 0
+    errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    cpu_share: float = 0.0  # of a core, of the busiest sender
+
+    def merge(self, other: Record) -> None:
+        for mine, theirs in (
+            (self.latency, other.latency),
+            (self.first, other.first),
+            (self.gap, other.gap),
+            (self.lag, other.lag),
+        ):
+            mine.merge(theirs)
+        self.due += other.due
+        self.completed += other.completed
+        self.messages += other.messages
+        self.errors.update(other.errors)
+        self.cpu_share = max(self.cpu_share, other.cpu_share)
+
+    def figures(self, seconds: float) -> dict[str, object]:
+        """`seconds` is the length of the window; durations become milliseconds."""
+        return {
+            "seconds": seconds,
+            "due": self.due,
+            "failed": self.errors.total(),
+            "errors": dict(self.errors),
+            "requests_per_second": self.completed / seconds,
+            "messages_per_second": self.messages / seconds,
+            "latency_ms": self.latency.summary_ms(),
+            "first_ms": self.first.summary_ms(),
+            "gap_ms": self.gap.summary_ms(),
+            "lag_ms": self.lag.summary_ms(),
+            "sender_cpu_share": self.cpu_share,
+        }
+
+
+# ---------------------------------------------------------------- recorder
+
+# Measures a sender's requests.
+
+
+class Meter:
+    """Fills a record with what falls into the window, `opens` to `closes` of `time.monotonic()`."""
+
+    def __init__(self, opens: float, closes: float) -> None:
+        self.record = Record()
+        self._opens = opens
+        self._closes = closes
+
+    def counts(self, moment: float) -> bool:
+        return self._opens <= moment < self._closes
+
+    def expect(self, due: float) -> Watch:
+        return Watch(self, due)
+
+
+class Watch:
+    """One request as its sender sees it."""
+
+    __slots__ = ("_counted", "_due", "_last", "_meter")
+
+    def __init__(self, meter: Meter, due: float) -> None:
+        self._meter = meter
+        self._due = due
+        self._counted = meter.counts(due)
+        self._last = 0.0
+        if self._counted:
+            meter.record.due += 1
+            meter.record.lag.add(time.monotonic() - due)
+
+    def message(self, *, answers: bool) -> None:
+        """`answers` unless the message only says how the request stands."""
+        now = time.monotonic()
+        record = self._meter.record
+        if self._meter.counts(now):
+            record.messages += 1
+        if not (self._counted and answers):
+            return
+        if self._last:
+            record.gap.add(now - self._last)
+        else:
+            record.first.add(now - self._due)
+        self._last = now
+
+    def end(self) -> None:
+        now = time.monotonic()
+        record = self._meter.record
+        if self._meter.counts(now):
+            record.completed += 1
+        if self._counted:
+            record.latency.add(now - self._due)
+
+    def fail(self, reason: str) -> None:
+        """A failed request has no latency."""
+        if self._counted:
+            self._meter.record.errors[reason] += 1
+
+
+# ---------------------------------------------------------------- report
+
+# A load's figures as text.
 
 LATE_MS = 5.0  # a P99 lag beyond this: the senders, not the server, were too slow
 HEADS = ("", "count", "mean ms", *(f"P{percent:g} ms" for percent in PERCENTILES), "max ms")

@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 import grpc
 
 from legato_client.load.plan import Plan
-from legato_client.load.record import Record
+from legato_client.load.report import Record
 from legato_client.load.sender import send
-from legato_client.load.targets import Refused, reason_of
+from legato_client.load.targets import CallRefused, reason_of
 
 _READY = 60.0  # seconds a sender may take to start
 _PATIENCE = 30.0  # beyond the plan's own end and its last deadline
@@ -68,5 +68,5 @@ def _serve(pipe: Connection, plan: Plan, share: int) -> None:
     pipe.send(Record())
     try:
         pipe.send(send(plan, share, pipe.recv()))
-    except (grpc.RpcError, Refused) as error:
+    except (grpc.RpcError, CallRefused) as error:
         pipe.send(f"the sessions could not be opened: {reason_of(error)}")

@@ -8,12 +8,10 @@ import time
 
 import grpc
 
-from legato_client._transport.channel import MAX_MESSAGE_BYTES, ChannelOptions
-from legato_client.load.plan import Plan
-from legato_client.load.record import Record
-from legato_client.load.recorder import Meter, Watch
-from legato_client.load.schedule import due_times
-from legato_client.load.targets import LoadTarget, Refused, make_target, reason_of
+from legato_client._grpc.channel import MAX_MESSAGE_BYTES, ChannelOptions
+from legato_client.load.plan import Plan, due_times
+from legato_client.load.report import Meter, Record, Watch
+from legato_client.load.targets import CallRefused, LoadTarget, make_target, reason_of
 
 MAX_PENDING = 20_000  # of one sender; beyond them requests count as NOT_SENT
 _CHANNEL: ChannelOptions = (
@@ -101,7 +99,7 @@ async def _closed_loop(
 async def _send_one(target: LoadTarget, watch: Watch) -> None:
     try:
         await target.send(watch)
-    except (grpc.RpcError, Refused) as error:
+    except (grpc.RpcError, CallRefused) as error:
         watch.fail(reason_of(error))
     else:
         watch.end()

@@ -10,9 +10,9 @@ from google.protobuf.message import Message
 from legato.v1 import inference_pb2, media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
-from legato_client._transport.methods import GENERATE, OF_SKILLS
+from legato_client._grpc.channel import GENERATE, OF_SKILLS
 from legato_client.load.plan import Plan
-from legato_client.load.recorder import Watch
+from legato_client.load.report import Watch
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
@@ -33,13 +33,13 @@ class LoadTarget(Protocol):
     async def close(self) -> None: ...
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A session's frame that got no results; the message is the reason."""
 
 
-def reason_of(error: grpc.RpcError | Refused) -> str:
+def reason_of(error: grpc.RpcError | CallRefused) -> str:
     """The status where the server gave no reason."""
-    if isinstance(error, Refused):
+    if isinstance(error, CallRefused):
         return str(error)
     known = from_rpc_error(error)
     return known.reason or known.code
@@ -133,14 +133,14 @@ class _Session:
         await self._call.write(self._plan.request)
         opened = await self._call.read()
         if opened is grpc.aio.EOF:
-            raise Refused(f"session ended with {(await self._call.code()).name}")
+            raise CallRefused(f"session ended with {(await self._call.code()).name}")
         self._reader = asyncio.create_task(self._read())
 
     async def send(self, watch: Watch) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._writing:
             if self._ended:
-                raise Refused(self._ended)
+                raise CallRefused(self._ended)
             self._sequence += 1
             sequence = self._sequence
             self._waiting[sequence] = (watch, ended)
@@ -151,7 +151,7 @@ class _Session:
             async with asyncio.timeout(self._plan.timeout):
                 await ended
         except TimeoutError:
-            raise Refused("NO_RESULT") from None
+            raise CallRefused("NO_RESULT") from None
         finally:
             self._waiting.pop(sequence, None)
 
@@ -193,7 +193,7 @@ class _Session:
 
 def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
     if ended is not None and not ended.done():
-        ended.set_exception(Refused(reason))
+        ended.set_exception(CallRefused(reason))
 
 
 def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:

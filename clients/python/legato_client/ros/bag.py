@@ -24,8 +24,10 @@ from mcap_ros2.decoder import DecoderFactory
 from legato_client import ros2
 from legato_client._errors import LegatoError
 from legato_client._images.sources import ImageInput
-from legato_client._values.results import Result
-from legato_client.ros import arrays, cdr, definitions, pictures
+from legato_client._types.results import Result
+from legato_client.ros import cdr
+from legato_client.ros import images as arrays
+from legato_client.ros import images as pictures
 
 _LIBRARY = "legato"
 _QUALITY = 90  # of drawings, as JPEG
@@ -56,7 +58,7 @@ class Topics:
 
 @dataclasses.dataclass(slots=True)
 class Count:
-    """What became of the bag; `problems` names each failed picture."""
+    """Outcome of a bag; `problems` names each failed image."""
 
     images: int = 0
     failed: int = 0
@@ -106,7 +108,7 @@ class Bag:
             for channel in summary.channels.values()
             if channel.schema_id in summary.schemas
         }
-        image_kinds = (definitions.IMAGE, definitions.COMPRESSED_IMAGE)
+        image_kinds = (cdr.IMAGE, cdr.COMPRESSED_IMAGE)
         if kinds.get(topic) not in image_kinds:
             known = sorted(name for name, kind in kinds.items() if kind in image_kinds)
             what = f"is {kinds[topic]}" if topic in kinds else "is not in the bag"
@@ -232,16 +234,16 @@ class _BagWriter:
         self._writer.start(profile=Profile.ROS2, library=_LIBRARY)
         self._schemas: dict[tuple[str, str, bytes], int] = {}
         self._channels: dict[tuple[str, int, str], int] = {}
-        kinds = {topics.detections: definitions.DETECTIONS}
+        kinds = {topics.detections: cdr.DETECTIONS}
         if topics.drawings:
-            kinds[topics.drawings] = definitions.COMPRESSED_IMAGE
+            kinds[topics.drawings] = cdr.COMPRESSED_IMAGE
         self._own = {
             topic: self._channel(topic, self._schema(kind), "cdr", {})
             for topic, kind in kinds.items()
         }
 
     def write(self, topic: str, data: bytes, source: Message) -> None:
-        """With the times of the image that it belongs to."""
+        """Write a message with the times of its image."""
         self._add(self._own[topic], data, source)
 
     def copy(self, schema: Schema | None, channel: Channel, message: Message) -> None:
@@ -258,7 +260,7 @@ class _BagWriter:
         )
 
     def _schema(self, kind: str) -> int:
-        return self._registered(kind, "ros2msg", definitions.text_of(kind).encode())
+        return self._registered(kind, "ros2msg", cdr.text_of(kind).encode())
 
     def _registered(self, name: str, encoding: str, data: bytes) -> int:
         key = name, encoding, data

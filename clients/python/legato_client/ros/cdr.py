@@ -1,4 +1,4 @@
-"""Messages of ROS 2 as bytes: CDR, little-endian, with its header of four bytes."""
+"""ROS 2 messages as CDR bytes, with their definitions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,60 @@ import struct
 
 from legato_client import ros2
 
+_PARTS = {
+    "std_msgs/Header": "builtin_interfaces/Time stamp\nstring frame_id\n",
+    "builtin_interfaces/Time": "int32 sec\nuint32 nanosec\n",
+    "geometry_msgs/Point": "float64 x\nfloat64 y\nfloat64 z\n",
+    "geometry_msgs/Quaternion": "float64 x 0\nfloat64 y 0\nfloat64 z 0\nfloat64 w 1\n",
+    "geometry_msgs/Pose": "geometry_msgs/Point position\ngeometry_msgs/Quaternion orientation\n",
+    "geometry_msgs/PoseWithCovariance": "geometry_msgs/Pose pose\nfloat64[36] covariance\n",
+    "vision_msgs/Point2D": "float64 x\nfloat64 y\n",
+    "vision_msgs/Pose2D": "vision_msgs/Point2D position\nfloat64 theta\n",
+    "vision_msgs/BoundingBox2D": "vision_msgs/Pose2D center\nfloat64 size_x\nfloat64 size_y\n",
+    "vision_msgs/ObjectHypothesis": "string class_id\nfloat64 score\n",
+    "vision_msgs/ObjectHypothesisWithPose": (
+        "vision_msgs/ObjectHypothesis hypothesis\ngeometry_msgs/PoseWithCovariance pose\n"
+    ),
+    "vision_msgs/Detection2D": (
+        "std_msgs/Header header\nvision_msgs/ObjectHypothesisWithPose[] results\n"
+        "vision_msgs/BoundingBox2D bbox\nstring id\n"
+    ),
+    "vision_msgs/Detection2DArray": (
+        "std_msgs/Header header\nvision_msgs/Detection2D[] detections\n"
+    ),
+    "sensor_msgs/CompressedImage": "std_msgs/Header header\nstring format\nuint8[] data\n",
+}
+_LINE = "=" * 80
+
+DETECTIONS = "vision_msgs/msg/Detection2DArray"
+COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
+IMAGE = "sensor_msgs/msg/Image"
+
+
+def text_of(name: str) -> str:
+    """The definition of a message, followed by those of all that it is made of."""
+    own = name.replace("/msg/", "/")
+    parts = [f"MSG: {part}\n{_PARTS[part]}" for part in _needed(own) if part != own]
+    return f"{_LINE}\n".join((_PARTS[own], *parts))
+
+
+def _needed(name: str) -> list[str]:
+    found = [name]
+    for line in _PARTS[name].splitlines():
+        part = line.split()[0].partition("[")[0]
+        if part in _PARTS:
+            found += [each for each in _needed(part) if each not in found]
+    return found
+
+
+# ---------------------------------------------------------------- cdr
+
+# Messages of ROS 2 as bytes: CDR, little-endian, with its header of four bytes.
+
 _HEADER = b"\x00\x01\x00\x00"  # plain CDR, little-endian
 
 
-class Writer:
+class CdrWriter:
     """Appends values; a number lies at a multiple of its size, counted after the header."""
 
     def __init__(self) -> None:
@@ -45,7 +95,7 @@ class Writer:
 
 def detection_array(array: ros2.Detection2DArray) -> bytes:
     """A vision_msgs/Detection2DArray."""
-    writer = Writer()
+    writer = CdrWriter()
     _header(writer, array.header)
     writer.uint32(len(array.detections))
     for each in array.detections:
@@ -55,20 +105,20 @@ def detection_array(array: ros2.Detection2DArray) -> bytes:
 
 def compressed_image(header: ros2.Header, form: str, data: bytes) -> bytes:
     """A sensor_msgs/CompressedImage."""
-    writer = Writer()
+    writer = CdrWriter()
     _header(writer, header)
     writer.string(form)
     writer.octets(data)
     return writer.written()
 
 
-def _header(writer: Writer, header: ros2.Header) -> None:
+def _header(writer: CdrWriter, header: ros2.Header) -> None:
     writer.int32(header.stamp.sec)
     writer.uint32(header.stamp.nanosec)
     writer.string(header.frame_id)
 
 
-def _detection(writer: Writer, detection: ros2.Detection2D) -> None:
+def _detection(writer: CdrWriter, detection: ros2.Detection2D) -> None:
     _header(writer, detection.header)
     writer.uint32(len(detection.results))
     for each in detection.results:

@@ -1,15 +1,22 @@
-"""Images of a topic to a server, and what it finds to topics."""
+"""ROS 2 node over DDS: images in, detections out."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
+import re
 import struct
 import threading
 import time
+from typing import TypeVar
 
-from cyclonedds.core import DDSException, ReadCondition, SampleState
+from cyclonedds.core import DDSException, Policy, Qos, ReadCondition, SampleState, WaitSet
+from cyclonedds.domain import DomainParticipant
+from cyclonedds.idl import IdlStruct
 from cyclonedds.pub import DataWriter
+from cyclonedds.sub import DataReader
+from cyclonedds.topic import Topic
 from cyclonedds.util import duration
 from PIL import Image as PillowImage
 
@@ -18,13 +25,124 @@ from legato_client._client import Client
 from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
-from legato_client.live.feed import Asked, Feed
-from legato_client.live.figures import Figures
-from legato_client.live.lane import Answered
-from legato_client.live.shot import Shot
-from legato_client.ros import arrays, messages, pictures
-from legato_client.ros.diagnostics import Health
-from legato_client.ros.participant import DEFAULT, LATCHED, SENSOR_DATA, MessageT, Participant
+from legato_client.ros import images, messages
+from legato_client.stream.feed import Answered, Asked, Feed
+from legato_client.stream.frames import Figures, Shot
+
+MessageT = TypeVar("MessageT", bound=IdlStruct)
+
+_NAME = re.compile(r"(/[A-Za-z_][A-Za-z0-9_]*)+")
+_DEPTH = 10  # messages that a late reader still gets, as in ROS 2 by default
+
+SENSOR_DATA = Qos(
+    Policy.Reliability.BestEffort, Policy.Durability.Volatile, Policy.History.KeepLast(1)
+)
+"""For reading images: writers may be reliable or not, and only the newest image counts."""
+DEFAULT = Qos(
+    Policy.Reliability.Reliable(duration(milliseconds=100)),
+    Policy.Durability.Volatile,
+    Policy.History.KeepLast(_DEPTH),
+)
+LATCHED = Qos(
+    Policy.Reliability.Reliable(duration(milliseconds=100)),
+    Policy.Durability.TransientLocal,
+    Policy.History.KeepLast(1),
+)
+"""A late subscriber gets the last message too."""
+
+
+def dds_name(topic: str) -> str:
+    """The name in DDS of a topic; ValueError for one that ROS 2 would not take."""
+    if not _NAME.fullmatch(topic):
+        raise ValueError(f"a topic is /NAME or /NAME/NAME of letters, digits and _, not {topic!r}")
+    return f"rt{topic}"
+
+
+class Participant:
+    """DDS participant in one domain; CYCLONEDDS_URI configures it."""
+
+    def __init__(self, domain: int) -> None:
+        """DDSException where there is no such domain or no network."""
+        self._own = DomainParticipant(domain)
+
+    def waiting(self) -> WaitSet:
+        """Waits for what is attached to it."""
+        return WaitSet(self._own)
+
+    def reader(self, topic: str, kind: type[MessageT], qos: Qos) -> DataReader[MessageT]:
+        return DataReader(self._own, Topic(self._own, dds_name(topic), kind), qos)
+
+    def writer(self, topic: str, kind: type[MessageT], qos: Qos) -> DataWriter[MessageT]:
+        return DataWriter(self._own, Topic(self._own, dds_name(topic), kind), qos)
+
+
+# ---------------------------------------------------------------- diagnostics
+
+# How a node is, as ROS 2 tells it.
+
+
+class Level(enum.IntEnum):
+    """diagnostic_msgs/DiagnosticStatus."""
+
+    OK = 0
+    WARN = 1
+    ERROR = 2
+    STALE = 3
+
+
+class Health:
+    """Judges what happened since the last call of `now`."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+        self._failed = 0
+
+    def now(self, engine: str) -> tuple[Level, str, dict[str, str]]:
+        """Level, message and values; `engine` is the server's word for the state of its engine."""
+        totals = self._figures.totals()
+        failed, self._failed = totals.failed_tasks - self._failed, totals.failed_tasks
+        server = self._figures.server
+        if server != "connected":
+            level, message = Level.ERROR, f"server {server}"
+        elif engine in ("lost", "stuck"):
+            level, message = Level.ERROR, f"engine {engine}"
+        elif self._figures.rate("taken") == 0:
+            level, message = Level.WARN, "no images"
+        elif failed:
+            level, message = Level.WARN, f"{failed} tasks failed"
+        elif self._figures.rate("answered") == 0:
+            level, message = Level.WARN, "no answers"
+        else:
+            level, message = Level.OK, "answering"
+        age = self._figures.last_age
+        values = {
+            "server": server,
+            "engine": engine,
+            "images per second": f"{self._figures.rate('taken'):.1f}",
+            "answers per second": f"{self._figures.rate('answered'):.1f}",
+            "age": _seconds(age),
+            "age p50": _seconds(totals.age_p50),
+            "age p95": _seconds(totals.age_p95),
+            "images": str(totals.taken),
+            "answered": str(totals.answered),
+            "replaced by newer ones": str(totals.replaced),
+            "met the end of a session": str(totals.refused),
+            "unreadable": str(totals.unreadable),
+            **{f"dropped {reason}": str(n) for reason, n in sorted(totals.dropped.items())},
+            "lost": str(totals.lost),
+            "failed tasks": str(totals.failed_tasks),
+            "reconnects": str(totals.reconnects),
+        }
+        return level, message, values
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+# ---------------------------------------------------------------- node
+
+# Images of a topic to a server, and what it finds to topics.
 
 _LOOK = duration(milliseconds=200)  # how soon a thread sees that it should end
 
@@ -130,7 +248,7 @@ class Node:
                     self._take(sample)
 
     def _ask_engine(self) -> None:
-        """In a thread of its own: a server that hangs must not keep diagnostics back."""
+        """Ask the engine on a separate thread: a hanging server must not delay diagnostics."""
         while not self._stopped.wait(self._parameters.period):
             try:
                 self._engine = self._operator.load().engine_state
@@ -163,7 +281,7 @@ class Node:
     # ------------------------------------------------------------ what is published
 
     def _publish(self, answered: Answered) -> None:
-        """Nothing where a task failed: an empty array would say that nothing is there."""
+        """Publish results; nothing for a failed task, since an empty array means no objects."""
         self._tell_model()
         outcomes = tuple(answered.outcomes.values())
         header, image = answered.shot.origin, answered.image
@@ -171,7 +289,7 @@ class Node:
             return
         assert isinstance(header, messages.Header), "it is put there with the image"
         size = image.width, image.height
-        array = arrays.of(outcomes, header, size, self._parameters.absent_score)
+        array = images.of(outcomes, header, size, self._parameters.absent_score)
         self._write(self._found, ros2.to_ros(array, messages))
 
     def _tell_model(self) -> None:
@@ -208,8 +326,8 @@ def _now() -> messages.Header:
 
 def _sent(sample: messages.Image | messages.CompressedImage) -> ImageInput:
     if isinstance(sample, messages.Image):
-        return pictures.raw(sample)
-    return pictures.compressed(sample)
+        return images.raw(sample)
+    return images.compressed(sample)
 
 
 def _picture(sample: messages.Image | messages.CompressedImage) -> PillowImage.Image:

@@ -1,4 +1,4 @@
-"""Failures as HTTP answers, in OpenAI's form; one table maps the statuses of gRPC."""
+"""Failures as HTTP answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from legato_client._convert import skills
 from legato_client._errors import (
     InternalError,
     InvalidArgument,
@@ -22,6 +21,7 @@ from legato_client._errors import (
     ResourceExhausted,
     Unauthenticated,
 )
+from legato_client._proto import skills
 
 CLIENT_CLOSED_REQUEST = 499
 """As nginx calls it: the client does not read the answer."""
@@ -74,7 +74,7 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ErrorDocument(msgspec.Struct):
-    """What every request that fails is answered with."""
+    """Error body of every failed request."""
 
     error: ErrorDetails
 
@@ -141,7 +141,7 @@ async def on_legato_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(_request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown path, another method."""
+    """Answer the router's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     kind = _kind_of_status(error.status_code)
     document = _document(error.detail, kind, None, HTTPStatus(error.status_code).name.lower())
@@ -149,7 +149,7 @@ async def on_http_exception(_request: Request, error: Exception) -> Response:
 
 
 async def on_reader_left(_request: Request, _error: Exception) -> Response:
-    """For the log of a proxy: the client is gone."""
+    """Answer a request whose client is gone, for proxy logs."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

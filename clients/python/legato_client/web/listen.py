@@ -40,7 +40,7 @@ class Listen:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other machine can reach the address."""
+        """Return whether no other machine can reach the address."""
         if self.host.lower() == "localhost":
             return True
         with contextlib.suppress(ValueError):
@@ -95,6 +95,6 @@ class Listen:
         return bound
 
     def url(self, bound: socket.socket) -> str:
-        """With the real port."""
+        """Return the URL with the actual port."""
         scheme = "https" if self.tls_cert else "http"
         return f"{scheme}://{self.address.rpartition(':')[0]}:{bound.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the operations' types."""
+"""The OpenAPI document and the routes of `legato http`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from legato_client._errors import DeadlineExceeded, LegatoError, Unavailable
 from legato_client._version import version
-from legato_client.web.errors import ErrorDocument
+from legato_client.web import moondream_api, openai_api
+from legato_client.web.errors import ErrorDocument, response_of
 from legato_client.web.operations import TIMEOUT, Operation, OperationRoute
+from legato_client.web.server import backend_of
 
 Kind = type | UnionType
 
@@ -106,3 +109,40 @@ def _in_headers() -> list[dict[str, Any]]:
         {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
         for name, text in _HEADERS.items()
     ]
+
+
+# ---------------------------------------------------------------- about
+
+# What the process says of itself.
+
+_READY_TIMEOUT = 5.0  # seconds
+
+
+def about_routes() -> list[BaseRoute]:
+    return [Route("/healthz", healthz), Route("/readyz", readyz)]
+
+
+async def healthz(_request: Request) -> JSONResponse:
+    """This process answers, whatever the Legato server does."""
+    return JSONResponse({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """The Legato server answers; that it refuses this caller is an answer, too."""
+    try:
+        await backend_of(request).probe.server_info(timeout=_READY_TIMEOUT)
+    except (Unavailable, DeadlineExceeded) as error:
+        return response_of(error)
+    except LegatoError:
+        pass
+    return JSONResponse({"status": "ok"})
+
+
+# ---------------------------------------------------------------- routes
+
+# Every route of `legato http`.
+
+
+def routes() -> list[BaseRoute]:
+    served = [*openai_api.routes(), *moondream_api.routes()]
+    return [*served, *about_routes(), route(served)]

@@ -1,4 +1,4 @@
-"""Routes that know the types of what they take and give, for the OpenAPI document."""
+"""Routes that declare the types of bodies and answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from legato_client._values.tasks import Sampling
+from legato_client._async_client import AsyncClient
+from legato_client._async_client import ask as call
+from legato_client._errors import InvalidArgument
+from legato_client._types.results import Result
+from legato_client._types.tasks import Options, QueryTask, Sampling, Task
 from legato_client.web.errors import Refused
 from legato_client.web.server import backend_of
 
@@ -28,7 +32,7 @@ _OPENAI_TIMEOUT = "x-stainless-read-timeout"  # of OpenAI's clients: seconds bet
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a path does: the types of its body, of its answer and of each event of its stream.
+    """HTTP operation: types of its body, answer and stream events.
 
     The summary is the first line of the handler's docstring.
     """
@@ -102,3 +106,37 @@ def timeout_of(request: Request, *, streaming: bool) -> float:
     if not seconds > 0:
         raise Refused(f"{TIMEOUT} takes seconds above 0, not {given!r}", field=TIMEOUT)
     return min(seconds, longest)
+
+
+# ---------------------------------------------------------------- calls
+
+# One task as one call.
+
+
+async def ask(
+    client: AsyncClient, image: bytes | None, task: Task, options: Options, seconds: float
+) -> Result:
+    """The skill's own call, which gRPC repeats where it may; fails as the client's call does.
+
+    A question, not a conversation: that has its picture among its messages.
+    """
+    if image is None and not isinstance(task, QueryTask):
+        raise InvalidArgument("this task needs a picture", reason="INVALID_FIELD")
+    return await call(client, image, task, options, seconds)
+
+
+# ---------------------------------------------------------------- model names
+
+# Names of models in requests: NAME, or NAME/ADAPTER for a fine-tune.
+
+
+def options_of(request: Request, model: str | None, *, top_logprobs: int | None = None) -> Options:
+    """An alias stands for the whole name; without a name the server's default model answers."""
+    given = model or ""
+    name, _, adapter = backend_of(request).aliases.get(given, given).partition("/")
+    return Options(
+        request_id=request.headers.get("x-request-id", ""),
+        model=name,
+        adapter=adapter,
+        top_logprobs=top_logprobs,
+    )

@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from legato_client._errors import LegatoError
-from legato_client._values.events import Event, Queued, Started
+from legato_client._types.results import Event, Queued, Started
 from legato_client.web.errors import ReaderLeft, document_of
 
 ValueT = TypeVar("ValueT")

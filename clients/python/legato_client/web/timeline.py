@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from legato_client._async_client import AsyncClient
 from legato_client._errors import InvalidArgument, LegatoError
-from legato_client._values.admin import TimelineSpan, TimelineUpdate
+from legato_client._types.server import TimelineSpan, TimelineUpdate
 from legato_client.web.server import backend_of
 
 NAMES = (
@@ -120,7 +120,7 @@ async def _chained(
 async def _heard(
     updates: AsyncGenerator[TimelineUpdate, None],
 ) -> AsyncGenerator[TimelineUpdate | None, None]:
-    """None while no update comes, every `SILENCE` seconds."""
+    """Yield updates, and None every `SILENCE` seconds without one."""
     pending: asyncio.Task[TimelineUpdate] | None = None
     try:
         while True:
@@ -154,7 +154,7 @@ def _depth_of(body: bytearray) -> int:
 
 
 def document(update: TimelineUpdate, switch: bool = True) -> dict[str, Any]:
-    """What the page is told, as JSON; times in microseconds of the server's monotonic clock.
+    """Build the page's JSON; times in microseconds of the server's monotonic clock.
 
     A launch is `[number, kind, slot, rows, riding, zombies, tokens, start, spans]`, with slot -1
     where it had none; its spans are triples in a row: index in `NAMES`, start after the launch's,

@@ -1,9 +1,6 @@
-"""Layers of a decoder on the CPU, all of them in one call.
+"""Decoder layers on the CPU, all in one call, with packed weights.
 
-A row's bits depend neither on the other rows of a call nor on the number of threads, and not on
-how a sequence is cut into calls. The residual stream is float32 within a call.
-
-Shape legend as in `ops`.
+Shape legend: T rows, I and O inputs and outputs of a map.
 """
 
 from __future__ import annotations
@@ -16,8 +13,76 @@ import torch
 
 from legato_engine.kernels.cpu import library as native
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.cpu.weights import PanelWeight
-from legato_engine.kernels.low_rank import AdapterRows
+from legato_engine.kernels.parameters import AdapterRows
+
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_ALIGNMENT = 64
+
+
+class PanelWeight:
+    """A `PackedWeight` of a kind of `KINDS`; a row's bits depend on that row only."""
+
+    def __init__(self, library: Library, weight_OI: torch.Tensor, kind: str) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        self.kind = kind
+        self._library = library
+        described = self.described(None)
+        size = library.packed_bytes(ctypes.byref(described))
+        memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        self._data = memory[-memory.data_ptr() % _ALIGNMENT :][:size]
+        weight_OI = weight_OI.detach().contiguous()
+        if weight_OI.dtype is not torch.bfloat16:
+            weight_OI = weight_OI.float()
+        library.pack(
+            library.pool(),
+            ctypes.byref(described),
+            weight_OI.data_ptr(),
+            weight_OI.dtype is torch.bfloat16,
+            self._data.data_ptr(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    def described(self, bias_O: torch.Tensor | None) -> native.LinearStruct:
+        """`bias_O` is float32 and outlives the result."""
+        data = self._data.data_ptr() if hasattr(self, "_data") else None
+        bias = None if bias_O is None else bias_O.data_ptr()
+        return native.LinearStruct(
+            data, bias, KINDS[self.kind], self.in_features, self.out_features
+        )
+
+    def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        dtype, rows_TI = rows_TI.dtype, rows_TI.float().contiguous()
+        bias_O = None if bias_O is None else bias_O.float().contiguous()
+        out_TO = torch.empty(len(rows_TI), self.out_features)
+        self._library.multiply(
+            self._library.pool(),
+            ctypes.byref(self.described(bias_O)),
+            rows_TI.data_ptr(),
+            len(rows_TI),
+            out_TO.data_ptr(),
+        )
+        return out_TO.to(dtype)
+
+    def rows(self, outputs_T: torch.Tensor) -> torch.Tensor:
+        """Weights of some outputs, float32 [T, I]."""
+        outputs_T = outputs_T.contiguous()
+        rows_TI = torch.empty(len(outputs_T), self.in_features)
+        described = ctypes.byref(self.described(None))
+        self._library.unpack(described, outputs_T.data_ptr(), len(outputs_T), rows_TI.data_ptr())
+        return rows_TI
+
+
+# ---------------------------------------------------------------- decoder
+
+# Layers of a decoder on the CPU, all of them in one call.
+#
+# A row's bits depend neither on the other rows of a call nor on the number of threads, and not on
+# how a sequence is cut into calls. The residual stream is float32 within a call.
+#
+# Shape legend as in `ops`.
 
 _CHUNK = 512
 """Rows of a sequence in a call, which bounds the memory between layers."""
@@ -32,7 +97,7 @@ _CACHES = (torch.float32, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class CpuNorm:
     """An RMS norm, with a bias a layer norm."""
 
     weight: torch.Tensor
@@ -41,7 +106,7 @@ class Norm:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Map:
+class CpuMap:
     """A packed weight and its bias."""
 
     weight: PanelWeight
@@ -49,24 +114,24 @@ class Map:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class CpuLayer:
     """A layer's norms and maps; without `next_norm` attention and MLP read the same norm.
 
     `query_norm` and `key_norm` are of each head.
     """
 
-    norm: Norm
-    qkv: Map
-    out: Map
-    up: Map
-    down: Map
-    next_norm: Norm | None = None
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    norm: CpuNorm
+    qkv: CpuMap
+    out: CpuMap
+    up: CpuMap
+    down: CpuMap
+    next_norm: CpuNorm | None = None
+    query_norm: CpuNorm | None = None
+    key_norm: CpuNorm | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
+class CpuLowRank:
     """Adapters of the maps `up` and `down` of all layers, contiguous, and the slot of each row.
 
     One slot is that of all rows.
@@ -80,17 +145,17 @@ class LowRank:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """What the rows of a call read besides their own values."""
+class CpuRows:
+    """Per-row inputs of a call besides the activations."""
 
     k_LNHSE: torch.Tensor
     v_LNHSE: torch.Tensor
-    adapters: LowRank | None = None
+    adapters: CpuLowRank | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
-    """With `gated`, `up` of a layer has two halves: silu of the first, times the second."""
+class CpuSizes:
+    """Decoder sizes; `gated` layers compute silu of the first half of `up` times the second."""
 
     heads: int
     key_heads: int
@@ -98,14 +163,14 @@ class Sizes:
     gated: bool
 
 
-class Decoder:
+class CpuDecoder:
     """Runs the layers on rows of any sequences; only parallel layers have adapters."""
 
     def __init__(
         self,
         library: Library,
-        layers: Sequence[Layer],
-        sizes: Sizes,
+        layers: Sequence[CpuLayer],
+        sizes: CpuSizes,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """`angles`: cosines and sines [P, R/2] float32; R may be 0."""
@@ -114,11 +179,11 @@ class Decoder:
         self._tile = max(1, _QUERIES * sizes.key_heads // sizes.heads)
         self._fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
         self._kept: list[object] = [layers]
-        table = (native.Layer * len(layers))(*map(self._layer, layers))
+        table = (native.LayerStruct * len(layers))(*map(self._layer, layers))
         cosines, sines = (each.contiguous() for each in angles)
         self._kept += [table, cosines, sines]
         first = layers[0]
-        self._decoder = native.Decoder(
+        self._decoder = native.DecoderStruct(
             ctypes.addressof(table),
             *(cosines.data_ptr(), sines.data_ptr()),
             *(len(layers), first.qkv.weight.in_features, first.down.weight.in_features),
@@ -131,7 +196,7 @@ class Decoder:
         x_BD: torch.Tensor,
         positions_B: torch.Tensor,
         page_table_BM: torch.Tensor,
-        rows: Rows,
+        rows: CpuRows,
     ) -> torch.Tensor:
         """[B, D] of one token per row; a row whose first page is 0 is padding."""
         lengths_B = torch.where(page_table_BM[:, 0] == 0, 0, positions_B + 1)
@@ -144,7 +209,7 @@ class Decoder:
         x_TD: torch.Tensor,
         start: int,
         pages_M: torch.Tensor,
-        rows: Rows,
+        rows: CpuRows,
         *,
         bidirectional: bool,
         caches_only: bool = False,
@@ -169,8 +234,10 @@ class Decoder:
         positions_T, pages_1 = torch.arange(len(x_TD)), torch.zeros(1, dtype=torch.int64)
         lengths_T = torch.full_like(positions_T, len(x_TD))
         fused = self._fused
-        pages = native.Pages(None, None, 0, self._head_dim, fused, 0, len(x_TD), self._head_dim)
-        step = native.Step(
+        pages = native.PagesStruct(
+            None, None, 0, self._head_dim, fused, 0, len(x_TD), self._head_dim
+        )
+        step = native.StepStruct(
             *(x32_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), pages_1.data_ptr()),
             *(len(x_TD), 0, self._tile, pages, 0, False, _adapters(None)),
         )
@@ -183,40 +250,40 @@ class Decoder:
         positions_T: torch.Tensor,
         lengths_T: torch.Tensor,
         tables_TM: torch.Tensor,
-        rows: Rows,
+        rows: CpuRows,
         tile: int = 1,
         caches_only: bool = False,
     ) -> None:
-        """In place; one row of `tables_TM` is that of all rows."""
+        """Run the layers in place; a single row of `tables_TM` applies to all rows."""
         k_LNHSE, v_LNHSE = rows.k_LNHSE, rows.v_LNHSE
         layer, page, head, slot, _ = k_LNHSE.stride()
         tables_TM, positions_T = tables_TM.contiguous(), positions_T.contiguous()
-        pages = native.Pages(
+        pages = native.PagesStruct(
             *(k_LNHSE.data_ptr(), v_LNHSE.data_ptr(), page, head, slot),
             *(k_LNHSE.dtype is torch.bfloat16, k_LNHSE.shape[3], self._head_dim),
         )
-        step = native.Step(
+        step = native.StepStruct(
             *(x_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), tables_TM.data_ptr()),
             *(len(x_TD), tables_TM.shape[1] if len(tables_TM) > 1 else 0, tile),
             *(pages, layer * k_LNHSE.itemsize, caches_only, _adapters(rows.adapters)),
         )
         self._call(step)
 
-    def _call(self, step: native.Step) -> None:
+    def _call(self, step: native.StepStruct) -> None:
         decoder, pool = ctypes.byref(self._decoder), self._library.pool()
         self._library.layers(pool, decoder, ctypes.byref(step))
 
-    def _layer(self, layer: Layer) -> native.Layer:
+    def _layer(self, layer: CpuLayer) -> native.LayerStruct:
         norms = layer.norm, layer.next_norm, layer.query_norm, layer.key_norm
         maps = layer.qkv, layer.out, layer.up, layer.down
-        return native.Layer(*map(self._norm, norms), *map(self._map, maps))
+        return native.LayerStruct(*map(self._norm, norms), *map(self._map, maps))
 
-    def _norm(self, norm: Norm | None) -> native.Norm:
+    def _norm(self, norm: CpuNorm | None) -> native.NormStruct:
         if norm is None:
-            return native.Norm()
-        return native.Norm(self._floats(norm.weight), self._floats(norm.bias), norm.epsilon)
+            return native.NormStruct()
+        return native.NormStruct(self._floats(norm.weight), self._floats(norm.bias), norm.epsilon)
 
-    def _map(self, each: Map) -> native.Linear:
+    def _map(self, each: CpuMap) -> native.LinearStruct:
         bias = None if each.bias is None else each.bias.detach().float().contiguous()
         self._kept.append(bias)
         return each.weight.described(bias)
@@ -229,25 +296,25 @@ class Decoder:
         return floats.data_ptr()
 
 
-def _adapters(adapters: LowRank | None) -> native.Adapters:
+def _adapters(adapters: CpuLowRank | None) -> native.AdaptersStruct:
     if adapters is None:
-        return native.Adapters()
+        return native.AdaptersStruct()
     up_a, down_a = adapters.up_a_LSRD, adapters.down_a_LSRF
     slots, ranks = adapters.rows.slot_T, adapters.rows.rank_S
-    up = native.LowRank(
+    up = native.LowRankStruct(
         up_a.data_ptr(), adapters.up_b_LSRF.data_ptr(), up_a.shape[3], down_a.shape[3]
     )
-    down = native.LowRank(
+    down = native.LowRankStruct(
         *(down_a.data_ptr(), adapters.down_b_LSRD.data_ptr(), down_a.shape[3], up_a.shape[3])
     )
-    return native.Adapters(
+    return native.AdaptersStruct(
         *(up, down, slots.data_ptr(), ranks.data_ptr()),
         *(up_a.shape[1], up_a.shape[2], up_a.dtype is torch.bfloat16, len(slots) == 1),
     )
 
 
 def takes(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
-    """Whether a decoder can run on these caches."""
+    """Return whether a decoder can run on these caches."""
     return (
         k_LNHSE.dtype in _CACHES
         and k_LNHSE.shape[-1] % LANES == 0

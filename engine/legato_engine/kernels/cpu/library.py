@@ -19,7 +19,7 @@ _Pointer = ctypes.c_void_p
 _handed = threading.local()
 
 
-class Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     """A packed weight and its bias."""
 
     _fields_ = (
@@ -31,22 +31,22 @@ class Linear(ctypes.Structure):
     )
 
 
-class Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
     """An RMS norm, with a bias a layer norm; none without a weight."""
 
     _fields_ = (("weight", _Pointer), ("bias", _Pointer), ("epsilon", ctypes.c_float))
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """One layer's norms and maps."""
 
     _fields_ = (
-        *((name, Norm) for name in ("norm", "next_norm", "query_norm", "key_norm")),
-        *((name, Linear) for name in ("qkv", "out", "up", "down")),
+        *((name, NormStruct) for name in ("norm", "next_norm", "query_norm", "key_norm")),
+        *((name, LinearStruct) for name in ("qkv", "out", "up", "down")),
     )
 
 
-class Decoder(ctypes.Structure):
+class DecoderStruct(ctypes.Structure):
     """All layers and their sizes."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ class Decoder(ctypes.Structure):
     )
 
 
-class Pages(ctypes.Structure):
+class PagesStruct(ctypes.Structure):
     """Keys and values of one layer."""
 
     _fields_ = (
@@ -71,7 +71,7 @@ class Pages(ctypes.Structure):
     )
 
 
-class LowRank(ctypes.Structure):
+class LowRankStruct(ctypes.Structure):
     """Adapters of one map."""
 
     _fields_ = (
@@ -80,27 +80,27 @@ class LowRank(ctypes.Structure):
     )
 
 
-class Adapters(ctypes.Structure):
+class AdaptersStruct(ctypes.Structure):
     """Adapters of all layers, and each row's slot."""
 
     _fields_ = (
-        *((name, LowRank) for name in ("up", "down")),
+        *((name, LowRankStruct) for name in ("up", "down")),
         *((name, _Pointer) for name in ("slots", "ranks")),
         ("layer_slots", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("capacity", "bf16", "shared")),
     )
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """Rows of sequences, and where their keys and values are."""
 
     _fields_ = (
         *((name, _Pointer) for name in ("x", "positions", "lengths", "tables")),
         *((name, ctypes.c_int64) for name in ("rows", "table_stride", "tile")),
-        ("pages", Pages),
+        ("pages", PagesStruct),
         ("layer_bytes", ctypes.c_int64),
         ("caches_only", ctypes.c_int32),
-        ("adapters", Adapters),
+        ("adapters", AdaptersStruct),
     )
 
 

@@ -1,1 +1,0 @@
-"""Kernels in CUDA C++, compiled at start by the NVRTC of torch's wheel."""

@@ -13,7 +13,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
-from legato_engine.kernels.low_rank import LowRankMap, MlpSlots
+from legato_engine.kernels.parameters import LowRankMap, MlpSlots
 
 _WARPS = 8
 _OUTPUTS = 64  # of a thread block
@@ -30,7 +30,7 @@ class Slots:
     rank_S: torch.Tensor
 
 
-class LowRank:
+class LowRankMaps:
     """The kernels and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class _Shrink:
 class StepAdapters:
     """The adapters of all layers for one step."""
 
-    kernels: LowRank
+    kernels: LowRankMaps
     layers: Sequence[MlpSlots]
     slots: Slots
 

@@ -71,7 +71,7 @@ class AttentionSizes:
     in_stride: int = 0
 
 
-class Attention:
+class PagedAttention:
     """The kernel, compiled for each of `SPLITS`."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
@@ -126,7 +126,7 @@ def splits_for(pairs: int) -> int:
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:
-    """With rings of `stages` steps per warp.
+    """Return the bytes of shared memory with rings of `stages` steps per warp.
 
     Warps' results have memory of their own, twice; with splits they reuse the rings.
     """

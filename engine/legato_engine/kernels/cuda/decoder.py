@@ -1,17 +1,11 @@
-"""A decode step of a decoder with parallel attention and MLP: two or three kernels a layer.
-
-A token's bits are the same in every batch, because sums run in an order that depends on the sizes
-only.
-
-Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows of
-the page table, M pages per row, N pages, S positions per page, P positions.
-"""
+"""Decode step of a decoder with parallel attention and MLP."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,19 +16,267 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     MAX_TOKENS,
     TILE,
-    Attention,
+    AttentionSizes,
+    PagedAttention,
     StepPositions,
 )
-from legato_engine.kernels.cuda.decoder_sizes import (
-    DecoderSizes,
-    Form,
-    LayerWeights,
-    decode_form,
-    layer_defines,
-)
-from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
-from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
 from legato_engine.kernels.cuda.module import Kernel, Module
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """Constants of the kernels; `kv_bytes` per element: 2 (bf16) or 1 (e4m3)."""
+
+    dim: int
+    ff_dim: int
+    num_heads: int
+    rotary_dim: int
+    vocab_size: int
+    page_size: int
+    max_pages: int
+    kv_bytes: int = 2
+
+    @property
+    def mixed_dim(self) -> int:
+        """The inner activations, then the heads."""
+        return self.dim + self.ff_dim
+
+    @property
+    def attention(self) -> AttentionSizes:
+        return AttentionSizes(
+            num_heads=self.num_heads,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            out_stride=self.mixed_dim,
+            kv_bytes=self.kv_bytes,
+        )
+
+    @property
+    def parts(self) -> int:
+        """Parts of the inputs of a layer's output map."""
+        return skinny_gemm.num_parts(self.mixed_dim, self.dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, bf16 but `folded_in`; maps are packed, the norm is folded into the first."""
+
+    weights_in: torch.Tensor
+    folded_in: torch.Tensor
+    weights_out: torch.Tensor
+    proj_bias: torch.Tensor
+    fc2_bias: torch.Tensor
+
+
+class Form(NamedTuple):
+    """Compile-time variants of the kernels.
+
+    Thread blocks of a cluster read the inputs of `layer_in` once (`x_cluster`). `spread` thread
+    blocks have a part each of the inputs of `layer_out`, for as many blocks of its rows, and those
+    of a cluster (`out_cluster`) read the same part once.
+    """
+
+    tiles: int
+    x_cluster: int
+    spread: int
+    out_cluster: int
+
+
+def decode_form(sizes: DecoderSizes, batch: int) -> Form:
+    shared = skinny_gemm.cluster(batch)
+    spread = sizes.parts if shared > 1 else 1
+    out_cluster = shared if spread > 1 and sizes.dim % (16 * spread * shared) == 0 else 1
+    return Form(skinny_gemm.tiles_for(batch), shared, spread, out_cluster)
+
+
+def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
+    return {
+        "DIM": sizes.dim,
+        "FF": sizes.ff_dim,
+        "HEADS": sizes.num_heads,
+        "ROTARY": sizes.rotary_dim,
+        "PAGE": sizes.page_size,
+        "PAGES": sizes.max_pages,
+        "PARTS": sizes.parts,
+        "TILES": tiles,
+    }
+
+
+# ---------------------------------------------------------------- head
+
+# A map of the normed residual stream to float32 logits.
+#
+# Shape legend: B tokens, D width, V outputs.
+
+HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
+"""Depths of the ring in shared memory, by tiles."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The packed bf16 map, with the preceding norm folded in."""
+
+    weights: torch.Tensor
+    folded: torch.Tensor
+
+
+class LogitsHead:
+    """Kernels for up to 32 tokens."""
+
+    def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
+        self._dim = dim
+        self._stages = stages
+        self._grid = skinny_gemm.even_grid(num_outputs // 16)
+        self._kernels = {
+            tiles: Module("head.cu", head_defines(dim, num_outputs, tiles)).kernel(
+                "head", shared=skinny_gemm.whole_shared(dim, 8 * tiles, stages[tiles])
+            )
+            for tiles in skinny_gemm.TILES
+        }
+
+    def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
+        batch = x_BD.shape[0]
+        tiles = skinny_gemm.tiles_for(batch)
+        stages = self._stages[tiles]
+        self._kernels[tiles].launch(
+            (self._grid, 1, 1),
+            skinny_gemm.FINISHING,
+            (x_BD, weights.weights, weights.folded, logits_BV, batch, stages),
+            shared=skinny_gemm.whole_shared(self._dim, batch, stages),
+            overlap=True,
+        )
+
+
+def head_defines(dim: int, num_outputs: int, tiles: int) -> dict[str, int]:
+    return {"DIM": dim, "VOCAB": num_outputs, "TILES": tiles}
+
+
+# ---------------------------------------------------------------- layer boundary
+
+# A few tokens' layers as two kernels each: one across the layer boundary, and attention.
+#
+# Thread blocks of the first wait for each other, so all must run at once, one on a
+# multiprocessor.
+#
+# Shape legend as in `decoder`, but F inner width and D, L layers.
+
+FEWEST_TOKENS = 2
+MOST_TOKENS = 8
+"""One token, and more than this, take a kernel for each end of a layer."""
+STAGES = 8
+"""Depth of the ring of weights."""
+
+_THREADS = skinny_gemm.WORKERS + 64
+"""The workers, a warp that reads weights and one that finishes blocks."""
+_FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are read
+
+
+class LayerBoundary:
+    """The kernel, and its thread blocks' progress counters."""
+
+    def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
+        self._num_layers = num_layers
+        blocks = (3 * sizes.dim + sizes.ff_dim) // 16
+        self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.CLUSTER), sizes.dim // 16)
+        self._kernel = _kernel(sizes) if num_layers >= _FEWEST_LAYERS else None
+        shape = num_layers, 2, 32
+        self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def takes(self, batch: int) -> bool:
+        there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
+        return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
+
+    def run(
+        self,
+        x_BD: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        positions: StepPositions,
+        k_LNHSE: torch.Tensor,
+        v_LNHSE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attention: PagedAttention,
+        q_BD: torch.Tensor,
+        mixed_BF: torch.Tensor,
+    ) -> None:
+        """Run the layers; `q_BD` and `mixed_BF` are scratch memory."""
+        last, heads_BD = self._num_layers, mixed_BF[:, -q_BD.shape[1] :]
+        assert len(layers) == last
+        for index in range(last + 1):
+            previous = layers[index - 1] if index > 0 else None
+            following = layers[index] if index < last else None
+            cache = (k_LNHSE[index], v_LNHSE[index]) if following else (None, None)
+            self._launch(index, x_BD, previous, following, positions, cache, angles, q_BD, mixed_BF)
+            if following:
+                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, heads_BD)
+
+    def _launch(
+        self,
+        index: int,
+        x_BD: torch.Tensor,
+        previous: LayerWeights | None,
+        following: LayerWeights | None,
+        positions: StepPositions,
+        cache: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        q_BD: torch.Tensor,
+        mixed_BF: torch.Tensor,
+    ) -> None:
+        assert self._kernel is not None
+        out = (
+            (previous.weights_out, previous.proj_bias, previous.fc2_bias)
+            if previous
+            else (None,) * 3
+        )
+        into = (following.weights_in, following.folded_in) if following else (None,) * 2
+        self._kernel.launch(
+            (self._grid, 1, 1),
+            _THREADS,
+            (
+                *(mixed_BF, *out, x_BD, *into),
+                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
+                *(q_BD, *cache, self._progress),
+                *(index, self._num_layers, x_BD.shape[0], STAGES),
+            ),
+            overlap=True,
+        )
+
+
+def boundary_supported(sizes: DecoderSizes) -> bool:
+    return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
+
+
+def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
+    return layer_defines(sizes, tiles=1)
+
+
+def shared_bytes(sizes: DecoderSizes) -> int:
+    """One ring serves both maps."""
+    width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
+    warps = skinny_gemm.WARPS * skinny_gemm.SUM
+    sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
+    return skinny_gemm.ring(16 * width, STAGES) + skinny_gemm.SUM_BARRIERS + sums
+
+
+def _kernel(sizes: DecoderSizes) -> Kernel | None:
+    """Return the kernel, or None if thread blocks would share a multiprocessor."""
+    if not boundary_supported(sizes):
+        return None
+    module = Module("layer_boundary.cu", layer_boundary_defines(sizes))
+    kernel = module.kernel("layer_boundary", shared=shared_bytes(sizes))
+    return kernel if kernel.per_processor(_THREADS) == 1 else None
+
+
+# ---------------------------------------------------------------- decoder
+
+# A decode step of a decoder with parallel attention and MLP: two or three kernels a layer.
+#
+# A token's bits are the same in every batch, because sums run in an order that depends on the
+# sizes
+# only.
+#
+# Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows
+# of
+# the page table, M pages per row, N pages, S positions per page, P positions.
 
 _ROTARY_DIM = 32
 _MIN_CAPABILITY = (9, 0)
@@ -103,7 +345,7 @@ class _Kernels:
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
 
 
-class Decoder:
+class CudaDecoder:
     """The kernels and their scratch memory; steps share it and must not overlap."""
 
     parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
@@ -119,11 +361,11 @@ class Decoder:
         self._sizes = sizes
         self._boundary = boundary
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
-        self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
+        self._attention = PagedAttention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = skinny_gemm.even_grid(
             (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.CLUSTER
         )
-        self._head = Head(sizes.dim, sizes.vocab_size, stages.head)
+        self._head = LogitsHead(sizes.dim, sizes.vocab_size, stages.head)
         # Results between a layer's kernels; other decoders fill them too.
         self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
         self.mixed_BF = torch.zeros(

@@ -14,14 +14,15 @@ import torch
 
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.speculative.block_policy import (
+from legato_engine.speculative.policy import (
+    LONGER,
+    NO_COSTS,
     AdaptiveBlockPolicy,
     BlockPolicy,
     FixedBlockPolicy,
+    TokenBudgetPolicy,
+    f32,
 )
-from legato_engine.speculative.budget_policy import LONGER, TokenBudgetPolicy
-from legato_engine.speculative.costs import NO_COSTS
-from legato_engine.speculative.float32 import f32
 from legato_engine.speculative.proposer import RowHistory
 
 SOURCE = "draft_tokens.cu"
@@ -101,7 +102,7 @@ class DraftKernels:
     def __init__(
         self, policy: BlockPolicy, *, num_rows: int, vocab_size: int, device: torch.device
     ) -> None:
-        """For launches of up to `num_rows` rows."""
+        """Allocate for launches of up to `num_rows` rows."""
         rule = RuleConstants.of(policy)
         defines = {**rule.defines, "ROWS": num_rows, "VOCAB": vocab_size, "GROUP": GROUP}
         module = Module(SOURCE, defines)

@@ -10,9 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels.experts import ExpertWeights, Routes
-from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
-from legato_engine.kernels.reference_experts import gate, own_low_rank
+from legato_engine.kernels.parameters import (
+    AdapterRows,
+    ExpertAdapters,
+    ExpertMap,
+    ExpertWeights,
+    Routes,
+)
+from legato_engine.kernels.reference import gate, own_low_rank
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 8  # values of 16 bytes, at multiples of which rows begin
@@ -20,7 +25,7 @@ _MANY = 64  # tokens from which widening pays off
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether each product is one kernel, and widening pays off."""
+    """Return whether each product is one kernel and widening pays off."""
     return (
         x_TD.is_cuda
         and x_TD.dtype is torch.bfloat16

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.kernels.cut_plan import (
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage
+from legato_engine.kernels.images import (
     HEADER_WORDS,
     MAX_WORDS,
+    PRECISION_BITS,
     TARGET_WORDS,
     CropGeometry,
 )
-from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage
-from legato_engine.kernels.lanczos import PRECISION_BITS
 
 SOURCE = "image_crops.cu"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from legato_engine.kernels.cuda import quantise
 from legato_engine.kernels.cuda.quantise import RowModule
-from legato_engine.kernels.quantised import Quantised
+from legato_engine.kernels.parameters import Quantised
 
 SOURCE = "norm.cu"
 

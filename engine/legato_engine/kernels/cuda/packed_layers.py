@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights
-from legato_engine.kernels.cuda.head import HeadWeights
-from legato_engine.kernels.cuda.packing import fold_norm, pack, pack_beside, pair_rotated
+from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights, LayerWeights
+from legato_engine.kernels.cuda.skinny_gemm import fold_norm, pack, pack_beside, pair_rotated
 from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, TauLayer
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 

@@ -28,7 +28,7 @@ def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]
 
 
 def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
-    """Whether `rotate_and_cache` takes such tensors, `qkv` [..., E] in any view of its heads.
+    """Return whether `rotate_and_cache` supports these tensors, `qkv` [..., E] in any view.
 
     Values and sines are like keys and cosines.
     """
@@ -102,7 +102,7 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether kernels can read and write bf16 in whole accesses."""
+    """Return whether kernels can read and write bf16 in whole accesses."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.bfloat16

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
-from legato_engine.kernels.quantised import E4M3, Quantised
+from legato_engine.kernels.parameters import E4M3, Quantised
 
 SOURCE = "quantise.cu"
 MAX_DIM = 8192

@@ -1,42 +1,298 @@
-"""A decode step of a decoder with gains on queries and values, and experts in most layers.
-
-Experts' first half runs before the gains, their second half in the output map. Their weights are in
-the checkpoint's layout; only those that a token chose are read.
-
-Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
-gains, C = 3 D queries, keys and values.
-"""
+"""Decode step of a decoder with tau gains and experts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
-from legato_engine.kernels.cuda.adapters import StepAdapters
+from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
 from legato_engine.kernels.cuda.attention import MAX_TOKENS, StepPositions
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
-    Decoder,
+    CudaDecoder,
+    DecoderSizes,
+    HeadWeights,
+    LayerWeights,
     Part,
     Stages,
 )
-from legato_engine.kernels.cuda.decoder_sizes import LayerWeights
-from legato_engine.kernels.cuda.expert_adapters import LayerChanges, RoutedAdapters
-from legato_engine.kernels.cuda.head import HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
-from legato_engine.kernels.cuda.tau_decoder_stages import (
-    BUDGET,
-    TauSizes,
-    expert_defines,
-    out_stages,
-    tau_defines,
-    up_stages,
-)
-from legato_engine.kernels.experts import ExpertWeights
-from legato_engine.kernels.parameters import TauWeights
+from legato_engine.kernels.parameters import ExpertMap, ExpertSlots, ExpertWeights, TauWeights
+
+MAX_EXPERTS = 64
+MAX_ACTIVE = 8
+
+BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
+_MOST_STAGES = 6
+_STEPS = {1: (8, 3), 2: (16, 2), 3: (16, 2), 4: (16, 2)}
+"""By tiles: tokens of one stage of inputs of `experts_out`, and the number of its stages."""
+
+_TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """`weight_bytes` is 2 (bf16) or 1 (e4m3)."""
+
+    num_experts: int
+    num_active: int
+    inner_dim: int
+    weight_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TauSizes:
+    """Constants of the kernels; `exact` selects the gains' gelu."""
+
+    decoder: DecoderSizes
+    experts: ExpertSizes
+    exact: bool
+
+
+def supported(sizes: ExpertSizes) -> bool:
+    return (
+        sizes.num_experts % 16 == 0
+        and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
+        and sizes.num_active <= MAX_ACTIVE
+        and sizes.inner_dim % skinny_gemm.GROUP == 0
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TauRows:
+    """Rows of `width` weights in a stage of `row_major_gemm.cuh`."""
+
+    width: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        most = 2048 // self.size // skinny_gemm.GROUP
+        return next(g * skinny_gemm.GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
+
+    @property
+    def together(self) -> int:
+        if self.chunk < self.width:
+            return 1
+        return 2 if self.chunk * self.size > 1024 else 4
+
+    @property
+    def stage(self) -> int:
+        """Bytes of 16 rows, each copy followed by a gap."""
+        return 16 // self.together * (self.together * self.chunk * self.size + 64)
+
+    @property
+    def padding(self) -> int:
+        return 8 if self.size == 1 else skinny_gemm.PAD
+
+
+def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
+    """Return the stages that fit beside inputs and sums, and the bytes of shared memory."""
+    rows = TauRows(sizes.decoder.dim, sizes.experts.weight_bytes)
+    inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
+    return _stages(rows.stage, inputs + _sums(batch))
+
+
+def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
+    """The same beside a ring of inputs, sums and terms."""
+    experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
+    down, proj = TauRows(experts.inner_dim, experts.weight_bytes), TauRows(sizes.decoder.dim, 2)
+    tokens, steps = _STEPS[tiles]
+    inputs = max(rows.chunk + rows.padding for rows in (down, proj))
+    beside = skinny_gemm.ring(min(batch, tokens) * inputs, steps) + _sums(batch)
+    terms = 8 * tiles * (experts.num_active + 1) * _TERM
+    return _stages(max(down.stage, proj.stage), beside + terms)
+
+
+def _sums(batch: int) -> int:
+    """Bytes of `StepSums` in experts.cu."""
+    few = skinny_gemm.tiles_for(batch) < skinny_gemm.TILES[-1]
+    return skinny_gemm.block_sums(batch, 2 if few else 1)
+
+
+def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
+    stages = min(_MOST_STAGES, (BUDGET - beside - 128) // num_bytes)
+    return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
+
+
+def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
+    decoder = sizes.decoder
+    return {
+        "DIM": decoder.dim,
+        "FF": decoder.ff_dim,
+        "HEADS": decoder.num_heads,
+        "ROTARY": decoder.rotary_dim,
+        "PAGE": decoder.page_size,
+        "PAGES": decoder.max_pages,
+        "EXACT": int(sizes.exact),
+        "EXPERTS": sizes.experts.num_experts if routed else 0,
+        "EXPERT_BYTES": sizes.experts.weight_bytes,
+        "KV_BYTES": decoder.kv_bytes,
+        "TILES": tiles,
+    }
+
+
+def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
+    experts = sizes.experts
+    return {
+        "DIM": sizes.decoder.dim,
+        "INNER": experts.inner_dim,
+        "EXPERTS": experts.num_experts,
+        "ACTIVE": experts.num_active,
+        "EXPERT_BYTES": experts.weight_bytes,
+        "MIXED": sizes.decoder.mixed_dim,
+        "INPUT_STAGES": _STEPS[tiles][1],
+        "TILES": tiles,
+    }
+
+
+# ---------------------------------------------------------------- expert adapters
+
+# Low-rank adapters of a decode step's experts: B(A x) of each token's own slot.
+#
+# Shape legend as in `tau_decoder`; S slots, Q ranks of a slot for one expert, O outputs.
+
+_OUTPUTS = 64  # of a thread block of `expert_expand`
+_TOKENS = 16  # thread blocks of `expert_expand` along the tokens, at most
+_WAVE = 3  # concurrent thread blocks of `expert_shrink` on a multiprocessor
+
+
+class ExpertLowRank:
+    """The kernels and their scratch memory; steps must not overlap."""
+
+    def __init__(self, dim: int, experts: ExpertSizes, capacity: int, device: torch.device) -> None:
+        """`capacity`: ranks of a slot for each expert."""
+        outputs = 2 * experts.inner_dim
+        self._shrinks, self._expands = {}, {}
+        for first, inputs, made in ((True, dim, outputs), (False, experts.inner_dim, dim)):
+            sizes = expert_adapter_defines(experts, capacity, first=first)
+            shrink = Module("expert_adapters.cu", {**sizes, "WIDTH": inputs})
+            expand = Module("expert_adapters.cu", {**sizes, "OUTPUTS": made})
+            self._shrinks[first] = shrink.kernel("expert_shrink")
+            self._expands[first] = expand.kernel("expert_expand")
+        self._threads, self._room = 32 * experts.num_active, capacity
+        pairs = MAX_TOKENS, experts.num_active
+        self._low_BKQ = torch.zeros(*pairs, capacity, device=device)
+        self.first_BKO = torch.zeros(*pairs, outputs, device=device)
+        """The last change of the first map; `second_BD` that of the second."""
+        self.second_BD = torch.zeros(MAX_TOKENS, dim, device=device)
+
+    def shrink(
+        self,
+        x: torch.Tensor,
+        logits_BX: torch.Tensor | None,
+        change: ExpertMap,
+        slots: Slots,
+        expert_BK: torch.Tensor,
+        row_B: torch.Tensor,
+    ) -> None:
+        """A x of tokens [B, D], whose `logits_BX` choose the experts, or of pairs [B, K, I]."""
+        batch = len(row_B)
+        wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
+        self._shrinks[logits_BX is not None].launch(
+            (min(self._room, wave), batch, 1),
+            self._threads,
+            (
+                *(x, logits_BX, change.a_SXRI, slots.rank_S, slots.slot_R, row_B),
+                *(expert_BK, self._low_BKQ, batch),
+            ),
+            overlap=True,
+        )
+
+    def expand(
+        self,
+        share_BK: torch.Tensor | None,
+        change: ExpertMap,
+        slots: Slots,
+        expert_BK: torch.Tensor,
+        row_B: torch.Tensor,
+    ) -> None:
+        """B of that, for each pair, or summed by `share_BK`."""
+        out, batch = self.first_BKO if share_BK is None else self.second_BD, len(row_B)
+        self._expands[share_BK is None].launch(
+            (out.shape[-1] // _OUTPUTS, min(batch, _TOKENS), 1),
+            self._threads,
+            (
+                *(self._low_BKQ, expert_BK, share_BK, change.b_SXRO),
+                *(slots.rank_S, slots.slot_R, row_B, out, batch),
+            ),
+            overlap=True,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerChanges:
+    """One layer's changes in one step: four kernels, in this order."""
+
+    kernels: ExpertLowRank
+    weights: ExpertSlots
+    slots: Slots
+    expert_BK: torch.Tensor
+    row_B: torch.Tensor
+
+    def first(self, x_BD: torch.Tensor, logits_BX: torch.Tensor) -> None:
+        """Between router and experts."""
+        where = self.weights.up, self.slots, self.expert_BK, self.row_B
+        self.kernels.shrink(x_BD, logits_BX, *where)
+        self.kernels.expand(None, *where)
+
+    def shrink(self, inner_BKI: torch.Tensor) -> None:
+        """After the first map."""
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
+        self.kernels.shrink(inner_BKI, None, *where)
+
+    def expand(self, share_BK: torch.Tensor) -> None:
+        """Before the second map."""
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
+        self.kernels.expand(share_BK, *where)
+
+    @property
+    def of_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.kernels.first_BKO, self.slots.slot_R, self.row_B
+
+    @property
+    def of_second(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.kernels.second_BD, self.slots.slot_R, self.row_B
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RoutedAdapters(StepAdapters):
+    """The adapters of all layers for one step."""
+
+    expert_kernels: ExpertLowRank
+    expert_layers: Mapping[int, ExpertSlots]
+    expert_slots: Slots
+
+    def experts(self, layer: int, expert_BK: torch.Tensor, row_B: torch.Tensor) -> LayerChanges:
+        """The chosen experts will be in `expert_BK`."""
+        weights = self.expert_layers[layer]
+        return LayerChanges(self.expert_kernels, weights, self.expert_slots, expert_BK, row_B)
+
+
+def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) -> dict[str, int]:
+    return {
+        "EXPERTS": experts.num_experts,
+        "ACTIVE": experts.num_active,
+        "EXPERT_BYTES": experts.weight_bytes,
+        "FIRST": int(first),
+        "RANKS": capacity,
+    }
+
+
+# ---------------------------------------------------------------- tau decoder
+
+# A decode step of a decoder with gains on queries and values, and experts in most layers.
+#
+# Experts' first half runs before the gains, their second half in the output map. Their weights
+# are in
+# the checkpoint's layout; only those that a token chose are read.
+#
+# Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2
+# H
+# gains, C = 3 D queries, keys and values.
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`
 _NO_CHANGE = None, None, None
@@ -104,7 +360,7 @@ class TauDecoder:
         """`scale_L2`: float32 units of keys and of values in e4m3."""
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
-        self._decoder = Decoder(sizes.decoder, device, stages)
+        self._decoder = CudaDecoder(sizes.decoder, device, stages)
         self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in skinny_gemm.TILES}
         dim, experts = sizes.decoder.dim, sizes.experts
         pairs = MAX_TOKENS, experts.num_active
@@ -134,7 +390,7 @@ class TauDecoder:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """As `Decoder.layers`; adapters are `RoutedAdapters`."""
+        """Run the layers; adapters are `RoutedAdapters`."""
         assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
         row_B = positions.row_B
         for layer, weights in enumerate(layers):

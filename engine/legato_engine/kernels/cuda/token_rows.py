@@ -14,13 +14,13 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     MAX_TOKENS,
     TILE,
-    Attention,
     AttentionSizes,
+    PagedAttention,
     StepPositions,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
 from legato_engine.kernels.cuda.prefill import is_plain
-from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.pages import LayerCache
 
 SOURCE = "token_rows.cu"
 
@@ -37,7 +37,7 @@ def defines(num_heads: int, num_kv: int, head_dim: int, half: int, page: int) ->
 
 
 def can_rotate(qkv_TGE: torch.Tensor, cos_T1R: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
-    """Whether `rotate_and_cache` takes such tensors; values and sines are like keys and cosines."""
+    """Return whether `rotate_and_cache` supports these tensors; values must be like keys."""
     return (
         is_plain(qkv_TGE)
         and is_plain(k_NHSE)
@@ -68,7 +68,7 @@ def rotate_and_cache(
 
 
 def can_add_product(to_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether a library adds a product to `to` without copies."""
+    """Return whether a library adds a product to `to` without copies."""
     plain = is_plain(to_TO) and is_plain(x_TI) and is_plain(weight_OI)
     return plain and to_TO.dim() == x_TI.dim() == weight_OI.dim()
 
@@ -93,7 +93,7 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
-    """Whether `RowAttention` reads such pages."""
+    """Return whether `RowAttention` reads such pages."""
     k_NHSE = cache.k_NHSE
     page_size, head_dim = k_NHSE.shape[2:]
     return (
@@ -106,7 +106,7 @@ def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
 
 
 def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tensor) -> bool:
-    """Whether `RowAttention` takes such rows."""
+    """Return whether `RowAttention` supports such rows."""
     return (
         is_plain(q_BHE[0])
         and q_BHE.stride(0) % _VALUES_PER_LOAD == 0
@@ -164,6 +164,6 @@ def _gate(device: torch.device) -> Kernel:
 
 
 @functools.cache
-def _attention(sizes: AttentionSizes, device: torch.device) -> Attention:
+def _attention(sizes: AttentionSizes, device: torch.device) -> PagedAttention:
     with torch.cuda.device(device):
-        return Attention(sizes, _STAGES, _STAGES)
+        return PagedAttention(sizes, _STAGES, _STAGES)

@@ -16,7 +16,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.cuda.head import Head, HeadWeights
+from legato_engine.kernels.cuda.decoder import HeadWeights, LogitsHead
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
 from legato_engine.kernels.parameters import Affine
@@ -139,7 +139,7 @@ class NormedBins:
     def __init__(self, sizes: ValueSizes, weights: HeadWeights, device: torch.device) -> None:
         num_bins = sizes.scalar_bins + sizes.pair_bins
         self._weights = weights
-        self._head = Head(sizes.dim, num_bins)
+        self._head = LogitsHead(sizes.dim, num_bins)
         self._bins_BN = torch.zeros(MAX_TOKENS, num_bins, device=device)
         self.scalar_bins_BN = self._bins_BN[:, : sizes.scalar_bins]
         self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]

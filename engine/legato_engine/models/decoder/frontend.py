@@ -1,25 +1,209 @@
-"""The frontend of text models."""
+"""The frontend of text models: chat prompts and the generation task."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
 
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.requests import Request
-from legato_engine.core.results import ConfidenceInfo
-from legato_engine.core.task_specs import SKILL_OF_TASK, QueryTask
 from legato_engine.errors import InvalidField, TaskUnsupported
-from legato_engine.models import budget
-from legato_engine.models.decoder.task import TextTask
-from legato_engine.models.detokenizer import Pieces
-from legato_engine.models.frontend import PreparedImage
-from legato_engine.models.text_output import TextOutput
-from legato_engine.models.token_log import TokenLog
-from legato_engine.tasks import Constraint
+from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
+from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.text import (
+    Pieces,
+    SamplingDefaults,
+    TextOutput,
+    TokenLog,
+    resolve_sampling,
+    token_budget,
+)
+from legato_engine.tasks import Constraint, SampledToken, with_token
+from legato_engine.types import (
+    SKILL_OF_TASK,
+    ConfidenceInfo,
+    Event,
+    FinishReason,
+    ImageInfo,
+    PromptToken,
+    QueryResult,
+    QueryTask,
+    Request,
+    SamplingParams,
+    Turn,
+)
+
+_PLACEHOLDER = "\ue000{}\ue000"  # private-use characters, in no template
+_PLACEHOLDERS = re.compile("\ue000(\\d+)\ue000")
+
+Render = Callable[[Sequence[Message], str], str]
+"""Renders messages; errors name the given field."""
+
+
+class Plain:
+    """Prompts without a template: the question itself."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self) -> None:
+        """Any text is a prompt."""
+
+    def end_of_turn(self) -> None:
+        """Return None: there are no conversations."""
+
+    def encode(self, task: QueryTask) -> tuple[int, ...]:
+        if task.system or task.history:
+            raise TaskUnsupported(
+                "this model has no chat template: it takes one question and no conversation",
+                task="query",
+            )
+        return self._tokenizer.encode(task.question, opened=True)
+
+
+class ChatTemplate:
+    """A chat template in jinja's sandbox and a process of its own, with thinking turned off.
+
+    `variables`: special tokens by the names that templates use.
+    """
+
+    def __init__(
+        self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
+    ) -> None:
+        """Start the process that renders; `check` waits for it."""
+        templates.start()
+        self._render = _renderer(template, variables)
+        self._tokenizer = tokenizer
+
+    def check(self) -> None:
+        self._render(_messages(QueryTask(question="?")), "weights")
+
+    def end_of_turn(self) -> int | None:
+        """Return the first added token that the template puts between an answer and a question."""
+        talk = QueryTask(question="?", history=(Turn(question="?", answer="?"),))
+        try:
+            parts = self._parts(_messages(talk), "weights")
+        except InvalidField:  # it takes no conversation
+            return None
+        answer = parts[1::2].index("1")
+        return self._tokenizer.first_added(parts[2 * answer + 2])
+
+    def encode(self, task: QueryTask) -> tuple[int, ...]:
+        """Encode the conversation as the template renders it.
+
+        A message with the text of a special token is encoded apart, so that it stays text;
+        otherwise all is encoded together, as the model's authors do.
+
+        Raises:
+            InvalidField: the template refuses or omits a message.
+        """
+        messages = _messages(task)
+        has_turns = len(messages) > 1
+        field = "messages" if has_turns else "question"
+        forged = any(self._tokenizer.has_special(message["content"]) for message in messages)
+        parts = self._parts(messages, field) if has_turns or forged else []
+        if not forged:
+            return self._tokenizer.encode_marked(self._render(messages, field))
+        ids = list(self._tokenizer.encode_marked(parts[0]))
+        for index, text in zip(parts[1::2], parts[2::2], strict=True):
+            ids += self._tokenizer.encode(messages[int(index)]["content"])
+            ids += self._tokenizer.encode_marked(text)
+        return tuple(ids)
+
+    def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
+        """The template's parts, alternating with message indices in any order."""
+        placeholders = [
+            {"role": message["role"], "content": _PLACEHOLDER.format(index)}
+            for index, message in enumerate(messages)
+        ]
+        parts = _PLACEHOLDERS.split(self._render(placeholders, field))
+        for index, message in enumerate(messages):
+            if str(index) not in parts[1::2]:
+                raise InvalidField(
+                    f"the chat template leaves out message {index}, of the role {message['role']}",
+                    field=field,
+                )
+        return parts
+
+
+def _messages(task: QueryTask) -> list[Message]:
+    said = [("system", task.system)] if task.system else []
+    for turn in task.history:
+        said += [("user", turn.question), ("assistant", turn.answer)]
+    said.append(("user", task.question))
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def _renderer(template: str, variables: Mapping[str, str]) -> Render:
+    def render(messages: Sequence[Message], field: str) -> str:
+        try:
+            return templates.render(template, variables, messages)
+        except TemplateRefused as error:
+            raise InvalidField(f"the chat template: {error}", field=field) from None
+
+    return render
+
+
+# ---------------------------------------------------------------- task
+
+# The task of generating text.
+
+
+class TextTask:
+    """A `Task` that ends with an EOS, a stop string or its budget."""
+
+    constrained = False
+    follows_table = True
+    has_payload = False
+    reasoning_tokens = 0
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        max_tokens: int,
+        eos: frozenset[int],
+        answer: TextOutput,
+        log: TokenLog | None = None,
+    ) -> None:
+        self.prompt = tuple(map(PromptToken, prompt))
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.finish_reason: FinishReason | None = None
+        self._eos = eos
+        self._answer = answer
+        self._log = log
+        self._num_consumed = 0
+
+    def constraint(self) -> int:
+        return 0
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        self._num_consumed += 1
+        events: list[Event] = []
+        if token.token_id in self._eos:
+            self.finish_reason = FinishReason.STOP
+        else:
+            events = self._answer.push(token.token_id)
+            if self._answer.stopped:
+                self.finish_reason = FinishReason.STOP
+            elif self._num_consumed == self.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+        if self._log is not None:
+            events = with_token(events, self._log.read(token))
+        return events if self.finish_reason is None else events + self._answer.close()
+
+    def result(self, finish_reason: FinishReason) -> QueryResult:
+        self._answer.close()
+        return QueryResult(answer=self._answer.text)
+
+
+# ---------------------------------------------------------------- frontend
+
+# The frontend of text models.
 
 _log = structlog.get_logger()
 
@@ -48,7 +232,7 @@ class TextSetup:
     pieces: Pieces
     token: Callable[[int], str]
     eos: frozenset[int]
-    sampling: budget.SamplingDefaults
+    sampling: SamplingDefaults
     max_context: int
     vocab_size: int
 
@@ -121,9 +305,9 @@ class TextFrontend:
         prompt = setup.prompter.encode(task)
         if not prompt:
             raise InvalidField("the question is empty", field="question")
-        sampling = budget.resolve_sampling(request, setup.sampling)
+        sampling = resolve_sampling(request, setup.sampling)
         wanted = sampling.max_tokens or setup.sampling.max_tokens
-        max_tokens = budget.token_budget(wanted, len(prompt), setup.max_context)
+        max_tokens = token_budget(wanted, len(prompt), setup.max_context)
         stop = request.sampling.stop
         answer = TextOutput(setup.pieces, stop)
         log = None

@@ -31,7 +31,7 @@ Render = Callable[..., Any]
 
 
 def receive(file: int) -> Any:
-    """None at the end of the input."""
+    """Receive a message, or return None at the end of the input."""
     head = _read(file, 4)
     return None if head is None else json.loads(_read(file, int.from_bytes(head)) or b"null")
 

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.byte_level import byte_of_letter
+from legato_engine.models.text import byte_of_letter
 from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
 
 _SPACE = "\u2581"  # a space in vocabularies with byte fallback
@@ -60,7 +60,7 @@ class TextTokenizer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:
-        """Whether `encode_marked` would find a special token."""
+        """Return whether `encode_marked` would find a special token."""
         return self._special is not None and self._special.search(text) is not None
 
     def first_added(self, text: str) -> int | None:

@@ -1,19 +1,39 @@
-"""A GGUF file's sizes as a configuration of transformers, whose import takes time and 160 MB."""
+"""Configuration of a GGUF file."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import types
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legato_engine.errors import InvalidField
 from legato_engine.layers.rope import FactorScaling
-from legato_engine.models.decoder.config import DecoderConfig, HubConfig
+from legato_engine.models.bundle import ModelBundle, ModelSource
+from legato_engine.models.decoder.config import DecoderConfig, HubConfig, ModelSettings
 from legato_engine.models.gguf.checkpoint import ROPE_FACTORS
-from legato_engine.models.gguf.reader import GgufFile
+from legato_engine.models.gguf.reader import GgufFile, read_gguf
+from legato_engine.models.gguf.tokenizer import end_tokens, special_tokens
+from legato_engine.models.text import SamplingDefaults
+
+_TEMPLATE = "tokenizer.chat_template"
+
+
+def gguf_settings(file: GgufFile) -> ModelSettings:
+    """The ends of answers, the chat template and its special tokens; sampling is greedy."""
+    template = file.metadata.get(_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise InvalidField(f"{file.path.name}: {_TEMPLATE} is no text", field="weights")
+    return ModelSettings(end_tokens(file), SamplingDefaults(), template, special_tokens(file))
+
+
+# ---------------------------------------------------------------- config
+
+# A GGUF file's sizes as a configuration of transformers, whose import takes time and 160 MB.
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures that are implemented; transformers' model types have the same names."""
@@ -90,3 +110,24 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 
 def _refusal(file: GgufFile, problem: str) -> InvalidField:
     return InvalidField(f"{file.path.name}: {problem}", field="weights")
+
+
+# ---------------------------------------------------------------- family
+
+# Models of GGUF files, by the architecture that the file names.
+
+_NAMES = dict(zip(ARCHITECTURES, ("llama", "qwen", "qwen"), strict=True))
+
+
+def find(source: ModelSource) -> ModelBundle:
+    """Find the model of a GGUF file.
+
+    Raises:
+        InvalidField: the file is damaged, or its architecture is not implemented.
+    """
+    file = read_gguf(Path(source.weights))
+    hub_config(file)
+    name = _NAMES[file.architecture]
+    families = importlib.import_module("legato_engine.models.decoder.families")
+    found: ModelBundle = getattr(families, f"find_{name}")(dataclasses.replace(source, name=name))
+    return found

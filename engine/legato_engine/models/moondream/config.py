@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.budget import SamplingDefaults
+from legato_engine.models.text import SamplingDefaults
 
 ARCHITECTURE = "moondream2"
 ARCHITECTURE_3 = "moondream3"

@@ -1,16 +1,15 @@
-"""Moondream's decode step by kernels.
-
-Shape legend: B tokens, D text width, V vocabulary, R rows.
-"""
+"""Moondream's decode step by kernels: sizes, weights, launches."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
+from torch import nn
 
-from legato_engine.kernels.parameters import DenseMlp
-from legato_engine.kernels.resident import (
+from legato_engine.kernels.decode_loop import Build, ResidentOffer
+from legato_engine.kernels.megakernel.offer import (
     ResidentDecoder,
     builds_for,
     model_sizes,
@@ -18,34 +17,211 @@ from legato_engine.kernels.resident import (
     subject,
     values_obstacle,
 )
-from legato_engine.kernels.resident_builds import Build
-from legato_engine.kernels.resident_launch import ResidentOffer
+from legato_engine.kernels.parameters import (
+    Affine,
+    DecoderLayer,
+    DenseMlp,
+    ExpertMap,
+    ExpertMlp,
+    ExpertSlots,
+    LowRankMap,
+    MlpSlots,
+    TauWeights,
+)
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
     MAX_TOKENS,
+    AdapterStep,
+    DecoderSizes,
     DecoderStep,
+    ExpertSizes,
+    ExpertSlotSet,
     Part,
     Stages,
     StepAdapters,
     StepCache,
     StepPositions,
+    TauSizes,
+    supports_decoder,
+    supports_experts,
 )
-from legato_engine.kernels.value_heads import RowTensors, SampledTokens, TokenInputs
+from legato_engine.kernels.value_heads import (
+    MlpDecoders,
+    NormedDecoders,
+    RowTensors,
+    SampledTokens,
+    TokenInputs,
+    ValueEncoder,
+    ValueHeads,
+    ValueSizes,
+)
+from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.region import Region
-from legato_engine.models.moondream.step_sizes import decoder_sizes, tau_sizes
-from legato_engine.models.moondream.step_weights import (
-    adapter_step,
-    affine,
-    decoder_layers,
-    expert_dtype,
-    value_heads,
-)
-from legato_engine.models.moondream.text import Text
-from legato_engine.models.paged_cache import KVCache
-from legato_engine.models.step_kernels import StepInputs
-from legato_engine.speculative.block_policy import BlockPolicy
+from legato_engine.layers.mlp import MLP, MoE
+from legato_engine.models.base import StepInputs
+from legato_engine.models.moondream.config import Gelu, MoondreamConfig
+from legato_engine.models.moondream.region import Region, coord_reach, size_reach
+from legato_engine.models.moondream.text import Text, TextBlock
+from legato_engine.models.paged_attention import KVCache
+from legato_engine.speculative.policy import BlockPolicy
+
+
+def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
+    text = config.text
+    return DecoderSizes(
+        dim=text.dim,
+        ff_dim=text.ff_dim,
+        num_heads=text.num_heads,
+        rotary_dim=text.rotary_dim,
+        vocab_size=text.vocab_size,
+        page_size=kv.page_size,
+        max_pages=-(-text.max_context // kv.page_size),
+        kv_bytes=kv.k_LNHSE.element_size(),
+    )
+
+
+def has_kernels(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
+    """Return whether kernels run this model on the device of its KV cache.
+
+    They support gains and experts together or neither, and keys of e4m3 only with both.
+    """
+    text, region = config.text, config.region
+    if (text.tau is None) != (text.moe is None):
+        return False
+    if kv.scale_L2 is not None and text.tau is None:
+        return False
+    if text.moe is not None and not supports_experts(expert_sizes(config, dtype)):
+        return False
+    if region.inner_dim is not None and region.inner_dim % 64:
+        return False
+    fits = region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
+    fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
+    return fits and supports_decoder(decoder_sizes(config, kv), kv.k_LNHSE.device, dtype)
+
+
+def value_sizes(config: MoondreamConfig) -> ValueSizes:
+    region = config.region
+    return ValueSizes(
+        dim=config.text.dim,
+        inner_dim=region.inner_dim,
+        scalar_features=region.coord_features,
+        pair_features=region.size_features,
+        scalar_bins=region.coord_bins,
+        pair_bins=2 * region.size_bins,
+        scalar_divisor=region.coord_divisor,
+        scalar_token=config.tokens.coord,
+        pair_token=config.tokens.size,
+        end_token=config.tokens.eos,
+        scalar_reach=coord_reach(region.coord_bins),
+        pair_reach=size_reach(region.size_bins),
+        vocab=config.text.vocab_size,
+    )
+
+
+def tau_sizes(
+    config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
+) -> TauSizes:
+    assert config.text.tau is not None, "only for a text part with gains"
+    exact = config.text.tau.gelu is Gelu.EXACT
+    return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
+
+
+def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
+    moe = config.text.moe
+    assert moe is not None, "only for a text part with experts"
+    return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)
+
+
+# ---------------------------------------------------------------- step weights
+
+# Weights for the kernels of a decode step.
+
+
+def affine(layer: nn.LayerNorm | Linear) -> Affine:
+    return Affine(layer.weight, layer.bias)
+
+
+def decoder_layers(text: Text) -> list[DecoderLayer]:
+    return [_decoder_layer(cast(TextBlock, block)) for block in text.blocks]
+
+
+def expert_dtype(text: Text) -> torch.dtype:
+    return torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
+
+
+def value_heads(config: MoondreamConfig, text: Text, region: Region) -> ValueHeads:
+    return ValueHeads(
+        value_sizes(config),
+        ValueEncoder(region.coord_features, affine(region.coord_encoder)),
+        ValueEncoder(region.size_features, affine(region.size_encoder)),
+        _value_decoders(region),
+        text.wte,
+    )
+
+
+def adapter_step(
+    config: MoondreamConfig, text: Text, sizes: DecoderSizes, bank: AdapterBank
+) -> AdapterStep:
+    layers = zip(range(bank.num_mlps), text.blocks, strict=False)
+    mlps = [_mlp_slots(cast(TextBlock, block), bank, layer) for layer, block in layers]
+    experts = _expert_slots(config, text, bank)
+    return AdapterStep(sizes, mlps, bank.rank_S, bank.max_rank, experts)
+
+
+def _decoder_layer(block: TextBlock) -> DecoderLayer:
+    attention, mlp, tau = block.attn, block.mlp, block.attn.tau
+    weights: DenseMlp | ExpertMlp
+    if isinstance(mlp, MoE):
+        weights = ExpertMlp(affine(mlp.router), mlp.fc1.weights(), mlp.fc2.weights())
+    else:
+        weights = _dense(mlp)
+    return DecoderLayer(
+        norm=affine(block.ln),
+        qkv=affine(attention.qkv),
+        proj=affine(attention.proj),
+        mlp=weights,
+        tau=None if tau is None else TauWeights(tau.wqwv, tau.gain_PH),
+    )
+
+
+def _dense(mlp: MLP) -> DenseMlp:
+    return DenseMlp(affine(mlp.fc1), affine(mlp.fc2))
+
+
+def _value_decoders(region: Region) -> MlpDecoders | NormedDecoders:
+    coord, size = region.coord_decoder, region.size_decoder
+    if isinstance(coord, MLP) and isinstance(size, MLP):
+        return MlpDecoders(_dense(coord), _dense(size))
+    assert isinstance(coord, Linear), "both decoders have one form"
+    assert isinstance(size, Linear), "both decoders have one form"
+    assert region.ln is not None, "single maps read a norm"
+    return NormedDecoders(affine(region.ln), affine(coord), affine(size))
+
+
+def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
+    fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.mlps.tensors)
+    return MlpSlots(affine(block.ln), LowRankMap(fc1_a, fc1_b), LowRankMap(fc2_a, fc2_b))
+
+
+def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertSlotSet | None:
+    experts = bank.weights.experts
+    if experts is None:
+        return None
+    layers = {
+        layer: ExpertSlots(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b))
+        for layer, (up_a, up_b, down_a, down_b) in enumerate(
+            zip(*experts.tensors, strict=True), bank.num_mlps
+        )
+    }
+    sizes = expert_sizes(config, expert_dtype(text))
+    return ExpertSlotSet(sizes, layers, bank.expert_rank_S, experts.fc1_a_LSRD.shape[-2])
+
+
+# ---------------------------------------------------------------- decode step
+
+# Moondream's decode step by kernels.
+#
+# Shape legend: B tokens, D text width, V vocabulary, R rows.
 
 
 class MoondreamStep:

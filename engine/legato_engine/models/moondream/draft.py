@@ -24,7 +24,7 @@ from legato_engine.kernels.accelerated import DraftSizes, DraftWeights, draft_la
 from legato_engine.kernels.parameters import Affine
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
-from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.paged_attention import KVCache
 from legato_engine.models.untrusted import refusing
 from legato_engine.speculative.proposer import Proposer, RowHistory
 

@@ -1,30 +1,18 @@
-"""The Moondream frontend."""
+"""The Moondream frontend: prompts and request preparation."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from PIL import Image
 
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import (
-    SKILL_OF_TASK,
-    SKILLS,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-)
-from legato_engine.errors import InvalidField
-from legato_engine.models import budget
-from legato_engine.models.budget import SamplingDefaults
+from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.confidence import Calibration, CalibrationFile, confidence_info
-from legato_engine.models.frontend import PreparedImage
-from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.preprocess import (
     CroppedImage,
     Pixels,
@@ -32,18 +20,166 @@ from legato_engine.models.moondream.preprocess import (
     crop_image,
     whole_image,
 )
-from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
-from legato_engine.models.moondream.tasks.caption import CaptionSkill
-from legato_engine.models.moondream.tasks.detect import DetectSkill
-from legato_engine.models.moondream.tasks.object_list import Listing
-from legato_engine.models.moondream.tasks.point import PointSkill
-from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuerySkill
-from legato_engine.models.moondream.tasks.reasoning import ReasoningOutput
-from legato_engine.models.moondream.tasks.segment import SegmentSkill
-from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
+from legato_engine.models.moondream.tasks import (
+    CaptionSkill,
+    DetectSkill,
+    Listing,
+    PointSkill,
+    QuerySkill,
+    ReasonedQuerySkill,
+    ReasoningOutput,
+    SegmentSkill,
+    SkillTask,
+    TaskSetup,
+    constraint_table,
+)
 from legato_engine.models.moondream.tokenizer import Tokenizer
-from legato_engine.models.text_output import TextOutput
-from legato_engine.models.token_log import TokenLog
+from legato_engine.models.text import (
+    SamplingDefaults,
+    TextOutput,
+    TokenLog,
+    max_objects,
+    resolve_sampling,
+    token_budget,
+)
+from legato_engine.types import (
+    SKILL_OF_TASK,
+    SKILLS,
+    Box,
+    CaptionLength,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    Point,
+    PointTask,
+    PromptToken,
+    QueryTask,
+    Request,
+    SegmentTask,
+    SpatialRef,
+    Turn,
+)
+
+Prompt = tuple[PromptToken, ...]
+
+
+class Prompts:
+    """Makes each skill's prompt, which follows the shared prefix; text is stripped."""
+
+    def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
+        self._templates = config.templates
+        self._tokens = config.tokens
+        self._tokenizer = tokenizer
+
+    def caption(self, length: CaptionLength) -> Prompt:
+        templates = self._templates.caption
+        if templates is None:
+            raise _unsupported("caption")
+        ids: tuple[int, ...] = getattr(templates, length.value)
+        return _plain(ids)
+
+    def query(
+        self,
+        question: str,
+        refs: Sequence[SpatialRef],
+        *,
+        reasoning: bool,
+        system: str = "",
+        history: Sequence[Turn] = (),
+        shows_image: bool = False,
+    ) -> Prompt:
+        """Join turns, references and question; earlier answers have no EOS.
+
+        With `shows_image` an empty first question takes the prompt of a caption.
+        """
+        questions = [turn.question.strip() for turn in history]
+        questions.append(question.strip())
+        questions[0] = "\n\n".join(filter(None, (system.strip(), questions[0])))
+        has_text = bool(questions[0]) or not shows_image
+        if not has_text and not history:
+            if reasoning or refs:
+                raise InvalidField("reasoning and references need a question", field="question")
+            return self.caption(CaptionLength.NORMAL)
+        templates, prompt = self._templates, Prompt()
+        for index, turn in enumerate(history):
+            if index or has_text:
+                text = clean(questions[index], "messages")
+                prompt += self._fill(templates.query, "query", text, ())
+            else:
+                prompt += self.caption(CaptionLength.NORMAL)
+            prompt += _plain(self._tokenizer.encode(turn.answer.strip()))
+        skill, template = "query", templates.query
+        if reasoning:
+            skill, template = "query with reasoning", templates.query_reasoning
+        return prompt + self._fill(template, skill, clean(questions[-1], "question"), refs)
+
+    def detect(self, name: str) -> Prompt:
+        """Put a space before the name, as inside a sentence."""
+        return self._fill(self._templates.detect, "detect", " " + clean(name, "object"), ())
+
+    def point(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
+        return self._fill(self._templates.point, "point", " " + clean(name, "object"), refs)
+
+    def segment(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
+        """Put no space before the name."""
+        return self._fill(self._templates.segment, "segment", clean(name, "object"), refs)
+
+    def _fill(
+        self, template: Template | None, skill: str, text: str, refs: Sequence[SpatialRef]
+    ) -> Prompt:
+        if template is None:
+            raise _unsupported(skill)
+        return (
+            *_plain(template.prefix),
+            *(token for ref in refs for token in spatial_tokens(ref, self._tokens)),
+            *_plain(self._tokenizer.encode(text)),
+            *_plain(template.suffix),
+        )
+
+
+def clean(text: str, field: str) -> str:
+    stripped = text.strip()
+    if not stripped:
+        raise InvalidField(f"{field} is empty", field=field)
+    return stripped
+
+
+def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
+    """Encode a point as x and y, a box as centre and size."""
+    if isinstance(ref, Point):
+        _check_unit(ref.x, ref.y)
+        return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))
+    _check_box(ref)
+    centre_x, centre_y = (ref.x_min + ref.x_max) / 2, (ref.y_min + ref.y_max) / 2
+    return (
+        PromptToken(tokens.coord, (centre_x, 0.0)),
+        PromptToken(tokens.coord, (centre_y, 0.0)),
+        PromptToken(tokens.size, (ref.x_max - ref.x_min, ref.y_max - ref.y_min)),
+    )
+
+
+def _check_unit(*values: float) -> None:
+    if not all(math.isfinite(value) and 0.0 <= value <= 1.0 for value in values):
+        raise InvalidField("spatial references lie within 0..1", field="spatial_refs")
+
+
+def _check_box(box: Box) -> None:
+    _check_unit(box.x_min, box.y_min, box.x_max, box.y_max)
+    if box.x_min > box.x_max or box.y_min > box.y_max:
+        raise InvalidField("a box needs min <= max", field="spatial_refs")
+
+
+def _plain(ids: Iterable[int]) -> Prompt:
+    return tuple(PromptToken(token_id) for token_id in ids)
+
+
+def _unsupported(skill: str) -> TaskUnsupported:
+    return TaskUnsupported(f"this model has no {skill} skill", task=skill)
+
+
+# ---------------------------------------------------------------- frontend
+
+# The Moondream frontend.
 
 
 class MoondreamFrontend:
@@ -166,7 +302,7 @@ class MoondreamFrontend:
         task: DetectTask | PointTask,
         prompt: Prompt,
     ) -> SkillTask:
-        limit = budget.max_objects(task.max_objects, skill.default_max_objects)
+        limit = max_objects(task.max_objects, skill.default_max_objects)
         most = max(limit, skill.default_max_objects) if task.min_confidence else limit
         needed = most * skill.tokens_per_object + 1  # and EOS
         setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
@@ -186,8 +322,8 @@ class MoondreamFrontend:
         has_image = request.image is not None
         if needs_image and not has_image:
             raise InvalidField("this task needs an image", field="image")
-        sampling = budget.resolve_sampling(request, defaults)
-        max_tokens = budget.token_budget(
+        sampling = resolve_sampling(request, defaults)
+        max_tokens = token_budget(
             sampling.max_tokens or defaults.max_tokens,
             self.prefix_length(has_image) + len(prompt),
             self._config.text.max_context,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from legato_engine.kernels.cut_plan import CropGeometry, CutPlan
+from legato_engine.kernels.images import CropGeometry, CutPlan
 from legato_engine.models.moondream.config import VisionConfig
 
 Pixels = npt.NDArray[np.uint8]

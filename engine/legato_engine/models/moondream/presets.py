@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.moondream.config import (
     ARCHITECTURE,
     ARCHITECTURE_3,
@@ -21,6 +20,7 @@ from legato_engine.models.moondream.config import (
     TextConfig,
     VisionConfig,
 )
+from legato_engine.models.text import SamplingDefaults
 
 _TOKENS = SpecialTokens(
     bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=7, ground_end=9

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from legato_engine.kernels.reference_certainty import concentration
+from legato_engine.kernels.reference import concentration
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import RegionConfig

@@ -12,22 +12,22 @@ import itertools
 import torch
 from torch import nn
 
-from legato_engine.kernels import ops, row_ops
+from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.layer_cache import LayerCache
-from legato_engine.kernels.spans import AttentionMetadata, PlacedSpan, Span
-from legato_engine.layers.attention import Attention, Heads
+from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
+from legato_engine.layers.attention import Attend, Attention, Heads, Tau
 from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
-from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
-from legato_engine.layers.mlp import MLP
-from legato_engine.layers.moe import MoE
+from legato_engine.layers.mlp import MLP, MoE
 from legato_engine.layers.rope import Rope
-from legato_engine.layers.tau import Tau
 from legato_engine.models.moondream.config import TextConfig
 from legato_engine.models.paged_attention import (
+    Chunk,
+    DecodeBatch,
+    KVCache,
+    PrefillSpan,
     chunk_attention,
     chunk_metadata,
     span_attention,
@@ -37,7 +37,6 @@ from legato_engine.models.paged_attention import (
     step_attention,
     step_metadata,
 )
-from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 
 # The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,11 +69,11 @@ class TextBlock(nn.Module):
         mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, AttentionMetadata))
         return x, self.attn.join(attend(*heads, cache)), mlp
 
-    def cpu_layer(self) -> cpu.Layer | None:
+    def cpu_layer(self) -> cpu.CpuLayer | None:
         """This layer for a decoder on the CPU, once it is packed; None with gains or experts."""
         if self.attn.tau is not None or not isinstance(self.mlp, MLP):
             return None
-        return cpu.Layer(
+        return cpu.CpuLayer(
             norm=cpu_norm(self.ln),
             qkv=cpu_map(self.attn.qkv),
             out=cpu_map(self.attn.proj),
@@ -94,7 +93,7 @@ class TextBlock(nn.Module):
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
         if len(terms) == 1:
             return terms[0], self.ln(terms[0])
-        return row_ops.add3_norm(*terms, self.ln)
+        return ops.add3_norm(*terms, self.ln)
 
     def _write(
         self,
@@ -134,7 +133,7 @@ class Text(nn.Module):
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
         self._counters: TileCounters | None = None
         self._num_heads = config.num_heads
-        self._on_cpu: cpu.Decoder | None = None
+        self._on_cpu: cpu.CpuDecoder | None = None
 
     def use_library(self, library: Library) -> None:
         """Run layers that are packed for it in one call, unless they have gains or experts."""
@@ -232,12 +231,12 @@ class Text(nn.Module):
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
 
-    def _cpu_decoder(self, kv: KVCache) -> cpu.Decoder | None:
+    def _cpu_decoder(self, kv: KVCache) -> cpu.CpuDecoder | None:
         return self._on_cpu if cpu.takes(kv.k_LNHSE, kv.v_LNHSE) else None
 
     def _cpu_span(
         self,
-        decoder: cpu.Decoder,
+        decoder: cpu.CpuDecoder,
         x_TD: torch.Tensor,
         span: PrefillSpan,
         kv: KVCache,
@@ -289,13 +288,13 @@ def _positions(span: PrefillSpan, x_TD: torch.Tensor) -> torch.Tensor:
     return torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)
 
 
-def _cpu_rows(kv: KVCache, adapters: AdaptedRows | None) -> cpu.Rows:
+def _cpu_rows(kv: KVCache, adapters: AdaptedRows | None) -> cpu.CpuRows:
     low_rank = None
     if adapters is not None:
         mlps = adapters.weights.mlps
         up, down = (mlps.fc1_a_LSRD, mlps.fc1_b_LSRF), (mlps.fc2_a_LSRF, mlps.fc2_b_LSRD)
-        low_rank = cpu.LowRank(*up, *down, adapters.rows)
-    return cpu.Rows(kv.k_LNHSE, kv.v_LNHSE, low_rank)
+        low_rank = cpu.CpuLowRank(*up, *down, adapters.rows)
+    return cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE, low_rank)
 
 
 def _tau(config: TextConfig) -> Tau | None:

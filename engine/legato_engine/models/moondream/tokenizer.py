@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from legato_engine.errors import InternalError, InvalidField
-from legato_engine.models.byte_level import byte_of_letter
+from legato_engine.models.text import byte_of_letter
 from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
 
 NUM_SPECIAL = 21

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops, row_ops
+from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.attention import Attention
@@ -42,11 +42,11 @@ class VisionBlock(nn.Module):
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
 
-    def cpu_layer(self) -> cpu.Layer | None:
+    def cpu_layer(self) -> cpu.CpuLayer | None:
         """This block for the CPU's kernels, once it is packed; None in e4m3."""
         if not isinstance(self.attn, Attention) or not isinstance(self.mlp, MLP):
             return None
-        return cpu.Layer(
+        return cpu.CpuLayer(
             norm=cpu_norm(self.ln1),
             qkv=cpu_map(self.attn.qkv),
             out=cpu_map(self.attn.proj),
@@ -83,7 +83,7 @@ class Vision(nn.Module):
         self.post_ln = nn.LayerNorm(config.dim)
         self.proj_mlp: MLP | Fp8MLP = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
         self._counters: TileCounters | None = None
-        self._on_cpu: cpu.Decoder | None = None
+        self._on_cpu: cpu.CpuDecoder | None = None
 
     def use_library(self, library: Library) -> None:
         """Run blocks that are packed for it in one call for each crop, unless they are in e4m3."""
@@ -146,7 +146,7 @@ class Vision(nn.Module):
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:
                 x_NTD, y_NTD = block(x_NTD, y_NTD)
-            _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
+            _, normed_NTD = ops.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
         return normed_NTD
 
     def encode_tapped(
@@ -159,7 +159,7 @@ class Vision(nn.Module):
             x_NTD, y_NTD = block(x_NTD, y_NTD)
             if index == tap:
                 tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
-        _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln)
+        _, normed_NTD = ops.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
 
     def _counting(self) -> contextlib.AbstractContextManager[None]:

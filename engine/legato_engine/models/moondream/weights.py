@@ -1,20 +1,111 @@
-"""Moondream's weights, from checkpoints or random."""
+"""Moondream's weights, from checkpoints or random.
+
+Layout A prefixes the network's names with `model.`. Layout B has other names, and its feature
+tables are transposed. Either may store tau's weights in two halves.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint_files import Header, headers, require_layers
-from legato_engine.models.moondream import layouts
+from legato_engine.models.checkpoint import Destination, Header, Rename, headers, require_layers
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
+
+_TOWER = r"vision_encoder\.encoder\.model\.visual\."
+_LAYER = r"text_model\.transformer\.h\.(\d+)\."
+
+# Layout B by whole names; the first match counts. Catch-all rules also map unknown names, so that
+# errors give the nearest expected name.
+_RULES = tuple(
+    (re.compile(pattern), template)
+    for pattern, template in (
+        (_TOWER + r"patch_embed\.linear\.(.+)", r"vision.patch_emb.\1"),
+        (_TOWER + r"pos_embed", r"vision.pos_emb"),
+        (_TOWER + r"blocks\.(\d+)\.norm([12])\.(.+)", r"vision.blocks.\1.ln\2.\3"),
+        (_TOWER + r"norm\.(.+)", r"vision.post_ln.\1"),
+        (r"vision_encoder\.projection\.mlp\.(.+)", r"vision.proj_mlp.\1"),
+        (_TOWER + r"(.+)", r"vision.\1"),
+        (r"text_model\.transformer\.embd\.wte\.weight", r"text.wte"),
+        (r"text_model\.lm_head\.ln\.(.+)", r"text.post_ln.\1"),
+        (r"text_model\.lm_head\.linear\.(.+)", r"text.lm_head.\1"),
+        (_LAYER + r"mixer\.Wqkv\.(.+)", r"text.blocks.\1.attn.qkv.\2"),
+        (_LAYER + r"mixer\.out_proj\.(.+)", r"text.blocks.\1.attn.proj.\2"),
+        (_LAYER + r"tau_(.+)", r"text.blocks.\1.attn.tau.\2"),
+        (_LAYER + r"gate\.(.+)", r"text.blocks.\1.mlp.router.\2"),
+        (_LAYER + r"mlp\.experts\.weight", r"text.blocks.\1.mlp.fc1.weight"),
+        (_LAYER + r"mlp\.output_experts\.weight", r"text.blocks.\1.mlp.fc2.weight"),
+        (_LAYER + r"moe_quant\.up_scale", r"text.blocks.\1.mlp.fc1.scale"),
+        (_LAYER + r"moe_quant\.down_scale", r"text.blocks.\1.mlp.fc2.scale"),
+        (_LAYER + r"(.+)", r"text.blocks.\1.\2"),
+        (r"region_model\.coordinate_encoder\.(.+)", r"region.coord_encoder.\1"),
+        (r"region_model\.coordinate_(?:head|decoder)\.(.+)", r"region.coord_decoder.\1"),
+        (r"region_model\.size_head\.(.+)", r"region.size_decoder.\1"),
+        (r"region_model\.(.+)", r"region.\1"),
+    )
+)
+_TABLES = {
+    "region_model.coordinate_features.weight": "region.coord_features",
+    "region_model.size_features.weight": "region.size_features",
+}
+_KV_SCALE = re.compile(_LAYER + r"kv_quantizer\.([kv]_scale)")
+_TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
+
+
+def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
+    """Map stored names; without `kv_scales`, these are unused."""
+
+    def destination(stored: str) -> str | Destination | None:
+        name = _plain(stored)
+        if scale := _KV_SCALE.fullmatch(name):
+            ours = f"text.blocks.{scale[1]}.attn.{scale[2]}"
+            return Destination(ours, flat=True) if kv_scales else None
+        if name in _TABLES:
+            return Destination(_TABLES[name], transposed=True)
+        name = _by_rule(name)
+        if half := _TAU_HALF.fullmatch(name):
+            return Destination(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
+        return name
+
+    return destination
+
+
+def has_fp8_experts(headers: Iterable[Header]) -> bool:
+    """Only experts have three dimensions."""
+    return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
+
+
+def missing_kv_scales(headers: Iterable[Header], num_layers: int) -> list[str]:
+    found = {name for header in headers if _KV_SCALE.fullmatch(name := _plain(header.name))}
+    names = (
+        f"text_model.transformer.h.{layer}.kv_quantizer.{kind}_scale"
+        for layer in range(num_layers)
+        for kind in ("k", "v")
+    )
+    return [name for name in names if name not in found]
+
+
+def _plain(stored: str) -> str:
+    return stored.replace("._orig_mod", "").removeprefix("_orig_mod.").removeprefix("model.")
+
+
+def _by_rule(name: str) -> str:
+    for pattern, template in _RULES:
+        if match := pattern.fullmatch(name):
+            return match.expand(template)
+    return name
+
+
+# ---------------------------------------------------------------- weights
+
+# Moondream's weights, from checkpoints or random.
 
 _GAINS = re.compile(r"ln\d?\.weight$")
 
@@ -37,13 +128,13 @@ def load_weights(
     stored = headers(path)
     require_layers(config.text.num_layers + config.vision.num_layers, path)
     network = _empty(config, dtype)
-    if layouts.has_fp8_experts(stored):
+    if has_fp8_experts(stored):
         network.text.use_fp8_experts()
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()
-    rename = layouts.rename(config.text.num_heads, kv_scales=kv_scales)
-    checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
+    renamed = rename(config.text.num_heads, kv_scales=kv_scales)
+    checkpoint.load(network, stored, renamed, device, memory=memory, progress=progress)
     _check_kv_scales(network)
     return network.eval()
 
@@ -65,7 +156,7 @@ def random_weights(
 def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) -> bool:
     if kv_dtype == "model":
         return False
-    missing = layouts.missing_kv_scales(stored, num_layers)
+    missing = missing_kv_scales(stored, num_layers)
     if not missing:
         return True
     if len(missing) == 2 * num_layers:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from legato_client.batch.lines import Line
+from legato_client.batch.output import Line
 from legato_client.cli import main
 
 

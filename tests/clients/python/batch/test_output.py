@@ -9,10 +9,8 @@ import resource
 import threading
 
 import pytest
-from legato_client.batch.errors import RunRefused
-from legato_client.batch.lines import Line, encode, file_name
-from legato_client.batch.output import Output
-from legato_client.batch.sources import Key
+from legato_client.batch.images import Key, RunRefused
+from legato_client.batch.output import Line, Output, encode, file_name
 
 SETTINGS = {"tasks": ["detect:cup"], "every": 1}
 LINES: list[Line] = [

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
-from legato_client.batch.sources import files
+from legato_client.batch.images import files
 from PIL import Image
 
 from tests.clients.python.batch.conftest import read

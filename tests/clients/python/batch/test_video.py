@@ -15,7 +15,7 @@ from PIL import Image
 SIZE = WIDTH, HEIGHT = (64, 48)
 RED, GREEN, BLUE, WHITE = (200, 30, 30), (30, 160, 40), (40, 40, 200), (255, 255, 255)
 CORNERS = [[RED, GREEN], [BLUE, WHITE]]
-EVERY = video.Choice()
+EVERY = video.FrameChoice()
 
 
 def scene(size: tuple[int, int] = SIZE) -> Image.Image:
@@ -131,15 +131,15 @@ def test_a_variable_rate_keeps_its_times(tmp_path):
     path = str(write(tmp_path / "a.mp4", times))
     found = list(video.frames(path, EVERY))
     assert [frame.time for frame in found] == pytest.approx([each / 100 for each in times])
-    assert [frame.number for frame in video.frames(path, video.Choice(fps=2))] == [0, 2, 5]
-    assert [frame.number for frame in video.frames(path, video.Choice(every=2))] == [0, 2, 4]
+    assert [frame.number for frame in video.frames(path, video.FrameChoice(fps=2))] == [0, 2, 5]
+    assert [frame.number for frame in video.frames(path, video.FrameChoice(every=2))] == [0, 2, 4]
 
 
 @pytest.mark.parametrize("size", [(64, 48), (90, 160), (360, 640), (641, 361), (1280, 96)])
 def test_a_written_video_has_the_size_of_its_frames(tmp_path, size):
     """Less the last column or row of an odd size; its pixels are square and its times kept."""
     path, times = tmp_path / "out.mp4", (0.0, 0.04, 0.5, 2.0)
-    with video.Writer(path) as writer:
+    with video.VideoWriter(path) as writer:
         for time in times:
             writer.write(scene(size), time)
     with av.open(str(path)) as container:
@@ -156,7 +156,7 @@ def test_a_written_video_has_the_size_of_its_frames(tmp_path, size):
 def test_frames_of_another_size_are_fitted(tmp_path):
     """To that of the first one."""
     path = tmp_path / "out.mp4"
-    with video.Writer(path) as writer:
+    with video.VideoWriter(path) as writer:
         for time, size in enumerate([(90, 160), (160, 90), (45, 80)]):
             writer.write(scene(size), time)
     shown = [frame.image() for frame in video.frames(str(path), EVERY)]

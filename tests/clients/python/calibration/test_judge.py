@@ -6,9 +6,8 @@ import random
 
 import pytest
 from legato_client import Box, Point
-from legato_client.calibration import objects
-from legato_client.calibration.fit import Fit
-from legato_client.calibration.judge import _counted, _error, judge
+from legato_client.calibration import scored
+from legato_client.calibration.fit import Fit, _counted, _error, judge
 from legato_client.calibration.scored import Scored
 
 BOX = Box(0.0, 0.0, 0.5, 0.5)
@@ -74,8 +73,8 @@ def test_objects_survive_a_file(tmp_path):
     boxes = found(3, Fit())
     points = [Scored("point", 7, "red cup", Point(0.25, 0.5), ((0.5, 0.25), (1.0, 0.5)), True)]
     path = tmp_path / "objects.jsonl"
-    lines = [*objects.lines("fit", boxes), *objects.lines("test", points)]
+    lines = [*scored.lines("fit", boxes), *scored.lines("test", points)]
     path.write_text("".join(f"{line}\n" for line in lines))
-    assert objects.read(path, "fit") == boxes
-    assert objects.read(path, "test") == points
+    assert scored.read(path, "fit") == boxes
+    assert scored.read(path, "test") == points
     assert points[0].score == 0.0625

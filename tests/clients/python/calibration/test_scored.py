@@ -6,9 +6,14 @@ import json
 
 import pytest
 from legato_client import Box, Point
-from legato_client._values.results import Token, TokenCertainty
-from legato_client.calibration.labelled import UnusableLabels, read_labels
-from legato_client.calibration.scored import certainties, product, right_places
+from legato_client._types.results import Token, TokenCertainty
+from legato_client.calibration.scored import (
+    UnusableLabels,
+    certainties,
+    product,
+    read_labels,
+    right_places,
+)
 
 COCO = {
     "images": [

@@ -7,7 +7,7 @@ import json
 import pytest
 from grpc import StatusCode
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
-from legato_client.calibration import objects
+from legato_client.calibration import scored
 from legato_client.calibration.fit import Fit
 
 from tests.clients.python.failures import failure, retry_info
@@ -89,7 +89,7 @@ def test_only_a_fit_that_helps_elsewhere_is_written(legato, folder, server, help
         assert row["ece_after"] + 2 * row["gain_error"] < row["ece_before"]
     else:
         assert "no fit betters the confidences" in err
-    found = {name: objects.read(kept, name) for name in ("fit", "test")}
+    found = {name: scored.read(kept, name) for name in ("fit", "test")}
     assert [len(some) for some in found.values()] == [2 * PICTURES, 2 * PICTURES]
     assert sum(each.right for each in found["test"]) == PICTURES
     sure = found["fit"][0]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from legato_client.cli import main
-from legato_client.cli.script import script_for
+from legato_client.cli.demo import script_for
 from PIL import Image
 
 from tests.clients.python.cli.stand_in import stand_in_service

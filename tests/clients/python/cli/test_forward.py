@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from legato_client.cli import forward, install, main
+from legato_client.cli import forward, main
 
 from tests.clients.python.cli.stand_in import stand_in_service
 
@@ -36,7 +36,7 @@ def test_missing_engine(monkeypatch, capsys):
             ROOT / "engine" / "tiny",
             ROOT / "service",
         ]
-    monkeypatch.setattr(install, "_clone", lambda: None)
+    monkeypatch.setattr(forward, "_clone", lambda: None)
     assert main(["serve"]) == 1
     assert 'pip install "legato[engine]"' in capsys.readouterr().err
 
@@ -88,7 +88,7 @@ def test_the_command_becomes_the_module(tmp_path):
     settings = tmp_path / "legato.toml"
     settings.write_text("[serve]\ndevice = 'abacus'\n")
     program = (
-        "import sys; from legato_client.cli import forward, main;"
+        "import sys; from legato_client.cli import forward; from legato_client.cli import main;"
         "forward._ENGINE_NEEDS = (); "
         f"sys.exit(main(['serve', '--port', '1', '--config', {str(settings)!r}]))"
     )

@@ -7,7 +7,7 @@ import sys
 import legato_client.ros
 import pytest
 from legato_client.cli import main
-from legato_client.cli.exits import ExitCode
+from legato_client.cli.settings import ExitCode
 
 WATCH = ("watch", "clip.mp4", "--task", "detect:cup")
 BAG = ("bag", "in.mcap", "--topic", "/image", "--out", "out.mcap")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from legato_client import Client, Unavailable
-from legato_client._transport.channel import full_target
+from legato_client._grpc.channel import full_target
 from legato_client.cli import main
 from legato_client.cli.hints import hint_of
 from PIL import Image

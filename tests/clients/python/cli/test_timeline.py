@@ -10,9 +10,9 @@ import grpc
 import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc
 from legato_client import TimelineSpan, TimelineUpdate
-from legato_client._convert import admin as admin_convert
-from legato_client.cli import chrome_trace, main
-from legato_client.cli.slot_view import SlotView
+from legato_client._proto import responses as admin_convert
+from legato_client.cli import main, trace
+from legato_client.cli.trace import SlotView
 from legato_engine.ipc.messages import TimelineBatch
 from legato_engine.telemetry import timeline
 from legato_service.convert import responses
@@ -96,7 +96,7 @@ def test_the_file_is_what_the_engine_itself_would_write(tmp_path, admin, capsys)
     written = json.loads(path.read_text())
     assert written["displayTimeUnit"] == "ms"
     assert comparable(written["traceEvents"]) == comparable(timeline.trace_events(STEPS))
-    assert chrome_trace.LANES == timeline.LANES
+    assert trace.LANES == timeline.LANES
     out = capsys.readouterr().out
     assert "6 launches" in out
     assert "+25.0% predicted, +12.5% observed" in out
@@ -160,7 +160,7 @@ def test_engines_are_processes_of_the_timeline():
     """Lanes and arrows of two engines do not meet, and each has its name."""
     batch = TimelineBatch(spans=tuple(timeline.SpanMaker().spans(STEPS[0])))
     updates = [admin_convert.timeline(responses.timeline(batch, engine)) for engine in (0, 1)]
-    events = chrome_trace.trace(span for each in updates for span in each.spans)["traceEvents"]
+    events = trace.trace(span for each in updates for span in each.spans)["traceEvents"]
     names = {
         (each["pid"], each["args"]["name"]) for each in events if each["name"] == "process_name"
     }

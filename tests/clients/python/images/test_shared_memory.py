@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 from legato.v1 import media_pb2
-from legato_client._images.shared_frames import HEADER_SIZE, SharedFrames, SlotsBusy, shm_namespace
+from legato_client._images.sources import HEADER_SIZE, SharedFrames, SlotsBusy, shm_namespace
 from legato_engine.shm.blob_store import blob_folder
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)

@@ -16,11 +16,11 @@ from legato_client import CachedImage, ImageInput, RawFrame
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import to_image
 from legato_client.draw import annotate
-from legato_client.ros import pictures as ros_images
-from legato_client.web import pictures as web_images
-from legato_engine.core.images import BlobRef, PixelFormat, RawImage
+from legato_client.ros import images as ros_images
+from legato_client.web import bodies as web_images
 from legato_engine.images.decoding import decode_encoded
 from legato_engine.images.raw import decode_raw
+from legato_engine.types import BlobRef, PixelFormat, RawImage
 from PIL import Image
 
 

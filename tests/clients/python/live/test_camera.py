@@ -9,10 +9,8 @@ import time
 import av
 import pytest
 from legato_client import RawFrame
-from legato_client.live.camera import Camera, Form, source_of
-from legato_client.live.figures import Figures
-from legato_client.live.mailbox import Mailbox
-from legato_client.live.shot import Shot
+from legato_client.stream.camera import Camera, Form, source_of
+from legato_client.stream.frames import Figures, Mailbox, Shot
 from PIL import Image
 
 from tests.clients.python.live import streams

@@ -19,10 +19,8 @@ from legato_client import (
     NotFound,
     Unavailable,
 )
-from legato_client.live.feed import Asked, Feed
-from legato_client.live.figures import Figures
-from legato_client.live.lane import Answered
-from legato_client.live.shot import Shot
+from legato_client.stream.feed import Answered, Asked, Feed
+from legato_client.stream.frames import Figures, Shot
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_sessions import Conversation, ignore

@@ -9,15 +9,14 @@ import threading
 import av
 import pytest
 from legato_client import Box, Detection, DetectResult, Unavailable
-from legato_client._values.results import ImageInfo, ResponseInfo
+from legato_client._types.results import ImageInfo, ResponseInfo
 from legato_client.cli.half_blocks import HalfBlocks
 from legato_client.cli.terminal import Terminal
-from legato_client.cli.watch_view import View, rows_of
-from legato_client.live import outputs
-from legato_client.live.aside import Aside
-from legato_client.live.figures import Figures
-from legato_client.live.lane import Answered
-from legato_client.live.shot import Shot
+from legato_client.cli.watch import View, rows_of
+from legato_client.stream import outputs
+from legato_client.stream.feed import Answered
+from legato_client.stream.frames import Figures, Shot
+from legato_client.stream.outputs import Aside
 from PIL import Image
 from rich.console import Console
 

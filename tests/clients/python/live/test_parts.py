@@ -6,11 +6,7 @@ import re
 import threading
 
 import pytest
-from legato_client.live.backoff import Backoff
-from legato_client.live.figures import Figures, summary
-from legato_client.live.mailbox import Mailbox
-from legato_client.live.shot import Shot
-from legato_client.live.source_clock import SourceClock
+from legato_client.stream.frames import Backoff, Figures, Mailbox, Shot, SourceClock, summary
 
 from tests.clients.python.until import until
 

@@ -5,12 +5,8 @@ import statistics
 import time
 
 import pytest
-from legato_client.load.histogram import Histogram
-from legato_client.load.plan import Plan
-from legato_client.load.record import Record
-from legato_client.load.recorder import Meter
-from legato_client.load.report import markdown
-from legato_client.load.schedule import due_times
+from legato_client.load.plan import Plan, due_times
+from legato_client.load.report import Histogram, Meter, Record, markdown
 
 
 def test_constant_arrivals_are_evenly_spaced_over_all_senders():

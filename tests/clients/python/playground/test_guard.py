@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from legato_client.web.playground.guard import CONTENT_SECURITY_POLICY
+from legato_client.web.playground.routes import CONTENT_SECURITY_POLICY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin

@@ -7,7 +7,7 @@ import struct
 import time
 
 import pytest
-from legato_client.web.playground import live
+from legato_client.web.playground import routes
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
@@ -124,7 +124,7 @@ def test_a_wrong_opening_is_refused(session, opening):
 
 WRONG = {
     "short": b"short",
-    "long": bytes(live.MAX_FRAME_BYTES + 1),
+    "long": bytes(routes.MAX_FRAME_BYTES + 1),
     "unnumbered": frame(0),
     "before 1970": frame(1, captured=-1.0),
     "at no time": frame(1, captured=float("nan")),

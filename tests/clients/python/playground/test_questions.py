@@ -10,10 +10,9 @@ import httpx
 import pytest
 from legato.v1 import error_pb2
 from legato_client import Client, DetectTask, LegatoError, Options, PointTask
-from legato_client._values.server import ConfidenceInfo, ModelInfo, model_document
-from legato_client.web.playground import answers, bodies
-from legato_client.web.playground.snippets import code
-from legato_client.web.playground.snippets.connection import Connection
+from legato_client._types.server import ConfidenceInfo, ModelInfo, model_document
+from legato_client.web.playground import routes
+from legato_client.web.playground.snippets import Connection, code
 
 from tests.clients.python.playground.conftest import lines
 from tests.clients.python.playground.questions import TASKS
@@ -42,7 +41,7 @@ def test_the_server_is_described(page, server):
     assert told["server"]["target"] == server.address
     assert [model["name"] for model in told["models"]] == ["null"]
     assert "detect" in told["models"][0]["tasks"]
-    assert told["max_picture_bytes"] == bodies.MAX_PICTURE_BYTES
+    assert told["max_picture_bytes"] == routes.MAX_PICTURE_BYTES
 
 
 def test_a_calibrated_model_is_described():
@@ -155,7 +154,7 @@ def test_a_file_that_is_no_picture_is_refused(page):
 
 def test_bodies_are_bounded(page, monkeypatch):
     """Before they are in memory."""
-    monkeypatch.setattr(bodies, "MAX_PICTURE_BYTES", 1000)
+    monkeypatch.setattr(routes, "MAX_PICTURE_BYTES", 1000)
     response = page.post("/playground/pictures", content=iter([b"x" * 600] * 2))
     assert response.status_code == 413
     assert response.json()["message"] == "the body has more than 1000 bytes"
@@ -167,7 +166,7 @@ def test_every_reason_has_a_remedy():
     reasons = {
         name.removeprefix(prefix) for name in error_pb2.ErrorReason.DESCRIPTOR.values_by_name
     }
-    assert set(answers._REMEDIES) == reasons - {"UNSPECIFIED"}
+    assert set(routes._REMEDIES) == reasons - {"UNSPECIFIED"}
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
@@ -188,5 +187,7 @@ def test_the_page_gets_the_programs(page, server):
     """Of the request as it asked it."""
     request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
     made = page.post("/playground/code", json=request).json()
-    assert made["python"].startswith("from legato_client import Client, DetectTask\n")
+    assert made["python"].startswith(
+        "from legato_client import Client; from legato_client import DetectTask\n"
+    )
     assert f'with Client("{server.address}") as client' in made["python"]

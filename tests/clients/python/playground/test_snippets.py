@@ -17,9 +17,8 @@ from legato_client import (
     Options,
     QueryTask,
 )
-from legato_client._convert import requests
-from legato_client.web.playground.snippets import code
-from legato_client.web.playground.snippets.connection import Connection
+from legato_client._proto import requests
+from legato_client.web.playground.snippets import Connection, code
 from legato_client.web.playground.tasks import read_task
 
 from tests.clients.python.playground.questions import TASKS

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from legato_client import Box, Detection, DetectResult, SegmentResult, Unavailable
-from legato_client._values.results import ImageInfo, Outline, ResponseInfo
+from legato_client._types.results import ImageInfo, Outline, ResponseInfo
 from legato_client.ros.bag import Answering, Bag, BagRefused, Topics
 from PIL import Image
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from legato_client.live.figures import Figures
-from legato_client.ros.diagnostics import Health, Level
+from legato_client.ros.node import Health, Level
+from legato_client.stream.frames import Figures
 
 participant = pytest.importorskip(
-    "legato_client.ros.participant", reason="wheels of cyclonedds follow new Pythons late"
+    "legato_client.ros.node", reason="wheels of cyclonedds follow new Pythons late"
 )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import to_image
-from legato_client.ros import pictures
+from legato_client.ros import images
 
 from tests.clients.python.images.test_sources import seen
 
@@ -37,13 +37,13 @@ PIXELS = {  # encoding: the bytes of two pixels in a row, and their colours
 }
 
 
-@pytest.mark.parametrize("encoding", list(pictures._FORMATS))
+@pytest.mark.parametrize("encoding", list(images._FORMATS))
 def test_every_encoding_has_its_own_colours(encoding):
     """Drawn on here and decoded by the server, with rows that are padded."""
     row, colours = PIXELS[encoding]
     padded = row + b"\x55\x55"
     data = 2 * padded + (bytes((90, 240)) + b"\x55\x55" if encoding == "nv12" else b"")
-    frame = pictures.raw(image(encoding, data, len(padded)))
+    frame = images.raw(image(encoding, data, len(padded)))
     shown, served = np.asarray(open_upright(frame)), seen(to_image(frame))
     exact = encoding[:3] not in ("yuv", "yuy", "uyv", "nv1")
     for pixels in (shown, served):
@@ -55,17 +55,17 @@ def test_every_encoding_has_its_own_colours(encoding):
 def test_other_encodings_are_refused(encoding):
     """The message names those that are taken."""
     with pytest.raises(ValueError, match="encoding is one of rgb8, bgr8"):
-        pictures.raw(image(encoding, bytes(64), 8))
+        images.raw(image(encoding, bytes(64), 8))
 
 
 def test_too_few_bytes_are_refused():
     """As by every raw frame."""
     with pytest.raises(ValueError, match="need 12 bytes, got 11"):
-        pictures.raw(image("rgb8", bytes(11), 6))
+        images.raw(image("rgb8", bytes(11), 6))
 
 
 def test_depth_is_no_picture():
     """Its file has a header of its own."""
-    assert pictures.compressed(SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=b"x"))
+    assert images.compressed(SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=b"x"))
     with pytest.raises(ValueError, match="depth"):
-        pictures.compressed(SimpleNamespace(format="16UC1; compressedDepth png", data=b"x"))
+        images.compressed(SimpleNamespace(format="16UC1; compressedDepth png", data=b"x"))

@@ -22,7 +22,7 @@ from legato_client import (
     TextDelta,
     Unavailable,
 )
-from legato_client._transport.channel import COMMON_REQUEST_BYTES
+from legato_client._grpc.channel import COMMON_REQUEST_BYTES
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import CAT

@@ -185,7 +185,7 @@ def test_the_age_of_a_result_is_told(connect, server):
 
 def test_a_negative_time_is_refused_here():
     """Before anything is sent."""
-    from legato_client._convert.requests import task_message
+    from legato_client._proto.requests import task_message
 
     with pytest.raises(ValueError, match="must be 0 to"):
         task_message(DetectTask("cup", tracking=Tracking(-1)))

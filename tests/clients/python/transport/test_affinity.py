@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2
 from legato_client import RawFrame
-from legato_client._convert.upload import Upload
+from legato_client._grpc import channel
 from legato_client._images.sources import to_image
-from legato_client._transport import affinity
-from legato_engine.core.images import BlobRef, PixelFormat, RawImage
+from legato_client._proto.requests import Upload
 from legato_engine.images import decoding
 from legato_engine.images.raw import row_bytes
+from legato_engine.types import BlobRef, PixelFormat, RawImage
 
 HELD = media_pb2.Image(image_id="img_1")
 
@@ -29,7 +29,7 @@ HELD = media_pb2.Image(image_id="img_1")
 )
 def test_what_names_a_server(request_, expected):
     """An image id or a session's name, as printable ASCII; other calls go anywhere."""
-    assert affinity.of(request_) == expected
+    assert channel.of(request_) == expected
 
 
 def test_an_uploads_id_is_known_before_it_is_sent():

@@ -10,12 +10,12 @@ import grpc.aio
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
 from legato_client import AsyncClient, CaptionTask, Started
-from legato_client._transport import async_transport
+from legato_client._grpc import transport
 
 from tests.clients.python.fake_server import INFO
 
 PATIENCE = 60.0  # seconds
-LIMIT = async_transport.CALLS_PER_CHANNEL
+LIMIT = transport.CALLS_PER_CHANNEL
 MANY = 2 * LIMIT + 1
 
 

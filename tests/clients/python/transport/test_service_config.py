@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pool
 from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
 from legato_client import AsyncClient, Client, Unavailable
 from legato_client._errors import from_rpc_error
-from legato_client._transport import service_config
+from legato_client._grpc import channel as service_config
 from legato_engine import errors
 from legato_engine.client.monitor import EngineState
 

@@ -5,8 +5,8 @@ import pytest
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2, server_pb2, session_pb2
+from legato_client._grpc.channel import to_bytes
 from legato_client._images.sources import CachedImage, to_image
-from legato_client._transport.wire import to_bytes
 
 PICTURES = {
     "none": lambda: None,

@@ -13,12 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from legato_client import AsyncClient
-from legato_client.web import caller, routes
+from legato_client.web import openapi
+from legato_client.web import server as caller
 from legato_client.web.connections import ConnectionLimits
 from legato_client.web.listen import Listen
 from legato_client.web.playground import routes as playground
-from legato_client.web.playground.guard import Guard
-from legato_client.web.playground.snippets.connection import Connection
+from legato_client.web.playground.routes import Guard
+from legato_client.web.playground.snippets import Connection
 from legato_client.web.server import Backend, HttpServer, make_app
 from starlette.middleware import Middleware
 
@@ -113,7 +114,7 @@ def http_server(
     )
     listen = listen or Listen("127.0.0.1:0")
     started = threading.Event()
-    served = playground.routes(Connection(target)) if page else routes.routes()
+    served = playground.routes(Connection(target)) if page else openapi.routes()
     app = make_app(served, backend, listen, [Middleware(Guard)] if page else (), limits)
     server = HttpServer(app, listen, lambda _url: started.set(), limits=limits)
     thread = threading.Thread(target=server.serve_forever)

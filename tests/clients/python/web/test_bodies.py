@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from legato_client._errors import Unauthenticated
 from legato_client.web.bodies import MAX_BODY_BYTES, MAX_VALUES, Bodies, JsonSize
 from legato_client.web.errors import Refused
-from legato_client.web.moondream_api.bodies import QueryBody
+from legato_client.web.moondream_api import QueryBody
 from starlette.requests import Request
 
 from tests.clients.python.web.serving import CHAT, HELLO

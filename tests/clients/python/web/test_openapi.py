@@ -6,7 +6,7 @@ import json
 import re
 
 import msgspec
-from legato_client.web import openapi, routes
+from legato_client.web import openapi
 from legato_client.web.operations import OperationRoute
 
 PATHS = {
@@ -43,7 +43,7 @@ def test_every_reference_leads_somewhere(web):
 
 def test_bodies_are_those_of_the_code():
     """A schema has the fields of the type that is parsed, with their bounds."""
-    served = [each for each in routes.routes() if isinstance(each, OperationRoute)]
+    served = [each for each in openapi.routes() if isinstance(each, OperationRoute)]
     schemas = openapi.make_document(served)["components"]["schemas"]
     for each in served:
         body = each.operation.body

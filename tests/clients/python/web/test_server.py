@@ -12,8 +12,8 @@ import urllib.request
 import grpc
 import pytest
 from legato_client import AsyncClient
-from legato_client._transport.token import TokenSource
-from legato_client.web import caller
+from legato_client._grpc.settings import TokenSource
+from legato_client.web import server
 from legato_client.web.listen import Listen
 
 from tests.clients.python.failures import failure
@@ -95,8 +95,8 @@ async def test_a_function_may_have_no_token():
     tokens = iter(["legato_a_b", "", ""])
     source = TokenSource(lambda: next(tokens))
     assert [source.read(), source.read(), source.credential] == ["legato_a_b", "", ""]
-    assert caller.token() == ""
-    async with AsyncClient("127.0.0.1:1", token=caller.token) as client:
+    assert server.token() == ""
+    async with AsyncClient("127.0.0.1:1", token=server.token) as client:
         assert not [key for key, _ in client._connection.metadata() if key == "authorization"]
 
 

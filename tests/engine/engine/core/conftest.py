@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 
 from tests.engine.engine.core.world import CONFIG, GatedFrontend, World
 

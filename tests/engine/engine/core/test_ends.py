@@ -3,10 +3,16 @@
 import time
 
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import DetectResult, FinishReason, QueryResult
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.ipc.messages import Done, Failed, Queued, Started
+from legato_engine.types import (
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    FinishReason,
+    QueryResult,
+    QueryTask,
+    RequestKey,
+)
 
 from tests.engine.engine.core.world import LONG, World, png
 

@@ -7,10 +7,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, SegmentTask
-from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.loading import with_decode_path
+from legato_engine.core.assembly import Assembly, with_decode_path
+from legato_engine.types import CaptionTask, DetectTask, QueryTask, RequestKey, SegmentTask
 
 from tests.engine.engine.core.world import World, png
 

@@ -8,11 +8,17 @@ import weakref
 
 import numpy as np
 import pytest
-from legato_engine.core.images import CachedImage, PixelFormat, RawImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
-from legato_engine.engine.request_stages import PendingRequest
+from legato_engine.core.requests import PendingRequest
 from legato_engine.ipc.messages import Started
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    PixelFormat,
+    QueryTask,
+    RawImage,
+    RequestKey,
+)
 from PIL import Image
 
 from tests.engine.engine.core.world import EITHER_KIND, GatedFrontend, World, png

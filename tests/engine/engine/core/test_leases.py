@@ -3,11 +3,8 @@
 import math
 import time
 
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.task_specs import DetectTask
-from legato_engine.ipc.commands import DropImage, HoldImage
-from legato_engine.ipc.messages import Done, ImageDropped
+from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
+from legato_engine.types import CachedImage, DetectTask, RequestKey
 
 from tests.engine.engine.core.world import GatedFrontend, World, png
 

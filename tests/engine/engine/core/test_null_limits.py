@@ -5,12 +5,17 @@ import time
 
 import msgspec
 import pytest
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask
 from legato_engine.ipc.messages import Failed
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.types import (
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    RequestKey,
+    SamplingParams,
+)
 from PIL import Image
 
 from tests.engine.engine.core.world import CONFIG, World, png

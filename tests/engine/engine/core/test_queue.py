@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.types import CaptionTask, QueryTask
 
 from tests.engine.engine.core.world import CONFIG, GatedFrontend, World, png
 

@@ -5,11 +5,19 @@ import time
 import msgspec
 import pytest
 from legato_engine.client.request_stream import RequestStream, merge_events
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, Resumed, SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
-from legato_engine.engine.loading import assemble
+from legato_engine.core.assembly import assemble
 from legato_engine.ipc.messages import Delta, Done, Started
+from legato_engine.types import (
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    Resumed,
+    SamplingParams,
+    SegmentTask,
+)
 
 from tests.engine.engine.core.world import CONFIG, World, png
 

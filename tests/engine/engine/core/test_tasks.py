@@ -3,20 +3,24 @@
 import random
 
 import pytest
-from legato_engine.core.events import TextDelta
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.results import CaptionResult, DetectResult, FinishReason, TaskResult
-from legato_engine.core.task_specs import (
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    Turn,
-)
 from legato_engine.errors import PromptTooLong
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.types import (
+    Box,
+    CaptionResult,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    FinishReason,
+    Point,
+    PointTask,
+    QueryTask,
+    SamplingParams,
+    SegmentTask,
+    TaskResult,
+    TextDelta,
+    Turn,
+)
 
 from tests.engine.engine.core.world import EITHER_KIND, LONG, World, png
 

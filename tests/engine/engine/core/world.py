@@ -8,16 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.images import EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import from_value
-from legato_engine.ipc.commands import HoldImage
-from legato_engine.ipc.figures import Load
-from legato_engine.ipc.messages import Done, EngineMessage, Failed, ImageHeld
+from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey, SamplingParams
 from PIL import Image
 
 CONFIG = EngineConfig(

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from legato_engine.kernels.cpu.decoder import (
-    Decoder,
-    Layer,
-    LowRank,
-    Map,
-    Norm,
-    Rows,
-    Sizes,
+    CpuDecoder,
+    CpuLayer,
+    CpuLowRank,
+    CpuMap,
+    CpuNorm,
+    CpuRows,
+    CpuSizes,
+    PanelWeight,
 )
-from legato_engine.kernels.cpu.weights import PanelWeight
-from legato_engine.kernels.low_rank import AdapterRows
+from legato_engine.kernels.parameters import AdapterRows
 
 DIM, INNER, SLOTS, PAGES, LAYERS = 50, 70, 6, 40, 2
 EPSILON = 1e-5
@@ -63,13 +63,15 @@ class Made:
         self.layers = []
         for _ in range(LAYERS):
             qkv, out, up, down = [
-                Map(PanelWeight(library, self.noise(*shape) / 6, form.kind), self.noise(shape[0]))
+                CpuMap(
+                    PanelWeight(library, self.noise(*shape) / 6, form.kind), self.noise(shape[0])
+                )
                 for shape in shapes
             ]
             norm, later = [self.norm(DIM, biased=not form.gated) for _ in range(2)]
             query, key = [self.norm(form.head_dim, biased=False) for _ in range(2)]
             self.layers.append(
-                Layer(
+                CpuLayer(
                     norm,
                     qkv,
                     out,
@@ -82,20 +84,20 @@ class Made:
             )
         angle = torch.arange(PAGES * SLOTS)[:, None] / 7.0 ** torch.arange(form.rotary // 2)
         self.angles = angle.cos(), angle.sin()
-        sizes = Sizes(form.heads, form.key_heads, form.head_dim, form.gated)
-        self.decoder = Decoder(library, self.layers, sizes, self.angles)
+        sizes = CpuSizes(form.heads, form.key_heads, form.head_dim, form.gated)
+        self.decoder = CpuDecoder(library, self.layers, sizes, self.angles)
 
     def noise(self, *shape):
         values = torch.randn(*shape, generator=self.generator)
         return values.bfloat16().float() if self.form.kind == "bfloat16" else values
 
     def norm(self, width, *, biased):
-        return Norm(1 + self.noise(width) / 4, self.noise(width) if biased else None, EPSILON)
+        return CpuNorm(1 + self.noise(width) / 4, self.noise(width) if biased else None, EPSILON)
 
     def rows(self, adapters=None):
         shape = LAYERS, PAGES, self.form.key_heads, SLOTS, self.form.head_dim
         odd = torch.full(shape, torch.nan, dtype=self.form.cache)  # nothing unwritten is read
-        return Rows(odd, odd.clone(), adapters)
+        return CpuRows(odd, odd.clone(), adapters)
 
 
 def norm64(norm, x):
@@ -227,7 +229,7 @@ def test_adapters_change_their_rows_alone(library, dtype):
     x_TD, pages_M = made.noise(12, DIM), pages_of(12)
 
     def low_rank(slots):
-        return LowRank(up_a, up_b, down_a, down_b, AdapterRows(torch.tensor(slots), ranks_S, 5))
+        return CpuLowRank(up_a, up_b, down_a, down_b, AdapterRows(torch.tensor(slots), ranks_S, 5))
 
     def change(slot):
         def changed(layer, part, x):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.kernels.cpu.weights import KINDS, PanelWeight
+from legato_engine.kernels.cpu.decoder import KINDS, PanelWeight
 
 TALLEST = 260
 WIDEST = 700

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.registry import resolve
+from legato_engine.types import QueryTask, Request, RequestKey
 
 from tests.engine.models import hub_folder
 

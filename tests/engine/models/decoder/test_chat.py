@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from legato_engine.core.task_specs import QueryTask, Turn
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.types import QueryTask, Turn
 
 from tests.engine.models import hub_folder
 from tests.engine.models.decoder.asking import prompt_of, task_of, theirs

@@ -6,18 +6,14 @@ import itertools
 
 import pytest
 import torch
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import QueryTask
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField
-from legato_engine.models.capabilities import Capabilities
-from legato_engine.models.decoder.bundle import DecoderBundle
+from legato_engine.models.base import Capabilities
+from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken, tokens_of
+from legato_engine.types import FinishReason, PromptToken, QueryTask, Request, RequestKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.engine.models import against_transformers as same

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from legato_engine.core.geometry import Box
-from legato_engine.core.images import CachedImage
-from legato_engine.core.requests import SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.registry import resolve
+from legato_engine.types import (
+    Box,
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    SamplingParams,
+    SegmentTask,
+)
 
 from tests.engine.models import hub_folder
 from tests.engine.models.decoder.asking import prompt_of, task_of

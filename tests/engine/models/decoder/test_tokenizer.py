@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.detokenizer import Detokenizer
+from legato_engine.models.text import Detokenizer
 
 from tests.engine.models import hub_folder
 

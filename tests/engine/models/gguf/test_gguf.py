@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.gguf import checkpoint
-from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
-from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
+from legato_engine.models.gguf.reader import (
+    DEQUANTISE,
+    TYPES,
+    GgufFile,
+    StoredTensor,
+    dequantise,
+    read_gguf,
+)
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
+from legato_engine.types import FinishReason, QueryTask, Request, RequestKey
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
+from legato_engine.types import PromptToken
 from safetensors.torch import load_file, save_file
 
 from tests.engine.models import against_transformers as same

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core.images import ImageInfo
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.types import ImageInfo
 from PIL import Image
 
 CPU = torch.device("cpu")

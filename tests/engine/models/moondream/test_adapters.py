@@ -9,13 +9,13 @@ import zipfile
 import msgspec
 import pytest
 import torch
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import AdapterUnusable
 from legato_engine.layers.lora import AdapterBank, BankSizes
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.paged_cache import DecodeBatch, PrefillSpan
+from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
+from legato_engine.types import PromptToken
 
 from tests.adapters import (
     own_names,

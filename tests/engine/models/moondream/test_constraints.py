@@ -6,16 +6,23 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
 from legato_engine.models.moondream.config import Suppression
-from legato_engine.models.moondream.constraints import Allow, constraint_table
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.tasks import Allow, constraint_table
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.tasks import Constraint, SampledToken, successor
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 
 EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 

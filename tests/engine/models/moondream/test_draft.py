@@ -12,7 +12,7 @@ from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.paged_cache import KVCache, PrefillSpan
+from legato_engine.models.paged_attention import KVCache, PrefillSpan
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 from safetensors.torch import save_file
 

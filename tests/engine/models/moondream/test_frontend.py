@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from legato_engine.core.geometry import Point
-from legato_engine.core.images import BlobRef, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import (
-    SKILLS,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    Turn,
-)
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.types import (
+    SKILLS,
+    BlobRef,
+    CaptionTask,
+    DetectTask,
+    EncodedImage,
+    Point,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+    Turn,
+)
 
 IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
 SPECS = [

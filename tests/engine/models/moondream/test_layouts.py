@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.models.checkpoint_files import Header
-from legato_engine.models.checkpoint_plan import plan
-from legato_engine.models.moondream import layouts
+from legato_engine.models.checkpoint import Header, plan
+from legato_engine.models.moondream import weights
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 from legato_engine.models.moondream.weights import load_weights, random_weights
@@ -334,7 +333,7 @@ def test_moondream3_has_the_published_tensors():
         "region.ln.weight": (2048,),
     }
     assert {name: tuple(stored[f"model.{name}"].shape) for name in shapes} == shapes
-    assert plan(network, headers_of(stored), layouts.rename(config.text.num_heads))
+    assert plan(network, headers_of(stored), weights.rename(config.text.num_heads))
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
@@ -343,7 +342,7 @@ def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
     config = moondream3_config()
     network, state = meta_state(config, e4m3=e4m3)
     stored = headers_of(layout_b(state, config, kv_scales=True))
-    assert layouts.has_fp8_experts(stored) is e4m3
+    assert weights.has_fp8_experts(stored) is e4m3
     shapes = {header.name: header.shape for header in stored}
     assert shapes["region_model.coordinate_features.weight"] == (128, 1)
     assert shapes["region_model.size_features.weight"] == (256, 2)
@@ -351,10 +350,10 @@ def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
     if e4m3:
         assert shapes[f"{LAYER}.4.moe_quant.up_scale"] == (64, 2048)
         assert sum(header.num_bytes for header in stored) == pytest.approx(10.5e9, rel=0.01)
-    assert plan(network, stored, layouts.rename(config.text.num_heads))
+    assert plan(network, stored, weights.rename(config.text.num_heads))
     network.text.use_fp8_kv()
-    assert layouts.missing_kv_scales(stored, config.text.num_layers) == []
-    assert plan(network, stored, layouts.rename(config.text.num_heads, kv_scales=True))
+    assert weights.missing_kv_scales(stored, config.text.num_layers) == []
+    assert plan(network, stored, weights.rename(config.text.num_heads, kv_scales=True))
 
 
 def test_moondream2_in_layout_b_by_its_published_shapes():
@@ -363,4 +362,4 @@ def test_moondream2_in_layout_b_by_its_published_shapes():
     network, state = meta_state(config)
     stored = headers_of(layout_b(state, config))
     assert len(stored) == 592
-    assert plan(network, stored, layouts.rename(config.text.num_heads))
+    assert plan(network, stored, weights.rename(config.text.num_heads))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.tokens import PromptToken
-from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.frontend import MoondreamFrontend
-from legato_engine.models.moondream.prompts import Prompts
+from legato_engine.models.moondream.frontend import MoondreamFrontend, Prompts
+from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
-from legato_engine.models.paged_cache import Chunk, DecodeBatch, PrefillSpan
+from legato_engine.models.paged_attention import Chunk, DecodeBatch, PrefillSpan
+from legato_engine.types import Box, Point, PromptToken
 
 from tests.engine.models.paged_session import PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream

@@ -7,14 +7,13 @@ import math
 import msgspec
 import pytest
 import torch
-from legato_engine.core.tokens import PromptToken
-from legato_engine.layers.mlp import MLP
-from legato_engine.layers.moe import MoE
-from legato_engine.models.moondream import step_sizes
+from legato_engine.layers.mlp import MLP, MoE
+from legato_engine.models.moondream import decode_step
 from legato_engine.models.moondream.config import Gelu, TauConfig
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.types import PromptToken
 
 from tests.engine.models.moondream.test_model import payload_of
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
@@ -128,7 +127,7 @@ def test_a_decode_step_needs_no_data(tiny3_config):
 
 def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     """Step kernels run Moondream 2 and 3, and refuse what they do not compute."""
-    monkeypatch.setattr(step_sizes, "supports_decoder", lambda sizes, device, dtype: True)
+    monkeypatch.setattr(decode_step, "supports_decoder", lambda sizes, device, dtype: True)
     replace = msgspec.structs.replace
     two, three = moondream2_config(), moondream3_config()
     moe = three.text.moe
@@ -136,7 +135,7 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
     kv = KVCache(empty, empty)
     for known in (two, three, replace(two, region=three.region), replace(three, region=two.region)):
-        assert step_sizes.has_kernels(known, kv, DTYPE)
+        assert decode_step.has_kernels(known, kv, DTYPE)
     for text in (
         replace(two.text, tau=three.text.tau),
         replace(two.text, moe=moe),
@@ -144,10 +143,10 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
         replace(three.text, moe=replace(moe, num_active=16)),
         replace(three.text, moe=replace(moe, inner_dim=1000)),
     ):
-        assert not step_sizes.has_kernels(replace(three, text=text), kv, DTYPE)
+        assert not decode_step.has_kernels(replace(three, text=text), kv, DTYPE)
     for inner_dim in (48, 100):
         region = replace(two.region, inner_dim=inner_dim)
-        assert not step_sizes.has_kernels(replace(two, region=region), kv, DTYPE)
+        assert not decode_step.has_kernels(replace(two, region=region), kv, DTYPE)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):

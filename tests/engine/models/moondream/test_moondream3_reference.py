@@ -12,19 +12,23 @@ import re
 import numpy as np
 import pytest
 import torch
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.images import CachedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
-from legato_engine.core.task_specs import CaptionLength, DetectTask, PointTask
-from legato_engine.core.tokens import PromptToken
 from legato_engine.kernels import pages
-from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.frontend import MoondreamFrontend, Prompts
 from legato_engine.models.moondream.model import MoondreamModel
-from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import load_weights
 from legato_engine.tasks import SampledToken
+from legato_engine.types import (
+    Box,
+    CachedImage,
+    CaptionLength,
+    DetectTask,
+    Point,
+    PointTask,
+    PromptToken,
+    Request,
+    RequestKey,
+)
 from safetensors.torch import save_file
 
 from tests.adapters import torch_file

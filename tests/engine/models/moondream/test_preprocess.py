@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.core.images import ImageInfo
-from legato_engine.kernels.cut_plan import CutPlan
-from legato_engine.kernels.lanczos import resize
+from legato_engine.kernels.images import CutPlan, resize
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.preprocess import (
     CroppedImage,
@@ -20,6 +18,7 @@ from legato_engine.models.moondream.preprocess import (
 )
 from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.types import ImageInfo
 
 VISION = moondream2_config().vision
 

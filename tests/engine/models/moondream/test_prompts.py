@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.task_specs import CaptionLength, Turn
-from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.models.moondream.frontend import Prompts
 from legato_engine.models.moondream.presets import (
     moondream2_config,
     moondream3_config,
     tiny_random_config,
 )
-from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.types import Box, CaptionLength, Point, PromptToken, Turn
 
 TOKENIZER = StandInTokenizer()
 CUP = TOKENIZER.encode("cup")

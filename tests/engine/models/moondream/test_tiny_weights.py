@@ -10,12 +10,11 @@ from typing import NamedTuple
 import legato_tiny
 import pytest
 import torch
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.task_specs import CaptionLength
-from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.prompts import Prompts
+from legato_engine.models.moondream.frontend import Prompts
+from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.models.registry import resolve
+from legato_engine.types import CaptionLength, ImageInfo
 from PIL import Image
 from safetensors.torch import load_file
 

@@ -1,20 +1,549 @@
-"""What the playground answers."""
+"""The playground's handlers."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from legato_client.web import routes as http
+from legato_client._async_client import AsyncClient
+from legato_client._errors import (
+    Busy,
+    DeadlineExceeded,
+    InvalidArgument,
+    LegatoError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from legato_client._images.sources import CachedImage
+from legato_client._proto import skills
+from legato_client._proto.pieces import MAX_SECONDS
+from legato_client._session.async_session import AsyncSession
+from legato_client._types.results import (
+    Detection,
+    Event,
+    Finished,
+    FrameStamp,
+    OutlineDelta,
+    PointedObject,
+    Queued,
+    ReasoningDelta,
+    Result,
+    Started,
+    TextDelta,
+    TokensDelta,
+)
+from legato_client._types.server import (
+    Answer,
+    FrameDelta,
+    FrameDropped,
+    FramePolicy,
+    FrameResult,
+    GoAway,
+    SessionStats,
+    model_document,
+)
+from legato_client._types.tasks import Options, Task
+from legato_client.web import openapi as http
 from legato_client.web import timeline
-from legato_client.web.playground import live, questions
-from legato_client.web.playground.snippets.connection import Connection
+from legato_client.web.errors import Refused, response_of, status_of
+from legato_client.web.playground import tasks
+from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.playground.tasks import invalid
+from legato_client.web.server import backend_of
+
+MAX_JSON_BYTES = 256 * 1024
+MAX_PICTURE_BYTES = 32 * 1024 * 1024
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """A JSON object; raises InvalidArgument, and as `Bodies.holding`."""
+    async with backend_of(request).bodies.holding(request, MAX_JSON_BYTES) as data:
+        return json_object(data)
+
+
+def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """Raises InvalidArgument."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidArgument("the request is not JSON") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument("the request is not a JSON object")
+    return value
+
+
+def text_of(body: dict[str, Any], key: str) -> str | None:
+    """A text or nothing; raises InvalidArgument."""
+    value = body.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise invalid(key, "must be a text")
+
+
+# ---------------------------------------------------------------- guard
+
+# Who may speak to the playground, and what its page may do.
+#
+# The process acts with its own credential, so it answers its own page only: another site that the
+# same browser shows must neither call it nor frame it.
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "media-src 'self' blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_SAFE_METHODS = ("GET", "HEAD")
+_OWN_SITES = ("same-origin", "none")
+_FOREIGN = "requests of other sites are refused"
+
+
+class Guard:
+    """Refuses requests of other sites, and adds the page's policies to every answer.
+
+    Browsers tell the site that a request comes from; programs do not. All but a link that is
+    followed must come from this host or from a program.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        problem = _problem(scope)
+        if problem:
+            await _refuse(problem, scope, receive, send)
+            return
+
+        async def send_with_policies(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-cache")
+            await send(message)
+
+        await self._app(scope, receive, send_with_policies)
+
+
+def _problem(scope: Scope) -> str:
+    """Return why a request is refused, or ""."""
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin is not None and _host_of(origin) != headers.get("host", "").lower():
+        return _FOREIGN
+    if headers.get("sec-fetch-site", "none") in _OWN_SITES or _is_followed_link(scope, headers):
+        return ""
+    return _FOREIGN
+
+
+def _is_followed_link(scope: Scope, headers: Headers) -> bool:
+    """Return whether the request follows a link from another site to the page."""
+    if scope["type"] == "websocket":
+        return False
+    return scope["method"] in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
+
+
+def _host_of(origin: str) -> str:
+    """Empty for what is no origin, as `null`."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": problem})
+    else:
+        refusal = Refused(problem, status=HTTPStatus.FORBIDDEN, code="forbidden")
+        await response_of(refusal)(scope, receive, send)
+
+
+# ---------------------------------------------------------------- answers
+
+# Events, results and failures as the JSON objects that the page reads.
+#
+# An object's `type` says what it is; its other keys are the fields of the client's value of that
+# name. Coordinates are fractions of the picture, times are in seconds.
+
+Json = dict[str, Any]
+
+_EVENTS: dict[type[Event], str] = {
+    Queued: "queued",
+    Started: "started",
+    TextDelta: "text",
+    ReasoningDelta: "reasoning",
+    Detection: "object",
+    PointedObject: "point",
+    OutlineDelta: "outline",
+    TokensDelta: "tokens",
+}
+
+_REMEDIES = {
+    "INVALID_FIELD": "Change the named field and ask again.",
+    "IMAGE_UNDECODABLE": "Choose a whole JPEG, PNG or WebP file.",
+    "IMAGE_TOO_LARGE": "Choose a smaller picture.",
+    "IMAGE_NOT_FOUND": "The server no longer holds the picture: choose it again.",
+    "MODEL_NOT_FOUND": "Choose a model that this server serves.",
+    "ADAPTER_NOT_FOUND": "Leave the adapter empty, or name one that this server has.",
+    "TASK_UNSUPPORTED": "This model lacks the skill: choose another skill or another model.",
+    "PROMPT_TOO_LONG": "Shorten the question or the conversation, or lower the most tokens.",
+    "QUEUE_FULL": "The server is full: ask again in a moment.",
+    "QUOTA_EXCEEDED": "This caller's share is used up: ask less often.",
+    "CLIENT_TOO_SLOW": "The answer was not read quickly enough: ask for less.",
+    "DEADLINE_UNREACHABLE": "The wait would be longer than the time allowed: ask again later.",
+    "DUPLICATE_REQUEST": "A request of this id is known: ask again without it.",
+    "ENGINE_STARTING": "The model is loading: ask again in a moment.",
+    "ENGINE_LOST": "The engine is being started again: ask again in a moment.",
+    "DRAINING": "The server is shutting down: ask another one.",
+    "PREEMPTED": "An operator stopped the request: ask again if it still matters.",
+    "SHM_REFUSED": "This server reads no shared memory: send the bytes.",
+    "SHM_TORN": "The picture changed while it was read: send it again.",
+    "SESSION_PROTOCOL": "Start the session again.",
+    "UNAUTHENTICATED": "Start the playground with a valid token (--token-file).",
+    "FORBIDDEN": "Start the playground with a token that has the scope.",
+    "INTERNAL": "This is a bug of the server: report it with the request's id.",
+    "POISONED": "The engine died of this request: do not send it again, report it.",
+    "NUMERIC": "The model computed no numbers for this request: report it.",
+}
+"""What to do, by the contract's `ErrorReason`."""
+
+_BY_CLASS: tuple[tuple[type[LegatoError], str], ...] = (
+    (InvalidArgument, "Change the request and ask again."),
+    (Unavailable, "Is the server running, and is --server its address?"),
+    (Unauthenticated, _REMEDIES["UNAUTHENTICATED"]),
+    (PermissionDenied, _REMEDIES["FORBIDDEN"]),
+)
+
+
+def event_json(value: Event) -> Json:
+    if isinstance(value, Finished):
+        return {"type": "finished", "result": result(value.result)}
+    return {"type": _EVENTS[type(value)], **dataclasses.asdict(value)}
+
+
+def result(value: Result) -> Json:
+    return {"type": skills.of(value).name, **dataclasses.asdict(value)}
+
+
+def failure_json(error: LegatoError) -> Json:
+    """A failure with what can be done about it; `hint` may be empty."""
+    return {
+        "type": "failed",
+        "message": error.message,
+        "code": error.code,
+        "reason": error.reason,
+        "request_id": error.request_id,
+        "fields": [dataclasses.asdict(each) for each in error.field_violations],
+        "retry_after": error.retry_after,
+        "hint": hint(error),
+    }
+
+
+def hint(error: LegatoError) -> str:
+    """Return a remedy for a failure as a sentence, or ""."""
+    if error.reason in _REMEDIES:
+        return _REMEDIES[error.reason]
+    return next((text for kind, text in _BY_CLASS if isinstance(error, kind)), "")
+
+
+# ---------------------------------------------------------------- questions
+
+# Handlers of what is asked about a picture.
+
+PICTURE_TTL = 600.0
+"""Seconds that the server is asked to hold a picture; the page sends it again when it is gone."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def told(handler: Handler) -> Handler:
+    """A handler whose failures the page is told as it is told those of a stream."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except LegatoError as error:
+            return JSONResponse(failure_json(error), status_of(error))
+        except Refused as refusal:
+            failure = failure_json(LegatoError(refusal.message, code=refusal.code.upper()))
+            return JSONResponse(failure, refusal.status)
+
+    return handle
+
+
+async def describe_server(request: Request, connection: Connection) -> Response:
+    """Describe the server: identity, models, limits, address."""
+    client = backend_of(request).client
+    info, models = await client.server_info(), await client.models()
+    return JSONResponse(
+        {
+            "server": {"name": info.name, "version": info.version, "target": connection.target},
+            "limits": dataclasses.asdict(info.limits),
+            "models": [model_document(model) for model in models],
+            "max_picture_bytes": MAX_PICTURE_BYTES,
+        }
+    )
+
+
+async def upload(request: Request) -> Response:
+    """Hand a picture to the server, which decodes it; the answer names it in later requests."""
+    client = backend_of(request).client
+    async with backend_of(request).bodies.holding(request, MAX_PICTURE_BYTES) as data:
+        held = await client.put_image(bytes(data), ttl=PICTURE_TTL)
+    return JSONResponse({"image_id": held.image_id, "width": held.width, "height": held.height})
+
+
+async def generate(request: Request) -> Response:
+    """Stream the events of one task as JSON lines; leaving cancels the work on the server."""
+    client = backend_of(request).client
+    image_id, task, options = _question(await read_object(request), "image_id")
+    image = None if image_id is None else CachedImage(image_id)
+    lines = _lines(client, image, task, options)
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+async def show_snippets(request: Request, connection: Connection) -> Response:
+    """The programs that make a request."""
+    picture, task, options = _question(await read_object(request), "picture")
+    made = code(connection, picture, task, options)
+    return JSONResponse(dataclasses.asdict(made))
+
+
+def _question(body: dict[str, object], image_key: str) -> tuple[str | None, Task, Options]:
+    image = text_of(body, image_key)
+    options = tasks.read_options(body.get("options", {}))
+    return image, tasks.read_task(body.get("task")), options
+
+
+async def _lines(
+    client: AsyncClient, image: CachedImage | None, task: Task, options: Options
+) -> AsyncIterator[str]:
+    try:
+        async with contextlib.aclosing(client.generate(image, task, options=options)) as events:
+            async for event in events:
+                yield _line(event_json(event))
+    except LegatoError as error:
+        yield _line(failure_json(error))
+
+
+def _line(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+# ---------------------------------------------------------------- live
+
+# A session between the page's websocket and the server.
+#
+# The page says `open` as JSON, then sends frames: 8 bytes with the time of capture in
+# milliseconds
+# since the Unix epoch, 4 bytes with the sequence, both little-endian (a double and an unsigned
+# integer), and the picture's file. `finish` as JSON asks for what is under way. Nothing waits
+# here:
+# without a credit of the server a frame is left out, and the page sends a newer one.
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+_MAX_TASKS = 8
+_HEAD = struct.Struct("<dI")
+_SETTINGS = ("tasks", "policy", "max_frame_age", "model")
+_CLOSED_NORMALLY = 1000
+_MAX_SESSIONS = 8  # a websocket holds a frame or two while it waits
+_OPEN_TIMEOUT = 30.0  # seconds until the page says what the session is for
+
+
+class Sessions:
+    """Serves a limited number of sessions, each from its `open` until either side ends it."""
+
+    def __init__(self, limit: int = _MAX_SESSIONS) -> None:
+        self._limit = limit
+        self._num_open = 0
+
+    async def serve(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        self._num_open += 1
+        try:
+            if self._num_open > self._limit:
+                raise Busy(f"the playground has {self._limit} sessions, which is its limit")
+            await _session(websocket)
+        except LegatoError as error:
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await websocket.send_json(failure_json(error))
+                await websocket.close(_CLOSED_NORMALLY)
+        except WebSocketDisconnect:
+            return
+        finally:
+            self._num_open -= 1
+
+
+async def _session(websocket: WebSocket) -> None:
+    try:
+        async with asyncio.timeout(_OPEN_TIMEOUT):
+            opening = await _receive(websocket)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
+    async with _open(websocket.state.backend.client, opening) as running:
+        await _serve(websocket, running)
+    await websocket.close(_CLOSED_NORMALLY)
+
+
+async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
+    """A frame, or a JSON object; raises InvalidArgument, and WebSocketDisconnect at the end."""
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
+    data: bytes | None = message.get("bytes")
+    return json_object(message.get("text") or "") if data is None else data
+
+
+def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
+    """Raises InvalidArgument."""
+    if isinstance(opening, bytes):
+        raise tasks.invalid("message", "must open the session")
+    if unknown := opening.keys() - set(_SETTINGS):
+        raise tasks.invalid(min(unknown), "is no setting of a session")
+    wanted = opening.get("tasks")
+    if not isinstance(wanted, list) or not 1 <= len(wanted) <= _MAX_TASKS:
+        raise tasks.invalid("tasks", f"must be a list of 1 to {_MAX_TASKS} tasks")
+    age = opening.get("max_frame_age")
+    if age is not None and not (isinstance(age, int | float) and 0 < age <= MAX_SECONDS):
+        raise tasks.invalid(
+            "max_frame_age", f"must be a number of seconds above 0, at most {MAX_SECONDS}"
+        )
+    try:
+        return client.session(
+            [tasks.read_task(each) for each in wanted],
+            policy=cast(FramePolicy, text_of(opening, "policy") or "latest_wins"),
+            max_frame_age=age,
+            model=text_of(opening, "model") or "",
+            when_full="drop",
+        )
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
+    """Both directions at once; raises what ended the session, if it did not end well."""
+    terms = dataclasses.asdict(running.terms)
+    await websocket.send_json({"type": "opened", **terms, "credits": running.credits})
+    reading = asyncio.create_task(_read_page(websocket, running))
+    writing = asyncio.create_task(_tell_page(websocket, running))
+    try:
+        await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()
+        await writing
+    finally:
+        for task in (reading, writing):
+            task.cancel()
+        await asyncio.gather(reading, writing, return_exceptions=True)
+
+
+async def _read_page(websocket: WebSocket, running: AsyncSession) -> None:
+    """Returns once the page has said that it is finished."""
+    while True:
+        message = await _receive(websocket)
+        if isinstance(message, bytes):
+            await _send_frame(websocket, running, message)
+            continue
+        if message != {"finish": True}:
+            raise tasks.invalid("message", "must be a frame, or finish")
+        await running.finish()
+        return
+
+
+async def _send_frame(websocket: WebSocket, running: AsyncSession, data: bytes) -> None:
+    if not _HEAD.size < len(data) <= MAX_FRAME_BYTES:
+        raise tasks.invalid("frame", f"must have {_HEAD.size + 1} to {MAX_FRAME_BYTES} bytes")
+    captured, sequence = _HEAD.unpack_from(data)
+    if not 0 <= captured < 1e14 or sequence == 0:
+        raise tasks.invalid("frame", "has no time of capture, or no sequence")
+    stamp = FrameStamp("playground", round(captured * 1e6), sequence)
+    sent = await running.send(data[_HEAD.size :], stamp=stamp)
+    if sent is None:
+        await websocket.send_json(
+            {"type": "left_out", "sequence": sequence, **_counts(running.stats, running.credits)}
+        )
+
+
+async def _tell_page(websocket: WebSocket, running: AsyncSession) -> None:
+    async for answer in running:
+        counts = _counts(running.stats, running.credits)
+        await websocket.send_json({**answer_of(answer), **counts})
+    await websocket.send_json({"type": "ended", **_counts(running.stats, running.credits)})
+
+
+def _counts(stats: SessionStats, credits: int) -> Json:
+    return {"stats": dataclasses.asdict(stats), "credits": credits}
+
+
+def answer_of(answer: Answer) -> Json:
+    """Convert a session event to the page's JSON."""
+    match answer:
+        case FrameResult():
+            return {
+                "type": "result",
+                "sequence": answer.sequence,
+                "task_id": answer.task_id,
+                "last": answer.last_for_frame,
+                "outcome": _outcome(answer.outcome),
+            }
+        case FrameDropped():
+            return {"type": "dropped", **dataclasses.asdict(answer)}
+        case FrameDelta():
+            event = event_json(answer.event)
+            told = {"sequence": answer.sequence, "task_id": answer.task_id}
+            return {"type": "delta", **told, "event": event}
+        case GoAway():
+            reason = failure_json(answer.reason) if answer.reason else None
+            return {"type": "go_away", "time_left": answer.time_left, "reason": reason}
+
+
+def _outcome(outcome: Result | LegatoError) -> Json:
+    if isinstance(outcome, LegatoError):
+        return failure_json(outcome)
+    return result(outcome)
+
+
+# ---------------------------------------------------------------- routes
+
+# What the playground answers.
 
 STATIC = Path(__file__).parents[1] / "static"
 
@@ -26,16 +555,16 @@ def routes(connection: Connection, operator: Callable[[], str] | None = None) ->
     target of AdminService, "" where it is the server's own; None keeps the page from changing the
     pipeline's depth.
     """
-    describe = functools.partial(questions.describe, connection=connection)
-    snippets = functools.partial(questions.snippets, connection=connection)
+    describe = functools.partial(describe_server, connection=connection)
+    snippets = functools.partial(show_snippets, connection=connection)
     own = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
-        Route("/playground/server", questions.told(describe)),
-        Route("/playground/pictures", questions.told(questions.upload), methods=["POST"]),
-        Route("/playground/generate", questions.told(questions.generate), methods=["POST"]),
-        Route("/playground/code", questions.told(snippets), methods=["POST"]),
-        WebSocketRoute("/playground/session", live.Sessions().serve),
+        Route("/playground/server", told(describe)),
+        Route("/playground/pictures", told(upload), methods=["POST"]),
+        Route("/playground/generate", told(generate), methods=["POST"]),
+        Route("/playground/code", told(snippets), methods=["POST"]),
+        WebSocketRoute("/playground/session", Sessions().serve),
     ]
     return [*own, *timeline.routes(operator, switch=operator is not None), *http.routes()]
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from google.protobuf import json_format
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 
-from legato_client._convert import skills
 from legato_client._errors import FieldViolation, InvalidArgument
-from legato_client._values.results import Box, Point
-from legato_client._values.tasks import (
+from legato_client._proto import skills
+from legato_client._types.results import Box, Point
+from legato_client._types.tasks import (
     CaptionLength,
     Message,
     ObjectOrder,
@@ -46,7 +46,7 @@ _ROLES: dict[int, Role] = {
 
 
 def invalid(field: str, description: str) -> InvalidArgument:
-    """What the page sent cannot be passed on."""
+    """Raise InvalidArgument for input that cannot be forwarded."""
     return InvalidArgument(
         f"{field}: {description}",
         reason="INVALID_FIELD",
@@ -123,12 +123,12 @@ def _place(ref: geometry_pb2.SpatialRef) -> SpatialRef:
 
 
 def _number(value: NumberT) -> NumberT:
-    """As it was typed: a float of the contract has seven digits."""
+    """Format a number as typed: contract floats have seven digits."""
     return round(value, 6)
 
 
 def _message(message: task_pb2.ChatMessage) -> Message:
-    """Its words: the request's picture stands in front of the user's first without being named."""
+    """Return the message's text; the request's image precedes the user's first message."""
     role = _known(_ROLES, message.role, "task.query.messages.role")
     return Message(role, "".join(part.text for part in message.parts))
 

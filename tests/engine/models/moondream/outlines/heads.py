@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.outlines.head import Head
+from legato_engine.models.moondream.refiner.refiner import MaskHead
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 from tests.shared import made_once
@@ -23,10 +23,10 @@ _RATE = 5e-3
 DARK, BRIGHT = 40, 220
 
 
-def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> Head:
+def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> MaskHead:
     """A random head for this configuration's vision encoder."""
     torch.manual_seed(seed)
-    head = Head(config.vision.dim, config.vision.grid, dim, NUM_MASKS)
+    head = MaskHead(config.vision.dim, config.vision.grid, dim, NUM_MASKS)
     for name, parameter in head.named_parameters():
         if name.endswith("in_proj_weight"):
             torch.nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[1]))
@@ -49,7 +49,7 @@ def write_learnt_head(path: Path, name: str, config: MoondreamConfig, vision: Vi
     shutil.copyfile(made_once(f"{name}-head.pt", make), path)
 
 
-def _learnt_head(config: MoondreamConfig, vision: Vision) -> Head:
+def _learnt_head(config: MoondreamConfig, vision: Vision) -> MaskHead:
     head = random_head(config).requires_grad_()
     settings, side = config.refiner, config.vision.crop_size
     assert settings is not None

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from legato_engine.models.moondream.outlines.head import Attention, Head
 from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
+from legato_engine.models.moondream.refiner.refiner import MaskAttention, MaskHead
 from torch import nn
 
 from tests.engine.models.moondream.outlines import reference_head
@@ -25,7 +25,7 @@ def test_shapes_of_moondream_3s_head():
     """At the published sizes: four masks of the crop's size and their predicted IoU."""
     vision = moondream3_config().vision
     with torch.device("meta"):
-        head = Head(vision.dim, vision.grid, 256, 4)
+        head = MaskHead(vision.dim, vision.grid, 256, 4)
         late, early = torch.empty(2, 1, 729, 1152)
         logits, ratings = head(head.fused(late, early), torch.empty(1, 378, 378))
         refined = head.refine(late, early, torch.empty(1, 378, 378), 1)
@@ -52,7 +52,7 @@ def test_attention_is_torchs():
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     nn.init.normal_(theirs.in_proj_bias)
-    ours = Attention(32, 4)
+    ours = MaskAttention(32, 4)
     ours.load_state_dict(theirs.state_dict())
     query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     assert torch.allclose(ours(query, key, value), theirs(query, key, value)[0], atol=1e-6)

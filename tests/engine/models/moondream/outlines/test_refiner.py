@@ -4,16 +4,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core.geometry import Box
-from legato_engine.core.images import ImageInfo
-from legato_engine.core.results import Outline
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.frontend import MoondreamFrontend
-from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner
 from legato_engine.models.moondream.presets import tiny_random3_config
+from legato_engine.models.moondream.refiner.refiner import MoondreamRefiner
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.types import Box, ImageInfo, Outline
 from PIL import Image
 
 from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK, write_learnt_head

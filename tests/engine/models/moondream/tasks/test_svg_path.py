@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from legato_engine.models.moondream.tasks.svg_path import SvgPath
+from legato_engine.models.moondream.tasks import SvgPath
 
 
 def read(pieces):

@@ -6,35 +6,37 @@ from datetime import date
 
 import msgspec
 import pytest
-from legato_engine.core.events import (
-    Grounding,
-    ObjectEvent,
-    OutlineEvent,
-    PointEvent,
-    ReasoningDelta,
-    TextDelta,
-    TokensDelta,
-)
-from legato_engine.core.geometry import Box, Point
-from legato_engine.core.images import BlobRef, EncodedImage
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.results import FinishReason, Outline
-from legato_engine.core.task_specs import (
-    CaptionTask,
-    DetectTask,
-    ObjectOrder,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-)
-from legato_engine.core.tokens import TokenInfo
 from legato_engine.models.confidence import Calibration, CalibrationFile
 from legato_engine.models.moondream.config import Suppression
-from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.tasks import SampledToken, tokens_of
+from legato_engine.types import (
+    BlobRef,
+    Box,
+    CaptionTask,
+    DetectTask,
+    EncodedImage,
+    FinishReason,
+    Grounding,
+    ObjectEvent,
+    ObjectOrder,
+    Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    PointTask,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+    TextDelta,
+    TokenInfo,
+    TokensDelta,
+)
 
 IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
 EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9

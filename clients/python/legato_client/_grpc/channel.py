@@ -1,0 +1,332 @@
+"""Channels: options, service configuration, methods, wire format.
+
+`service_config.json` is for clients in any language. gRPC retries a stream only while no response
+has begun, so one policy serves every method: a session's first response comes before any frame is
+sent, and an upload sent twice is one image.
+
+The health check and `round_robin` are for names of several servers: one that says NOT_SERVING gets
+no calls while another serves. A single server's own answer says why it does not serve and when to
+come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+from google.protobuf.message import DecodeError, Message
+from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, session_pb2
+
+from legato_client._errors import Busy, InternalError, InvalidArgument
+from legato_client._proto import pieces, responses, skills
+from legato_client._version import CONTRACT_REVISION, version
+
+_FILE = "service_config.json"
+_FOR_SEVERAL = ("healthCheckConfig", "loadBalancingConfig")
+_SEVERAL_SCHEMES = ("dns:", "xds:")
+
+
+def load() -> dict[str, Any]:
+    text = importlib.resources.files("legato_client").joinpath(_FILE).read_text("utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+def of_target(target: str) -> str:
+    config = load()
+    if not names_several(target):
+        for key in _FOR_SEVERAL:
+            del config[key]
+    return json.dumps(config)
+
+
+def names_several(target: str) -> bool:
+    """Return whether a gRPC name may stand for several servers.
+
+    That is a list of addresses ("ipv4:10.0.0.1:50051,10.0.0.2:50051") or a name with the scheme
+    "dns:".
+    """
+    return "," in target or target.startswith(_SEVERAL_SCHEMES)
+
+
+def max_attempts() -> int:
+    attempts: int = load()["methodConfig"][0]["retryPolicy"]["maxAttempts"]
+    return attempts
+
+
+# ---------------------------------------------------------------- affinity
+
+# The metadata by which a proxy sends calls about one image, or of one session, to one server.
+
+KEY = "legato-affinity"
+
+
+def of(request: Message) -> str:
+    """The id of the image that a server has to hold, or the session's name; empty: any server."""
+    match request:
+        case session_pb2.SessionOpen():
+            return _text(request.session_name)
+        case image_pb2.DeleteImageRequest():
+            return _text(request.image_id)
+    image = getattr(request, "image", None)
+    return _text(image.image_id) if isinstance(image, media_pb2.Image) else ""
+
+
+def _text(value: str) -> str:
+    """Escape text for metadata: printable ASCII."""
+    return quote(value, safe="")
+
+
+# ---------------------------------------------------------------- channel
+
+# The options of a channel: sizes, keep-alive, retries, metadata.
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_TIMEOUT = 60.0  # seconds, unary
+DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MAX_ATTEMPTS = max_attempts()
+COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # any gRPC server takes this by default
+
+_OTHER_TARGET = re.compile(
+    r"(unix|unix-abstract|vsock|ipv4|ipv6|dns|xds|google-c2p):(?!\d+$)|.*:///"
+)
+
+Metadata = tuple[tuple[str, str], ...]
+ChannelOptions = tuple[tuple[str, Any], ...]
+
+
+def default_target() -> str:
+    return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
+
+
+def full_target(target: str) -> str:
+    """A target of gRPC; a host alone has the port of `DEFAULT_TARGET`.
+
+    Raises:
+        ValueError: a URL of HTTP, or a port that is no number.
+    """
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme.lower() in ("http", "https", "grpc", "grpcs"):
+        address = rest.rstrip("/")
+        raise ValueError(f"a server is HOST:PORT and no URL: {address!r} instead of {target!r}")
+    if _OTHER_TARGET.match(target):
+        return target
+    host, port = _split(target)
+    if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"a server is HOST:PORT, not {target!r}")
+    return f"{host}:{port}"
+
+
+def _split(target: str) -> tuple[str, str]:
+    """Host and port; an IPv6 address gets its brackets."""
+    default = DEFAULT_TARGET.rpartition(":")[2]
+    if target.startswith("["):
+        host, _, after = target.partition("]")
+        return f"{host}]", after.removeprefix(":") if after else default
+    if target.count(":") > 1:
+        return f"[{target}]", default
+    host, separator, port = target.partition(":")
+    return host, port if separator else default
+
+
+def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
+    return (
+        ("grpc.service_config", of_target(target)),
+        ("grpc.enable_retries", 1),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A restarted server is found within seconds, not after the default's two minutes.
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        # Slower than the fastest ping a Legato server allows (10 s). The ping timeout finds a
+        # frozen peer; the keep-alive timeout alone only finds a vanished host.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+    )
+
+
+def call_metadata(priority: int | None, tenant: str | None, extra: Metadata) -> Metadata:
+    """Keys are in lower case, as gRPC demands."""
+    own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
+    if priority is not None:
+        own += (("legato-priority", str(priority)),)
+    if tenant is not None:
+        own += (("legato-tenant", tenant),)
+    return own + extra
+
+
+def check_size(num_bytes: int, limit: int) -> None:
+    """Check the size of a request. Raises InvalidArgument, which names the way around the limit."""
+    if num_bytes > limit:
+        raise InvalidArgument(
+            f"the request has {num_bytes} bytes, the limit is {limit}: upload the image with "
+            "`put_image`, which takes larger ones, and ask about what it returns; or send it as a "
+            "JPEG file",
+            reason="IMAGE_TOO_LARGE",
+            metadata={"limit": str(limit), "actual": str(num_bytes)},
+        )
+
+
+class Deadline:
+    """A point in time that all attempts of a call share."""
+
+    def __init__(self, timeout: float) -> None:
+        self._end = time.monotonic() + timeout
+
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
+    """Seconds until the next attempt, or None when the error must be raised.
+
+    gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
+    """
+    if error.retry_after is None:
+        return None
+    if attempt >= MAX_ATTEMPTS or error.retry_after >= time_left:
+        return None
+    return error.retry_after
+
+
+# ---------------------------------------------------------------- wire
+
+# Requests as bytes.
+
+_FIELDS = {  # of `Image.source`: the number of `data` in it, and its own
+    "encoded": (media_pb2.EncodedImage.DATA_FIELD_NUMBER, media_pb2.Image.ENCODED_FIELD_NUMBER),
+    "raw": (media_pb2.RawImage.DATA_FIELD_NUMBER, media_pb2.Image.RAW_FIELD_NUMBER),
+}
+_LENGTH_DELIMITED = 2
+
+
+def to_bytes(request: Message, file: bytes | None = None) -> bytes:
+    """Serialize a request with one copy of its image's bytes; `request` must not be used again.
+
+    `file` is an encoded image that the message lacks. protobuf copies a large field several times
+    while it encodes, so the image's bytes are appended as a second `image` field, which a parser
+    merges into the first.
+    """
+    if file is not None:
+        number = request.DESCRIPTOR.fields_by_name["image"].number
+        return _ending_with(file, (*_FIELDS["encoded"], number), request)
+    path, image = _image_of(request)
+    source = image.WhichOneof("source") if image is not None else None
+    if image is None or source not in _FIELDS:
+        return request.SerializeToString()
+    holder: media_pb2.EncodedImage | media_pb2.RawImage = getattr(image, source)
+    data = holder.data
+    holder.ClearField("data")
+    return _ending_with(data, (*_FIELDS[source], *path), request)
+
+
+def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
+    """The fields of `path` have the innermost first."""
+    tail_size, headers = len(data), b""
+    for number in path:
+        header = _header(number, tail_size)
+        headers = header + headers
+        tail_size += len(header)
+    return b"".join((request.SerializeToString(), headers, data))
+
+
+def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
+    """The fields that lead to the image have the innermost first."""
+    if isinstance(request, session_pb2.SessionRequest):
+        path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
+        return path, request.frame.image if request.HasField("frame") else None
+    image = getattr(request, "image", None)
+    if not isinstance(image, media_pb2.Image):
+        return (), None
+    return (request.DESCRIPTOR.fields_by_name["image"].number,), image
+
+
+def _header(number: int, size: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+# ---------------------------------------------------------------- methods
+
+# The RPCs of this client.
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method(Generic[ResponseT, ValueT]):
+    """One RPC; `parse` turns its response into a value."""
+
+    path: str
+    response: type[ResponseT]
+    parse: Callable[[ResponseT], ValueT]
+
+
+def message_of(kind: type[ResponseT], data: bytes) -> ResponseT:
+    """Parse a response. gRPC's own parsing gives None for damaged bytes in asyncio.
+
+    Raises:
+        InternalError: the bytes are no message.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InternalError("the server's answer is malformed") from None
+
+
+def _answer(skill: skills.AnySkill, response: Any) -> Any:
+    return skill.read(response, pieces.info(response.info), "")
+
+
+_INFERENCE = "/legato.v1.InferenceService/"
+_ADMIN = "/legato.v1.AdminService/"
+_IMAGE = "/legato.v1.ImageService/"
+_SERVER = "/legato.v1.ServerService/"
+
+SESSION_PATH = "/legato.v1.SessionService/Session"
+
+OF_SKILLS: Mapping[str, Method[Any, Any]] = {
+    skill.name: Method(
+        f"{_INFERENCE}{skill.name.capitalize()}",
+        skill.response,
+        functools.partial(_answer, skill),
+    )
+    for skill in skills.SKILLS
+}
+"""The call of each skill alone, by the skill's name."""
+RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
+GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event_of)
+PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, responses.held_image)
+DELETE_IMAGE = Method(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, responses.no_image)
+GET_SERVER_INFO = Method(
+    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, responses.server_info
+)
+LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, responses.models)
+GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, responses.load)
+ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, responses.abort_count)
+GET_METRICS = Method(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, responses.metrics)
+WATCH_TIMELINE = Method(
+    _ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, responses.timeline
+)
+SET_PIPELINE_DEPTH = Method(
+    _ADMIN + "SetPipelineDepth", admin_pb2.SetPipelineDepthResponse, responses.no_depth
+)
+DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, responses.unfinished)

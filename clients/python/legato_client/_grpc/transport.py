@@ -1,0 +1,442 @@
+"""Blocking and asyncio transports.
+
+`ClientMethods` is written once, as coroutines. Over a blocking channel each step blocks, so they
+complete without an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2
+
+from legato_client._errors import (
+    Busy,
+    IncompleteStream,
+    InternalError,
+    LegatoError,
+    Unavailable,
+    from_rpc_error,
+)
+from legato_client._grpc.channel import GENERATE, Metadata, Method, message_of
+from legato_client._grpc.settings import CallMetadata, ClientSettings
+from legato_client._types import results
+
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+class Transport(Protocol):
+    """Sends serialized requests; `timeout` is the gRPC deadline in seconds,
+    `affinity` what a proxy chooses the server by.
+
+    Failures are raised as `LegatoError`.
+    """
+
+    async def unary(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> ResponseT: ...
+
+    async def upload(
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
+    ) -> ResponseT: ...
+
+    def stream(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> AsyncGenerator[ResponseT, None]:
+        """Closing it early cancels the call."""
+        ...
+
+    async def run(self, work: Callable[[], ValueT]) -> ValueT:
+        """Does not block the event loop."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+# ---------------------------------------------------------------- async status
+
+# The status that a server ended an asyncio call with during a write.
+
+_FAILED_WRITE = "Internal error from Core"
+_PATIENCE = 1.0  # seconds for the status of an ended call
+
+
+class ServerStatus:
+    """Notes a call's status before grpc.aio writes another one over it.
+
+    When a call ends during a write, grpc.aio ends it with an INTERNAL of its own, whether or not
+    the server's status is there. The call's callbacks get both.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._error: grpc.aio.AioRpcError | None = None
+        self._known = asyncio.Event()
+        call.add_done_callback(self._note)
+
+    async def instead_of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """Replaces only an error of grpc.aio's own making."""
+        if not _is_failed_write(error.code(), error.details()):
+            return error
+        try:
+            await asyncio.wait_for(self._known.wait(), _PATIENCE)
+        except TimeoutError:
+            return error
+        return self._error or error
+
+    def _note(self, call: Any) -> None:
+        code, details = _at_once(call.code()), _at_once(call.details())
+        if not _is_failed_write(code, details):
+            trailers = _at_once(call.trailing_metadata())
+            self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
+            self._known.set()
+
+
+def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
+    return code is grpc.StatusCode.INTERNAL and details == _FAILED_WRITE
+
+
+def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """The call is done, so the coroutine has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        value: ValueT = done.value
+        return value
+    coroutine.close()
+    raise AssertionError("a call that is done has a status")
+
+
+# ---------------------------------------------------------------- async transport
+
+# The asyncio transport.
+
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+
+
+CALLS_PER_CHANNEL = 100
+"""At once. A server begins only so many calls of a connection (Legato 256, proxies often 100); gRPC
+lets further ones wait without a word."""
+
+
+class PooledChannel:
+    """A channel with a connection of its own, and the calls that it carries."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.num_calls = 0
+        self.starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+
+    def __enter__(self) -> grpc.aio.Channel:
+        self.num_calls += 1
+        return self.channel
+
+    def __exit__(self, *_: object) -> None:
+        self.num_calls -= 1
+
+    def carry(self, call: grpc.aio.Call) -> None:
+        """Count a call until it is done."""
+        self.num_calls += 1
+        call.add_done_callback(self.__exit__)
+
+
+class AsyncTransport:
+    """Over `grpc.aio` channels, the first of which opens at the first call, in its loop."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        # Else gRPC makes it for every call.
+        self._metadata = CallMetadata(settings, lambda own: grpc.aio.Metadata(*own))
+        self._settings = settings
+        self._channels: list[PooledChannel] = []
+
+    def metadata(self, affinity: str = "") -> grpc.aio.Metadata:
+        return self._metadata.current(affinity)
+
+    def channel(self) -> PooledChannel:
+        """Return the first channel with room for a call, which enters it while it runs."""
+        for each in self._channels:
+            if each.num_calls < CALLS_PER_CHANNEL:
+                return each
+        target, options = self._settings.target, self._settings.channel_options
+        options += (("grpc.use_local_subchannel_pool", 1),)  # or all share one connection
+        credentials = self._settings.security.credentials
+        if credentials is None:
+            made = PooledChannel(grpc.aio.insecure_channel(target, options=options))
+        else:
+            made = PooledChannel(grpc.aio.secure_channel(target, credentials, options=options))
+        self._channels.append(made)
+        return made
+
+    async def unary(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> ResponseT:
+        pooled = self.channel()
+        start = pooled.starts.get(method.path)
+        if start is None:
+            start = pooled.starts[method.path] = pooled.channel.unary_unary(method.path)
+        try:
+            with pooled:
+                metadata = self.metadata(affinity)
+                data = await start(request, timeout=timeout, metadata=metadata)
+                return message_of(method.response, cast("bytes", data))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def upload(
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
+    ) -> ResponseT:
+        with self.channel() as channel:
+            start: grpc.aio.StreamUnaryMultiCallable[Any, bytes] = channel.stream_unary(method.path)
+            call = start(requests, timeout=timeout, metadata=self.metadata(affinity))
+            status = ServerStatus(call)
+            try:
+                return message_of(method.response, await call)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(await status.instead_of(error)) from error
+
+    async def stream(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> AsyncGenerator[ResponseT, None]:
+        with self.channel() as channel:
+            start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+                method.path
+            )
+            call = start(request, timeout=timeout, metadata=self.metadata(affinity))
+            try:
+                async for message in call:
+                    yield message_of(method.response, message)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                call.cancel()
+
+    async def run(self, work: Callable[[], ValueT]) -> ValueT:
+        return await asyncio.to_thread(work)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        """A later call opens another connection."""
+        channels, self._channels = self._channels, []
+        for each in channels:
+            await each.channel.close()
+
+
+# ---------------------------------------------------------------- blocking transport
+
+# The blocking transport.
+
+# ruff: noqa: ASYNC109, ASYNC251 - coroutines in shape only: they block by contract, see `run`
+
+
+def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """The coroutine blocks and never suspends."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        value: ValueT = done.value
+        return value
+    call.close()
+    raise AssertionError("a call over the blocking transport suspended")
+
+
+class BlockingTransport:
+    """Over a `grpc` channel; every method does its work before it returns."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._metadata = CallMetadata(settings, lambda own: own)
+        self._starts: dict[str, grpc.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+        target, options = settings.target, settings.channel_options
+        credentials = settings.security.credentials
+        if credentials is None:
+            self.channel = grpc.insecure_channel(target, options=options)
+        else:
+            self.channel = grpc.secure_channel(target, credentials, options=options)
+
+    def metadata(self, affinity: str = "") -> Metadata:
+        return self._metadata.current(affinity)
+
+    async def unary(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> ResponseT:
+        start = self._starts.get(method.path)
+        if start is None:
+            start = self._starts[method.path] = self.channel.unary_unary(method.path)
+        try:
+            metadata = self.metadata(affinity)
+            data = start(request, timeout=timeout, metadata=metadata)
+            return message_of(method.response, cast("bytes", data))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def upload(
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
+    ) -> ResponseT:
+        start: grpc.StreamUnaryMultiCallable[bytes, bytes] = self.channel.stream_unary(method.path)
+        try:
+            data = start(requests, timeout=timeout, metadata=self.metadata(affinity))
+            return message_of(method.response, data)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def stream(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+    ) -> AsyncGenerator[ResponseT, None]:
+        start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self.channel.unary_stream(method.path)
+        call = start(request, timeout=timeout, metadata=self.metadata(affinity))
+        try:
+            for message in call:
+                yield message_of(method.response, message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def run(self, work: Callable[[], ValueT]) -> ValueT:
+        return work()
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+# ---------------------------------------------------------------- event reader
+
+# Reading a Generate stream, over the servers that it takes.
+
+_DELAYS = (0.05, 1.0, 3.0)
+"""Seconds before each resumption at most: a proxy has another server at once, a name may need a
+moment, and a server that was alone comes back."""
+
+
+class EventReader:
+    """Checks the grammar of a stream and converts its messages.
+
+    A broken path may end a stream with any code; the absence of `Finished` is what tells. Where
+    the server sends checkpoints, events wait for the one that covers them, so that a stream that
+    goes on with another server tells everything once.
+    """
+
+    def __init__(self) -> None:
+        self._next_index = 0
+        self._begun = False  # some server has sent something
+        self._started = False
+        self._checkpoint: inference_pb2.Checkpoint | None = None
+        self._request_id = ""
+        self._uncovered: list[results.Event] = []
+        self._finished: results.Finished | None = None
+        self._num_resumptions = 0
+
+    def read(self, message: inference_pb2.GenerateResponse) -> list[results.Event]:
+        """The events that may be given on; `Finished` is kept for the end.
+
+        Raises IncompleteStream when an event was lost, and the task's own error when it failed.
+        """
+        if message.index != self._next_index:
+            raise IncompleteStream(
+                f"event {self._next_index} of the stream is missing, got {message.index}"
+            )
+        self._next_index += 1
+        self._begun = True
+        event = GENERATE.parse(message)
+        if isinstance(event, results.Finished):
+            self._finished = event
+            return []
+        if isinstance(event, results.Queued | results.Started):
+            return self._opened(event, message)
+        if event is not None:
+            self._uncovered.append(event)
+        if message.HasField("checkpoint"):
+            self._add(message.checkpoint)
+        elif self._checkpoint is not None:
+            return []
+        known, self._uncovered = self._uncovered, []
+        return known
+
+    def end(self) -> results.Finished:
+        """The last event, given after the stream ended with OK: to stop at it cancels nothing.
+
+        Raises IncompleteStream when there was none.
+        """
+        if self._finished is None:
+            raise IncompleteStream("the stream ended before the answer was finished")
+        return self._finished
+
+    def resumption(self, error: LegatoError, time_left: float) -> float | None:
+        """Seconds until the stream may go on elsewhere, or None when the error must be raised."""
+        if not self._can_resume(error) or self._num_resumptions == len(_DELAYS):
+            return None
+        # A lost server had many streams.
+        delay = max(_DELAYS[self._num_resumptions] * random.uniform(0.5, 1), error.retry_after or 0)
+        if delay >= time_left:
+            return None
+        self._num_resumptions += 1
+        self._next_index = 0
+        self._uncovered.clear()
+        self._finished = None
+        return delay
+
+    def addition(self) -> bytes:
+        """Return the bytes that, appended to the request, resume it; a parser merges them."""
+        message = inference_pb2.GenerateRequest()
+        if self._checkpoint is not None:
+            message.resume_from.CopyFrom(self._checkpoint)
+            message.options.request_id = self._request_id
+        return message.SerializeToString()
+
+    def _opened(
+        self, event: results.Queued | results.Started, message: inference_pb2.GenerateResponse
+    ) -> list[results.Event]:
+        """Report the first server that starts the stream."""
+        if message.HasField("checkpoint"):
+            self._add(message.checkpoint)
+        if self._started:
+            return []
+        if isinstance(event, results.Started):
+            self._started = True
+            self._request_id = event.request_id
+        return [event]
+
+    def _add(self, checkpoint: inference_pb2.Checkpoint) -> None:
+        if self._checkpoint is None:
+            self._checkpoint = inference_pb2.Checkpoint()
+        self._checkpoint.MergeFrom(checkpoint)
+
+    def _can_resume(self, error: LegatoError) -> bool:
+        """Before the first event gRPC itself has retried, and without checkpoints nothing can be.
+
+        A failure without a reason is not the server's: its connection was cut.
+        """
+        known = self._checkpoint is not None or not self._started
+        if not (self._begun and known):
+            return False
+        if isinstance(error, Busy):
+            return error.retry_after is not None and self._num_resumptions > 0
+        return isinstance(error, Unavailable) or (
+            isinstance(error, InternalError) and not error.reason
+        )

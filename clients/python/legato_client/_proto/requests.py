@@ -1,0 +1,199 @@
+"""Python values to protobuf requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf import timestamp_pb2
+from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, task_pb2
+
+from legato_client._proto import skills
+from legato_client._proto.pieces import duration
+from legato_client._proto.skills import refuse_images
+from legato_client._types.results import FrameStamp
+from legato_client._types.tasks import Options, Sampling, Task
+
+RequestT = TypeVar("RequestT", bound=Any)  # requests share fields, not a class
+
+_MAX_TASK_ID = 64  # characters that the contract allows
+
+
+def question(image: media_pb2.Image | None, task: Task, options: Options) -> Any:
+    """The request of the skill's own call."""
+    skill = skills.of(task)
+    request: Any = skill.request()
+    skill.write(task, request)
+    _set_sampling(request.sampling, task.sampling)
+    return _asking(request, options, image)
+
+
+def run_tasks(
+    image: media_pb2.Image | None, tasks: Sequence[Task], options: Options
+) -> inference_pb2.RunTasksRequest:
+    request = inference_pb2.RunTasksRequest(tasks=map(shared_task, tasks))
+    return _asking(request, options, image)
+
+
+def generate(
+    image: media_pb2.Image | None, task: Task, options: Options
+) -> inference_pb2.GenerateRequest:
+    return _asking(inference_pb2.GenerateRequest(task=task_message(task)), options, image)
+
+
+def abort(
+    request_id: str | None, session_id: str | None, everything: bool
+) -> admin_pb2.AbortRequest:
+    """ValueError unless exactly one target is named."""
+    if (request_id is not None) + (session_id is not None) + everything != 1:
+        raise ValueError("name either a request_id, or a session_id, or everything=True")
+    if request_id is not None:
+        return admin_pb2.AbortRequest(request_id=request_id)
+    if session_id is not None:
+        return admin_pb2.AbortRequest(session_id=session_id)
+    return admin_pb2.AbortRequest(all=True)
+
+
+def watch_timeline(seconds: float | None) -> admin_pb2.WatchTimelineRequest:
+    return admin_pb2.WatchTimelineRequest(duration=None if seconds is None else duration(seconds))
+
+
+def drain(grace: float | None) -> admin_pb2.DrainRequest:
+    return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
+
+
+def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
+    _set_options(request.options, options)
+    if options.stamp is not None:
+        request.stamp.CopyFrom(stamp_message(options.stamp))
+    if image is not None:  # copied so it shares the bytes, where a constructor encodes them
+        request.image.CopyFrom(image)
+    return request
+
+
+def shared_task(asked: Task) -> task_pb2.Task:
+    refuse_images(asked)
+    return task_message(asked)
+
+
+def session_tasks(asked: Sequence[Task]) -> list[task_pb2.Task]:
+    """A task without an id is called by its object, and without an object by its skill.
+
+    Raises:
+        ValueError: two tasks have the same id.
+    """
+    messages = [shared_task(each) for each in asked]
+    for message, task in zip(messages, asked, strict=True):
+        name = getattr(task, "object", "") or message.WhichOneof("kind") or ""
+        message.task_id = task.task_id or name[:_MAX_TASK_ID]
+    ids = [message.task_id for message in messages]
+    if twice := sorted({each for each in ids if ids.count(each) > 1}):
+        raise ValueError(f"several tasks are called {twice[0]!r}: give each its own task_id")
+    return messages
+
+
+def task_message(asked: Task) -> task_pb2.Task:
+    message = task_pb2.Task(task_id=asked.task_id)
+    _set_sampling(message.sampling, asked.sampling)
+    skill = skills.of(asked)
+    own = getattr(message, skill.name)
+    own.SetInParent()
+    skill.write(asked, own)
+    return message
+
+
+def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
+    """A default leaves no message at all."""
+    if sampling.temperature is not None:
+        message.temperature = sampling.temperature
+    if sampling.top_p is not None:
+        message.top_p = sampling.top_p
+    if sampling.top_k is not None:
+        message.top_k = sampling.top_k
+    if sampling.max_tokens is not None:
+        message.max_tokens = sampling.max_tokens
+    if sampling.seed is not None:
+        message.seed = sampling.seed
+    if sampling.stop:
+        message.stop.extend(sampling.stop)
+
+
+def _set_options(message: inference_pb2.RequestOptions, options: Options) -> None:
+    if options.request_id:
+        message.request_id = options.request_id
+    if options.model:
+        message.model = options.model
+    if options.adapter:
+        message.adapter = options.adapter
+    if options.cache_image is not None:
+        message.cache_image = options.cache_image
+    if options.return_tokens:
+        message.return_tokens = True
+    if options.top_logprobs is not None:
+        message.top_logprobs = options.top_logprobs
+
+
+def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
+    capture_time = None
+    if stamp.capture_time_ns is not None:
+        capture_time = timestamp_pb2.Timestamp()
+        capture_time.FromNanoseconds(stamp.capture_time_ns)
+    return media_pb2.FrameStamp(
+        frame_id=stamp.frame_id, capture_time=capture_time, sequence=stamp.sequence
+    )
+
+
+# ---------------------------------------------------------------- upload
+
+# An image cut into the messages of one PutImage call.
+
+CHUNK_BYTES = 256 * 1024
+_ROW_BYTES = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "nv12": 1, "yuyv": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Upload:
+    """A header and the bytes it announces; a retry calls `requests` again."""
+
+    header: image_pb2.PutImageHeader
+    data: bytes
+    image_id: str
+
+    @classmethod
+    def of(cls, image: media_pb2.Image, ttl: float | None) -> Upload:
+        """TypeError for an image without bytes of its own."""
+        header = image_pb2.PutImageHeader()
+        match image.WhichOneof("source"):
+            case "encoded":
+                data = image.encoded.data
+                header.mime_type = image.encoded.mime_type
+            case "raw":
+                data = image.raw.data
+                header.layout.CopyFrom(image.raw.layout)
+            case source:
+                raise TypeError(f"only an image's own bytes can be uploaded, got {source}")
+        header.size_bytes = len(data)
+        digest = hashlib.sha256(data)
+        header.sha256 = digest.digest()
+        if header.HasField("layout"):
+            digest = hashlib.sha256(_layout(header.layout))
+            digest.update(data)
+        if ttl is not None:
+            header.ttl.CopyFrom(duration(ttl))
+        return cls(header, data, f"img_{digest.hexdigest()[:32]}")
+
+    def requests(self) -> Iterator[bytes]:
+        """The header first."""
+        yield image_pb2.PutImageRequest(header=self.header).SerializeToString()
+        for start in range(0, len(self.data), CHUNK_BYTES):
+            chunk = self.data[start : start + CHUNK_BYTES]
+            yield image_pb2.PutImageRequest(chunk=chunk).SerializeToString()
+
+
+def _layout(layout: media_pb2.PixelLayout) -> bytes:
+    """The line that an image id covers before the pixels."""
+    name = media_pb2.PixelFormat.Name(layout.format).removeprefix("PIXEL_FORMAT_").lower()
+    stride = layout.row_stride_bytes or layout.width * _ROW_BYTES.get(name, 0)
+    return f"{name}:{layout.width}x{layout.height}:{stride}\n".encode()

@@ -1,0 +1,138 @@
+"""Commands that ask about an image."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from legato_client import Client, Event, Finished, Options, Result, Task
+from legato_client._proto import skills
+from legato_client.cli import arguments, forward, show
+from legato_client.cli.settings import CommandError, ExitCode
+from legato_client.cli.terminal import Terminal
+
+
+def add_command(commands: Any) -> None:
+    for skill in skills.SKILLS:
+        parser = commands.add_parser(skill.name, help=skill.help)
+        _add_fields(parser, skill)
+        _add_output(parser)
+        arguments.add_sampling_options(parser)
+        arguments.add_server_options(parser)
+        parser.set_defaults(run=run, skill=skill)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    if args.stream and terminal.json_output:
+        raise CommandError("--stream and --json exclude each other", ExitCode.USAGE)
+    if args.output is not None and args.image is None:
+        raise CommandError("--output needs an image to draw on", ExitCode.USAGE)
+    image = _read(args.image)
+    streaming = terminal.interactive if args.stream is None else args.stream
+    printer = show.EventPrinter(terminal)
+    watch = printer.show if streaming else None
+    with arguments.connect(args) as client:
+        result = ask(client, image, task_of(args), arguments.options_of(args), watch)
+    if not streaming:
+        show.show_result(terminal, result)
+    if args.output is not None and image is not None:
+        save(args.output, image, result)
+        terminal.line(f"saved {args.output}")
+    terminal.document(document(result))
+
+
+def ask(
+    client: Client,
+    image: bytes | None,
+    task: Task,
+    options: Options,
+    watch: Callable[[Event], None] | None,
+) -> Result:
+    """`watch` sees each event as it arrives."""
+    result: Result | None = None
+    for event in client.generate(image, task, options=options):
+        if watch is not None:
+            watch(event)
+        if isinstance(event, Finished):
+            result = event.result
+    assert result is not None, "a stream ends with Finished or raises"
+    return result
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """An argument has the name of the task's field."""
+    given = {name: value for name, value in vars(args).items() if args.skill.takes(name)}
+    task: Task = args.skill.task(**given, sampling=arguments.sampling_of(args))
+    return task
+
+
+def document(result: Result) -> dict[str, Any]:
+    """The skill's name beside the fields of the result."""
+    fields = dataclasses.asdict(result)
+    del fields["task_id"]
+    return {"task": skills.of(result).name, **fields}
+
+
+def save(path: Path, image: bytes, *results: Result) -> None:
+    try:
+        from legato_client import draw
+    except ModuleNotFoundError as error:
+        raise CommandError(f"drawing needs Pillow: {forward.hint('cli')}") from error
+    marks = [mark for result in results for mark in draw.marks_of(result)]
+    lines = [text for result in results if (text := show.text_of(result))]
+    try:
+        draw.annotate(image, marks, lines=lines).save(path)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error}") from error
+
+
+def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None:
+    """An argument for each field of the skill's task."""
+    if skill is skills.QUERY:
+        parser.add_argument("image", nargs="?", help="a file, or - for standard input")
+        parser.add_argument("question")
+        parser.add_argument("--reasoning", action="store_true", help="think first, and show it")
+        return
+    parser.add_argument("image", help="a JPEG, PNG or WebP file, or - for standard input")
+    if skill.takes("length"):
+        parser.add_argument("--length", choices=skill.choices, default="normal")
+    if skill.takes("object"):
+        parser.add_argument("object", help='what to look for, such as "red cup"')
+    if skill.takes("max_objects"):
+        parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    if skill.takes("min_confidence"):
+        arguments.add_min_confidence(parser)
+    if skill.takes("order"):
+        parser.add_argument(
+            "--order",
+            choices=("model", "confidence"),
+            default="model",
+            help="of the objects; confidence: the greatest first",
+        )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output",
+        type=arguments.picture,
+        metavar="FILE",
+        help=f"save the annotated image here: {', '.join(arguments.PICTURES)}",
+    )
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="show the answer as it is made; default: on a terminal",
+    )
+
+
+def _read(name: str | None) -> bytes | None:
+    if name is None:
+        return None
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {error.strerror}", ExitCode.USAGE) from error

@@ -1,0 +1,276 @@
+"""`legato trace --server`: the timeline of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from legato_client._types.server import DecodeSteps, TimelineSpan, TimelineUpdate
+from legato_client.cli import arguments
+from legato_client.cli.terminal import Terminal
+
+LANES = (
+    "cpu plan",
+    "cpu launch",
+    "cpu wait",
+    "cpu commit",
+    "cpu finalize",
+    "device compute",
+    "device copy",
+    "device idle",
+    "slot 0",
+    "slot 1",
+)
+"""From the top; lanes of newer servers follow."""
+
+_ARROW = {
+    ("cpu launch", "launch"): "s",
+    ("device compute", "forward"): "t",
+    ("cpu commit", "commit"): "f",
+}
+"""The spans at which an arrow through a launch starts, passes and ends."""
+
+_SECOND = 1e6  # microseconds
+_LAUNCHES = 1 << 40  # more than an engine makes: keeps the arrows of engines apart
+
+
+def trace(spans: Iterable[TimelineSpan]) -> dict[str, Any]:
+    """Return the document that `legato trace` writes; each engine is a process."""
+    lanes = {name: number for number, name in enumerate(LANES)}
+    engines = {0}
+    events = []
+    for span in spans:
+        engines.add(span.engine)
+        lane = lanes.setdefault(span.lane, len(lanes))
+        events.append(_complete(span, lane))
+        phase = _ARROW.get((span.lane, span.name))
+        if phase is not None:
+            events.append(_arrow(span, lane, phase))
+    named = [
+        {"ph": "M", "pid": _pid(engine), "tid": lane, "name": "thread_name", "args": {"name": name}}
+        for engine in sorted(engines)
+        for name, lane in lanes.items()
+    ]
+    if len(engines) > 1:
+        named += [_process_name(each) for each in sorted(engines)]
+    return {"traceEvents": named + events, "displayTimeUnit": "ms"}
+
+
+def _process_name(engine: int) -> dict[str, Any]:
+    name = f"engine-{engine}"
+    return {"ph": "M", "pid": _pid(engine), "name": "process_name", "args": {"name": name}}
+
+
+def _pid(engine: int) -> int:
+    return 1 + engine
+
+
+def _complete(span: TimelineSpan, lane: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _pid(span.engine),
+        "tid": lane,
+        "name": f"{span.name} {span.launch}",
+        "cat": span.kind,
+        "ts": span.start * _SECOND,
+        "dur": span.duration * _SECOND,
+        "args": {
+            "launch": span.launch,
+            "kind": span.kind,
+            "rows": span.rows,
+            "riding": span.riding,
+            "zombies": span.zombies,
+        },
+    }
+
+
+def _arrow(span: TimelineSpan, lane: int, phase: str) -> dict[str, Any]:
+    return {
+        "ph": phase,
+        "bp": "e",
+        "pid": _pid(span.engine),
+        "tid": lane,
+        "name": "launch",
+        "cat": "launch",
+        "id": span.launch + span.engine * _LAUNCHES,
+        "ts": span.start * _SECOND,
+    }
+
+
+# ---------------------------------------------------------------- slot view
+
+# What the engines' slots, devices and hosts did in the last moment, a line for each.
+
+_WIDTH = 32  # characters of a bar
+_SLOT = (("forward", "█"), ("sample", "▓"), ("copy", "▒"), ("commit", "░"))
+_DEVICE = (("forward", "█"), ("sample", "▓"), ("idle", "·"))
+_HOST = (("plan", "█"), ("launch", "▓"), ("finalize", "▒"), ("commit", "░"))
+
+
+class SlotView:
+    """Adds up updates; `lines` tells them and begins anew, empty without any."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, _Engine] = {}
+        self._has_new = False
+
+    def add(self, update: TimelineUpdate) -> None:
+        if update.spans:
+            self._engines.setdefault(update.engine, _Engine()).add(update)
+            self._has_new = True
+
+    def lines(self) -> list[str]:
+        found: list[str] = []
+        if not self._has_new:
+            return found
+        self._has_new = False
+        for number, engine in sorted(self._engines.items()):
+            found += engine.lines(f"engine {number} " if len(self._engines) > 1 else "")
+        return found
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._depth = 0
+        self._steps: DecodeSteps | None = None
+        self._lost = 0
+        self._note = ""
+        self._begin = 0.0  # of what is added up, in the server's seconds
+        self._end = 0.0
+        self._times = collections.defaultdict[tuple[str, str], float](float)  # by lane and name
+        self._latest: dict[str, TimelineSpan] = {}  # by lane
+
+    def add(self, update: TimelineUpdate) -> None:
+        if self._started not in (0.0, update.engine_started):
+            self._note = ", started again"
+        self._started, self._depth = update.engine_started, update.pipeline_depth
+        self._steps = update.decode_steps or self._steps
+        self._lost += update.lost_launches
+        slots = {s.launch: s.lane for s in update.spans if s.lane.startswith("slot ")}
+        for span in update.spans:
+            self._begin = min(self._begin or span.start, span.start)
+            self._end = max(self._end, span.start + span.duration)
+            lane = span.lane.partition(" ")[0]
+            self._times[lane, span.name] += span.duration
+            if lane != "slot":
+                self._times[slots.get(span.launch, ""), span.name] += span.duration
+            self._latest[span.lane] = span
+
+    def lines(self, prefix: str) -> Iterator[str]:
+        seconds = max(self._end - self._begin, 1e-9)
+        for slot in ("slot 0", "slot 1") if self._depth else ():
+            held = self._latest.get(slot)
+            what = f"{held.kind} {held.launch}, {held.rows} rows" if held else "free"
+            yield self._line(prefix + slot, slot, _SLOT, seconds, what)
+        if self._depth:
+            yield self._line(prefix + "device", "device", _DEVICE, seconds, self._gains())
+        lost = f"{self._lost} launches lost" if self._lost else ""
+        yield self._line(prefix + "host", "cpu", _HOST, seconds, lost + self._note)
+        self._times.clear()
+        self._begin = self._end
+
+    def _line(
+        self, label: str, lane: str, parts: tuple[tuple[str, str], ...], seconds: float, text: str
+    ) -> str:
+        shares = [(mark, name, self._times[lane, name] / seconds) for name, mark in parts]
+        bar = "".join(mark * round(share * _WIDTH) for mark, _, share in shares)[:_WIDTH]
+        figures = " ".join(f"{mark} {name} {share:4.0%}" for mark, name, share in shares)
+        return f"{label:16} |{bar:{_WIDTH}}| {figures}  {text}".rstrip()
+
+    def _gains(self) -> str:
+        steps = self._steps
+        if steps is None:
+            return ""
+        step = f"step {steps.step_ms:.2f} ms, depth {self._depth}"
+        if self._depth == 1:
+            return step
+        gains = f"{steps.predicted_gain:+.1%} predicted, {steps.observed_gain:+.1%} observed"
+        return f"{step}, gain {gains}"
+
+
+# ---------------------------------------------------------------- timeline
+
+# `legato trace --server`: the timeline of a running server.
+
+_DURATION = 5.0  # seconds of a file
+_REFRESH = 0.5  # seconds between two looks at the slots
+_LONGEST = 7 * 86400.0  # seconds
+FLAG = "--server"
+
+
+def is_remote(words: Sequence[str]) -> bool:
+    """Return whether a running server is meant."""
+    return any(word == FLAG or word.startswith(f"{FLAG}=") for word in words)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    if args.follow:
+        _follow(args, terminal)
+    else:
+        _record(args, terminal)
+
+
+def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
+    view, due = SlotView(), time.monotonic() + _REFRESH
+    with arguments.connect(args, as_operator=True) as client, terminal.live() as show:
+
+        def look() -> None:
+            if lines := view.lines():
+                show("\n".join(lines))
+                terminal.document({"lines": lines})
+
+        for update in client.watch_timeline(args.duration, timeout=_LONGEST):
+            view.add(update)
+            if time.monotonic() >= due:
+                look()
+                due = time.monotonic() + _REFRESH
+        look()
+
+
+def _record(args: argparse.Namespace, terminal: Terminal) -> None:
+    spans: list[TimelineSpan] = []
+    steps: DecodeSteps | None = None
+    with arguments.connect(args, as_operator=True) as client:
+        for update in client.watch_timeline(args.duration or _DURATION):
+            spans += update.spans
+            steps = update.decode_steps or steps
+    args.output.write_text(json.dumps(trace(spans)))
+    launches = len({(span.engine, span.launch) for span in spans})
+    idle = "" if launches else ": nothing ran meanwhile"
+    terminal.line(f"{launches} launches in {args.output}{idle}")
+    if steps is not None and launches:
+        terminal.line(
+            f"gain over blocking: {steps.predicted_gain:+.1%} predicted, "
+            f"{steps.observed_gain:+.1%} observed"
+        )
+    terminal.document(
+        {
+            "launches": launches,
+            "output": str(args.output),
+            "predicted_gain": None if steps is None else steps.predicted_gain,
+            "observed_gain": None if steps is None else steps.observed_gain,
+        }
+    )
+
+
+def make_parser() -> arguments.Parser:
+    parser = arguments.Parser(prog=f"legato trace {FLAG}", description=__doc__)
+    arguments.add_server_options(parser)
+    parser.add_argument(
+        "--duration",
+        type=arguments.positive,
+        metavar="SECONDS",
+        help=f"to watch: {_DURATION:g} by default, with --follow until it is interrupted",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="show slots, device and host instead of a file"
+    )
+    parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
+    parser.set_defaults(run=run)
+    return parser

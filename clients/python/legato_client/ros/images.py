@@ -1,0 +1,106 @@
+"""ROS 2 images to client images, and results to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from legato_client import ros2
+from legato_client._errors import LegatoError
+from legato_client._images.sources import PixelFormat, RawFrame
+from legato_client._types.results import Detection, DetectResult, Outline, PointResult, Result
+
+_FORMATS: dict[str, PixelFormat] = {
+    "rgb8": "rgb8",
+    "bgr8": "bgr8",
+    "rgba8": "rgba8",
+    "bgra8": "bgra8",
+    "mono8": "mono8",
+    "8UC1": "mono8",
+    "8UC3": "bgr8",
+    "8UC4": "bgra8",
+    "nv12": "nv12",
+    "yuv422_yuy2": "yuyv",
+    "yuyv": "yuyv",
+    "yuv422": "yuyv",  # once its bytes are swapped
+    "uyvy": "yuyv",
+}
+_SWAPPED = ("yuv422", "uyvy")
+
+
+class ImageLike(Protocol):
+    """sensor_msgs/Image."""
+
+    height: int
+    width: int
+    encoding: str
+    step: int
+    data: bytes
+
+
+class CompressedImageLike(Protocol):
+    """sensor_msgs/CompressedImage."""
+
+    format: str
+    data: bytes
+
+
+def raw(image: ImageLike) -> RawFrame:
+    """ValueError for an encoding that no server takes, or fewer bytes than pixels."""
+    form = _FORMATS.get(image.encoding)
+    if form is None:
+        raise ValueError(f"encoding is one of {', '.join(_FORMATS)}, not {image.encoding!r}")
+    data = bytes(image.data)
+    if image.encoding in _SWAPPED:
+        data = _with_swapped_bytes(data)
+    return RawFrame(data, image.width, image.height, form, image.step)
+
+
+def compressed(image: CompressedImageLike) -> bytes:
+    """The file, JPEG or PNG; ValueError for depth, which is no picture."""
+    if "compressedDepth" in image.format:
+        raise ValueError(f"a depth image is no picture: format {image.format!r}")
+    return bytes(image.data)
+
+
+def _with_swapped_bytes(data: bytes) -> bytes:
+    """UYVY as YUYV."""
+    swapped = bytearray(data)
+    even = len(data) // 2 * 2
+    swapped[0:even:2], swapped[1:even:2] = data[1:even:2], data[0:even:2]
+    return bytes(swapped)
+
+
+# ---------------------------------------------------------------- arrays
+
+# Answers of several tasks as one Detection2DArray.
+
+
+def of(
+    outcomes: Sequence[Result | LegatoError],
+    header: ros2.HeaderLike,
+    size: tuple[int, int],
+    absent_score: float,
+) -> ros2.Detection2DArray:
+    """Convert results to one array; outlines become boxes, points boxes without a size.
+
+    `size` is the image's in pixels. A task that failed has nothing, nor has an answer in words.
+    """
+    own = ros2.Header(ros2.Time(header.stamp.sec, header.stamp.nanosec), header.frame_id)
+    stamp = ros2.frame_stamp(own, 0)
+    found: list[ros2.Detection2D] = []
+    for outcome in map(_as_boxes, outcomes):
+        if isinstance(outcome, DetectResult | PointResult):
+            array = ros2.detections(outcome, stamp=stamp, size=size, absent_score=absent_score)
+            found += array.detections
+    return ros2.Detection2DArray(own, tuple(found))
+
+
+def _as_boxes(outcome: Result | LegatoError) -> Result | LegatoError:
+    if isinstance(outcome, LegatoError):
+        return outcome
+    outlines = [mark for mark in outcome.marks if isinstance(mark, Outline)]
+    if not outlines:
+        return outcome
+    boxes = tuple(Detection(each.box, each.label, each.confidence) for each in outlines)
+    return DetectResult(boxes, outcome.info)

@@ -1,0 +1,440 @@
+"""Moondream's endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from types import UnionType
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
+
+from legato_client._types.results import (
+    Box,
+    CaptionResult,
+    DetectResult,
+    Event,
+    Finished,
+    Grounding,
+    OutlineDelta,
+    PointResult,
+    QueryResult,
+    Reasoning,
+    Result,
+    SegmentResult,
+    TextDelta,
+)
+from legato_client._types.results import Point as PointValue
+from legato_client._types.tasks import (
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    SpatialRef,
+    Task,
+)
+from legato_client.web import bodies, operations, streams
+from legato_client.web.errors import Refused
+from legato_client.web.operations import (
+    MAX_COUNT,
+    Operation,
+    OperationRoute,
+    answered,
+    options_of,
+    sampling_of,
+    timeout_of,
+)
+from legato_client.web.server import backend_of
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Place = Annotated[list[float], Meta(min_length=2, max_length=4)]
+"""[x, y], or [x_min, y_min, x_max, y_max]: fractions of the image."""
+
+
+class Settings(Struct, forbid_unknown_fields=True):
+    """Sampling and object options; `min_confidence` is an addition."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Count | None = None
+    max_objects: Count | None = None
+    min_confidence: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+    def sampling(self) -> Sampling:
+        return sampling_of(
+            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens
+        )
+
+
+class Question(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of all bodies; `image_url` is a data URL."""
+
+    image_url: str | None
+    model: str | None = None
+    settings: Settings = msgspec.field(default_factory=Settings)
+    stream: bool = False
+
+    can_stream: ClassVar[bool] = True
+
+    def task(self) -> Task:
+        """Raises Refused for places of no valid form."""
+        raise NotImplementedError
+
+
+class CaptionBody(Question, kw_only=True):
+    """Body or answer of `/v1/caption`."""
+
+    image_url: str
+    length: Literal["short", "normal", "long"] = "normal"
+
+    def task(self) -> Task:
+        return CaptionTask(self.length, self.settings.sampling())
+
+
+class QueryBody(Question, kw_only=True):
+    """Body or answer of `/v1/query`."""
+
+    question: str
+    image_url: str | None = None
+    reasoning: bool = False
+    spatial_refs: list[Place] | None = None
+
+    def task(self) -> Task:
+        refs = places(self.spatial_refs)
+        return QueryTask(self.question, self.reasoning, refs, self.settings.sampling())
+
+
+class DetectBody(Question, kw_only=True):
+    """Body or answer of `/v1/detect`."""
+
+    image_url: str
+    object: str
+
+    can_stream: ClassVar[bool] = False
+
+    def task(self) -> Task:
+        most, least = self.settings.max_objects, self.settings.min_confidence
+        return DetectTask(self.object, most, self.settings.sampling(), min_confidence=least)
+
+
+class PointBody(Question, kw_only=True):
+    """Body or answer of `/v1/point`."""
+
+    image_url: str
+    object: str
+    spatial_refs: list[Place] | None = None
+
+    can_stream: ClassVar[bool] = False
+
+    def task(self) -> Task:
+        most, least = self.settings.max_objects, self.settings.min_confidence
+        refs = places(self.spatial_refs)
+        return PointTask(self.object, most, refs, self.settings.sampling(), min_confidence=least)
+
+
+class SegmentBody(Question, kw_only=True):
+    """Body or answer of `/v1/segment`."""
+
+    image_url: str
+    object: str
+    spatial_refs: list[Place] | None = None
+
+    def task(self) -> Task:
+        return SegmentTask(self.object, places(self.spatial_refs), self.settings.sampling())
+
+
+def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
+    """Raises Refused for one of neither form."""
+    found: list[SpatialRef] = []
+    for index, numbers in enumerate(given or ()):
+        if len(numbers) == 2:
+            found.append(PointValue(*numbers))
+        elif len(numbers) == 4:
+            found.append(Box(*numbers))
+        else:
+            raise Refused(
+                "a place is [x, y] or [x_min, y_min, x_max, y_max]",
+                field=f"spatial_refs[{index}]",
+            )
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- answers
+
+# What Moondream's own endpoint gives.
+
+
+class Region(Struct):
+    """A box, in fractions of the image; `confidence` is an addition, where the model has one."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+    confidence: float | UnsetType = UNSET
+
+
+class Point(Struct):
+    """A point, in fractions of the image; `confidence` as of a region."""
+
+    x: float
+    y: float
+    confidence: float | UnsetType = UNSET
+
+
+class GroundedSpan(Struct):
+    """Points that characters `start_idx` to `end_idx` of the reasoning speak of, each [x, y]."""
+
+    start_idx: int
+    end_idx: int
+    points: list[tuple[float, float]]
+
+
+class Thoughts(Struct):
+    """Reasoning before the answer."""
+
+    text: str
+    grounding: list[GroundedSpan]
+
+
+class Answer(Struct, kw_only=True):
+    """Fields of all answers; `finish_reason` as in Legato's contract."""
+
+    request_id: str
+    finish_reason: str
+
+
+class CaptionAnswer(Answer):
+    """Body or answer of `/v1/caption`."""
+
+    caption: str
+
+
+class QueryAnswer(Answer):
+    """Body or answer of `/v1/query`."""
+
+    answer: str
+    reasoning: Thoughts | UnsetType = UNSET
+
+
+class DetectAnswer(Answer):
+    """Body or answer of `/v1/detect`."""
+
+    objects: list[Region]
+
+
+class PointAnswer(Answer):
+    """Body or answer of `/v1/point`."""
+
+    points: list[Point]
+    count: int
+
+
+class SegmentAnswer(Answer):
+    """Answer of `/v1/segment`; `path` is empty if nothing was found."""
+
+    path: str
+    bbox: Region | None
+
+
+class TextEvent(Struct):
+    """A piece of a caption or an answer; the last event is `completed` and has no piece."""
+
+    chunk: str | UnsetType = UNSET
+    completed: bool | UnsetType = UNSET
+    request_id: str | UnsetType = UNSET
+    finish_reason: str | UnsetType = UNSET
+    reasoning: Thoughts | UnsetType = UNSET
+
+
+class BoxEvent(Struct, tag_field="type", tag="bbox"):
+    """The box of the outline, first."""
+
+    bbox: Region
+
+
+class PathEvent(Struct, tag_field="type", tag="path_delta"):
+    """A piece of the coarse path."""
+
+    chunk: str
+    completed: bool = False
+
+
+class OutlineEvent(Struct, tag_field="type", tag="final", kw_only=True):
+    """The whole outline, last."""
+
+    path: str
+    bbox: Region | None
+    request_id: str
+    finish_reason: str
+    completed: bool = True
+
+
+SegmentEvent = BoxEvent | PathEvent | OutlineEvent
+
+
+def answer_of(result: Result) -> Answer:
+    """The answer of the skill that gave the result."""
+    about = {"request_id": result.info.request_id, "finish_reason": result.info.finish_reason}
+    match result:
+        case CaptionResult():
+            return CaptionAnswer(caption=result.caption, **about)
+        case QueryResult():
+            return QueryAnswer(answer=result.answer, reasoning=_thoughts(result), **about)
+        case DetectResult():
+            return DetectAnswer(
+                objects=[_region(each.box, each.confidence) for each in result.objects], **about
+            )
+        case PointResult():
+            points = [
+                Point(each.point.x, each.point.y, _known(each.confidence)) for each in result.points
+            ]
+            return PointAnswer(points=points, count=len(points), **about)
+        case SegmentResult():
+            path, bbox = _outline(result)
+            return SegmentAnswer(path=path, bbox=bbox, **about)
+
+
+def event_of(event: Event) -> TextEvent | SegmentEvent | None:
+    """Convert an event; None if this stream format has no such event."""
+    match event:
+        case TextDelta():
+            return TextEvent(chunk=event.text)
+        case OutlineDelta(index=0, box=Box() as box):
+            return BoxEvent(_region(box))
+        case OutlineDelta(index=0):
+            return PathEvent(event.path_delta)
+        case Finished(result):
+            return _last(result)
+        case _:
+            return None
+
+
+def _last(result: Result) -> TextEvent | OutlineEvent:
+    info = result.info
+    if isinstance(result, SegmentResult):
+        path, bbox = _outline(result)
+        return OutlineEvent(
+            path=path, bbox=bbox, request_id=info.request_id, finish_reason=info.finish_reason
+        )
+    return TextEvent(
+        completed=True,
+        request_id=info.request_id,
+        finish_reason=info.finish_reason,
+        reasoning=_thoughts(result) if isinstance(result, QueryResult) else UNSET,
+    )
+
+
+def _outline(result: SegmentResult) -> tuple[str, Region | None]:
+    """The first: this form has a place for one."""
+    if not result.segments:
+        return "", None
+    outline = result.segments[0]
+    return outline.path, _region(outline.box, outline.confidence)
+
+
+def _region(box: Box, confidence: float | None = None) -> Region:
+    return Region(box.x_min, box.y_min, box.x_max, box.y_max, _known(confidence))
+
+
+def _known(confidence: float | None) -> float | UnsetType:
+    return UNSET if confidence is None else confidence
+
+
+def _thoughts(result: QueryResult) -> Thoughts | UnsetType:
+    reasoning = result.reasoning
+    if reasoning is None:
+        return UNSET
+    return Thoughts(reasoning.text, spans_of(reasoning))
+
+
+def spans_of(reasoning: Reasoning) -> list[GroundedSpan]:
+    return [_span(each) for each in reasoning.grounding]
+
+
+def _span(grounding: Grounding) -> GroundedSpan:
+    points = [(point.x, point.y) for point in grounding.points]
+    return GroundedSpan(grounding.start_index, grounding.end_index, points)
+
+
+# ---------------------------------------------------------------- endpoints
+
+# Moondream's own endpoint: what `moondream.vl(endpoint=...)` calls, beside its chat.
+
+
+def routes() -> list[BaseRoute]:
+    text, outline = TextEvent, SegmentEvent
+    return [
+        OperationRoute(_operation("caption", CaptionBody, CaptionAnswer, text), caption),
+        OperationRoute(_operation("query", QueryBody, QueryAnswer, text), query),
+        OperationRoute(_operation("detect", DetectBody, DetectAnswer), detect),
+        OperationRoute(_operation("point", PointBody, PointAnswer), point),
+        OperationRoute(_operation("segment", SegmentBody, SegmentAnswer, outline), segment),
+    ]
+
+
+async def caption(request: Request) -> ASGIApp:
+    """Describe an image."""
+    return await _answer(request, CaptionBody)
+
+
+async def query(request: Request) -> ASGIApp:
+    """Answer a question, about an image if one is sent."""
+    return await _answer(request, QueryBody)
+
+
+async def detect(request: Request) -> ASGIApp:
+    """Box every instance of an object."""
+    return await _answer(request, DetectBody)
+
+
+async def point(request: Request) -> ASGIApp:
+    """Point at every instance of an object."""
+    return await _answer(request, PointBody)
+
+
+async def segment(request: Request) -> ASGIApp:
+    """Outline an object."""
+    return await _answer(request, SegmentBody)
+
+
+def _operation(
+    skill: str, body: type, answer: type, event: type | UnionType | None = None
+) -> Operation:
+    return Operation(
+        method="POST", path=f"/v1/{skill}", tag="Moondream", body=body, answer=answer, event=event
+    )
+
+
+async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
+    backend = backend_of(request)
+    async with backend.bodies.reading(request, kind) as body:
+        if body.stream and not body.can_stream:
+            raise Refused("this endpoint does not stream", field="stream")
+        image = None
+        if body.image_url is not None:
+            image = await bodies.decoded(body.image_url, "image_url")
+            body.image_url = None  # the picture has taken its memory's place
+        task, options = body.task(), options_of(request, body.model)
+        seconds = timeout_of(request, streaming=body.stream)
+        if body.stream:
+            events = backend.client.generate(image, task, options=options, timeout=seconds)
+            request_id, begun = await streams.begin(request.receive, events)
+            return streams.EventStream(_documents(begun), request_id)
+        call = operations.ask(backend.client, image, task, options, seconds)
+        result = await streams.unless_left(request.receive, call)
+    return answered(answer_of(result), result.info.request_id)
+
+
+async def _documents(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            document = event_of(event)
+            if document is not None:
+                yield msgspec.json.encode(document)

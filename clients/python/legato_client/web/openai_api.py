@@ -1,0 +1,658 @@
+"""OpenAI's chat completions and models."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from starlette.requests import Request
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
+
+from legato_client._errors import NotFound, Preempted
+from legato_client._types import results
+from legato_client._types.results import (
+    Event,
+    Finished,
+    QueryResult,
+    ReasoningDelta,
+    ResponseInfo,
+    Started,
+    TextDelta,
+    Token,
+    TokensDelta,
+)
+from legato_client._types.server import ModelInfo
+from legato_client._types.tasks import Message, QueryTask, Role
+from legato_client.web import bodies, streams
+from legato_client.web.errors import Refused
+from legato_client.web.moondream_api import GroundedSpan, spans_of
+from legato_client.web.operations import (
+    MAX_COUNT,
+    Operation,
+    OperationRoute,
+    answered,
+    options_of,
+    sampling_of,
+    timeout_of,
+)
+from legato_client.web.server import backend_of
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Stop = str | list[str] | None
+
+
+def _null() -> Raw:
+    """The default of a field that is not read into objects: at most a short value is looked at."""
+    return Raw(b"null")
+
+
+class ImageUrl(Struct):
+    """A data URL; `detail` is left to the model."""
+
+    url: str
+    detail: str | None = None
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """Words."""
+
+    text: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """A picture."""
+
+    image_url: ImageUrl
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    """Refusal of an OpenAI assistant."""
+
+    refusal: str
+
+
+class ChatMessage(Struct):
+    """One message. Fields that an answer of this API has may be sent back with it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart | ImagePart | RefusalPart] | None = None
+    name: str | None = None
+    tool_calls: Raw = msgspec.field(default_factory=_null)
+    function_call: Raw = msgspec.field(default_factory=_null)
+    audio: Raw = msgspec.field(default_factory=_null)
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`include_obfuscation` is for OpenAI's own network."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """Only `text` is served."""
+
+    type: str
+
+
+class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `/v1/chat/completions`; `reasoning` and `top_k` are extensions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning: bool | None = None
+
+    # Served where they ask for nothing.
+    n: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Raw = msgspec.field(default_factory=_null)
+    response_format: ResponseFormat | None = None
+    tools: Raw = msgspec.field(default_factory=_null)
+    tool_choice: Raw = msgspec.field(default_factory=_null)
+    functions: Raw = msgspec.field(default_factory=_null)
+    function_call: Raw = msgspec.field(default_factory=_null)
+    audio: Raw = msgspec.field(default_factory=_null)
+    modalities: list[str] | None = None
+    prediction: Raw = msgspec.field(default_factory=_null)
+    reasoning_effort: str | None = None
+    web_search_options: Raw = msgspec.field(default_factory=_null)
+    store: bool | None = None
+
+    # Of no effect on the answer.
+    metadata: Raw = msgspec.field(default_factory=_null)
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    verbosity: str | None = None
+
+    def check(self) -> None:
+        """Raise Refused for what would change the answer and is not served."""
+        self.metadata = _null()  # a raw field keeps the bytes of the whole body
+        for name, values in _ASKING_NOTHING.items():
+            if short_value(getattr(self, name)) not in values:
+                hint = _INSTEAD.get(name, "leave it out")
+                raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
+        if self.top_logprobs and not self.logprobs:
+            raise Refused("top_logprobs needs logprobs=true", field="top_logprobs")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise Refused("max_tokens and max_completion_tokens differ", field="max_tokens")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Return whether the stream ends with a usage event."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def short_value(value: object) -> object:
+    """The value of a raw field if its text is short, else the text."""
+    if isinstance(value, Raw) and len(memoryview(value)) <= _SHORT:
+        return msgspec.json.decode(value)
+    return value
+
+
+_SHORT = 32  # bytes: values that ask for nothing are shorter
+
+_INSTEAD = {
+    "n": "ask once for each answer",
+    "reasoning_effort": "reasoning=true thinks first, without degrees",
+}
+
+_ASKING_NOTHING: dict[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, ResponseFormat("text")),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "web_search_options": (None,),
+    "store": (None, False),
+    "verbosity": (None, "medium"),
+}
+"""Of fields that are not served, the values that ask for nothing."""
+
+
+# ---------------------------------------------------------------- answers
+
+# What OpenAI's chat completions give.
+
+FinishReason = Literal["stop", "length"]
+
+
+class TopLogprob(Struct):
+    """Likely token at a position; the chosen one may be among them."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    """A token of the answer.
+
+    `token` has bytes that are no whole character as escapes, `bytes` as they are; null for a token
+    that carries no text.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Struct):
+    """Log-probabilities of the tokens in a piece of the answer."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class PromptTokens(Struct):
+    """Prompt tokens from the prefix cache and from the image."""
+
+    cached_tokens: int
+    image_tokens: int
+
+
+class CompletionTokens(Struct):
+    """Reasoning tokens of the answer."""
+
+    reasoning_tokens: int
+
+
+class ChatUsage(Struct):
+    """Token usage; an image counts as its positions in the prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens
+
+
+class ReasoningDetails(Struct):
+    """Places that the reasoning speaks of, as Moondream's endpoint tells them."""
+
+    grounding: list[GroundedSpan]
+
+
+class ChatAnswer(Struct):
+    """The answer as a message that can be sent back."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_details: ReasoningDetails | UnsetType = UNSET
+
+
+class Choice(Struct):
+    """The only one."""
+
+    message: ChatAnswer
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+    index: int = 0
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: ChatUsage | None = None
+
+
+class Delta(Struct):
+    """A piece of the answer."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct):
+    """The only one."""
+
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    index: int = 0
+
+
+class ChatChunk(Struct, kw_only=True):
+    """An event of the stream; the last, of the usage if asked for, has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+
+
+class Model(Struct, kw_only=True):
+    """A served model. `tasks` are Legato's names of what it can do; when it was made is unknown."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "legato"
+    tasks: list[str]
+    context_length: int
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def completion_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id}"
+
+
+def finish_reason(info: results.ResponseInfo) -> FinishReason:
+    """Raises Preempted for an answer that an operator cut, which no reason of this API tells."""
+    if info.finish_reason == "cancelled":
+        raise Preempted(
+            "an operator stopped the request", reason="PREEMPTED", request_id=info.request_id
+        )
+    return "length" if info.finish_reason == "length" else "stop"
+
+
+def usage_of(info: results.ResponseInfo) -> ChatUsage | None:
+    used = info.usage
+    if used is None:
+        return None
+    return ChatUsage(
+        prompt_tokens=used.input_tokens,
+        completion_tokens=used.output_tokens,
+        total_tokens=used.input_tokens + used.output_tokens,
+        prompt_tokens_details=PromptTokens(used.cached_tokens or 0, used.image_tokens or 0),
+        completion_tokens_details=CompletionTokens(used.reasoning_tokens or 0),
+    )
+
+
+def logprobs_of(tokens: Iterable[results.Token]) -> Logprobs:
+    return Logprobs([_token(each) for each in tokens])
+
+
+def completion(
+    result: results.QueryResult, tokens: Iterable[results.Token] | None, created: int
+) -> ChatCompletion:
+    """`tokens` are those of the answer, None where the request does not ask."""
+    said = ChatAnswer(content=result.answer)
+    if result.reasoning is not None:
+        said.reasoning = result.reasoning.text
+        said.reasoning_details = ReasoningDetails(spans_of(result.reasoning))
+    logprobs = None if tokens is None else logprobs_of(tokens)
+    return ChatCompletion(
+        id=completion_id(result.info.request_id),
+        created=created,
+        model=result.info.model,
+        choices=[Choice(said, finish_reason(result.info), logprobs)],
+        usage=usage_of(result.info),
+    )
+
+
+def _token(token: results.Token) -> TokenLogprob:
+    logprob = 0.0 if token.logprob is None else token.logprob
+    likeliest = [
+        TopLogprob(_written(each.bytes), each.logprob, list(each.bytes) or None)
+        for each in token.alternatives
+    ]
+    return TokenLogprob(_written(token.bytes), logprob, list(token.bytes) or None, likeliest)
+
+
+def _written(piece: bytes) -> str:
+    return piece.decode("utf-8", "backslashreplace")
+
+
+# ---------------------------------------------------------------- conversation
+
+# A conversation in OpenAI's form as a task of Legato.
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+async def task_of(body: ChatBody) -> QueryTask:
+    """The order of the messages is for the server to check.
+
+    Raises:
+        Refused: it has tools, several pictures, or one outside of the user's first message.
+    """
+    first = next((i for i, each in enumerate(body.messages) if each.role == "user"), -1)
+    messages = [
+        await _message(each, f"messages[{index}]", may_show=index == first)
+        for index, each in enumerate(body.messages)
+    ]
+    return QueryTask(
+        reasoning=bool(body.reasoning),
+        sampling=sampling_of(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            max_tokens=body.most_tokens,
+            seed=body.seed,
+            stop=body.stop_strings,
+        ),
+        messages=tuple(messages),
+    )
+
+
+async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Message:
+    for name in ("tool_calls", "function_call", "audio"):
+        if short_value(getattr(message, name)):
+            raise Refused("tools and audio are not served", field=f"{where}.{name}")
+    content = message.content
+    if content is None or isinstance(content, str):
+        return Message(_ROLES[message.role], content or "")
+    texts = _texts(content)
+    shown = [index for index, part in enumerate(content) if isinstance(part, ImagePart)]
+    if not shown:
+        return Message(_ROLES[message.role], texts)
+    field = f"{where}.content[{shown[-1]}].image_url.url"
+    if len(shown) > 1 or not may_show:
+        raise Refused("a conversation has one picture, in the user's first message", field=field)
+    part = content[shown[0]]
+    assert isinstance(part, ImagePart), "these indices are of pictures"
+    image = await bodies.decoded(part.image_url.url, field)
+    part.image_url.url = ""  # the picture has taken its memory's place
+    # The model sees the picture before the words of its message, wherever it stood among them.
+    return Message(_ROLES[message.role], (image, *texts))
+
+
+def _texts(content: Sequence[TextPart | ImagePart | RefusalPart]) -> tuple[str, ...]:
+    said = [part for part in content if not isinstance(part, ImagePart)]
+    return tuple(part.text if isinstance(part, TextPart) else part.refusal for part in said)
+
+
+# ---------------------------------------------------------------- chunks
+
+# A stream of chat completions, made of the events of Generate.
+
+DONE = b"[DONE]"
+
+
+class AnswerTokens:
+    """Selects the tokens that carry the answer's text, also those of a last, cut character.
+
+    Tokens that complete no text precede the text that they are a part of. Those of a stop string
+    are left out.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Token] = []
+
+    def of(self, event: Event) -> list[Token]:
+        match event:
+            case TextDelta():
+                return self._taken(event.tokens)
+            case TokensDelta():
+                self._parts += event.tokens
+            case ReasoningDelta():
+                self._parts.clear()
+            case Finished(result):
+                ended = result.info.finish_reason == "stop"
+                if not (ended and self._parts and self._parts[-1].bytes):  # by a stop string
+                    return self._taken(())
+        return []
+
+    def _taken(self, tokens: Sequence[Token]) -> list[Token]:
+        taken, self._parts = [each for each in (*self._parts, *tokens) if each.bytes], []
+        return taken
+
+
+class Chunks:
+    """The chunks of one answer."""
+
+    def __init__(self, request_id: str, created: int, *, logprobs: bool, usage: bool) -> None:
+        self._id = completion_id(request_id)
+        self._created = created
+        self._logprobs = logprobs
+        self._tells_usage = usage
+        self._model = ""
+        self._tokens = AnswerTokens()
+
+    def of(self, event: Event) -> Iterator[ChatChunk]:
+        tokens = self._tokens.of(event)
+        match event:
+            case Started():
+                self._model = event.model
+                yield self._chunk(Delta(role="assistant", content=""))
+            case ReasoningDelta(text) if text:
+                yield self._chunk(Delta(reasoning=text))
+            case TextDelta():
+                yield self._chunk(Delta(content=event.text), tokens)
+            case Finished(QueryResult() as result):
+                if self._logprobs and tokens:
+                    yield self._chunk(Delta(content=""), tokens)
+                yield self._last(result.info)
+                if self._tells_usage:
+                    yield self._make([], usage_of(result.info))
+
+    def _chunk(self, delta: Delta, tokens: list[Token] | None = None) -> ChatChunk:
+        told = logprobs_of(tokens) if self._logprobs and tokens else None
+        return self._make([ChunkChoice(delta, logprobs=told)])
+
+    def _last(self, info: ResponseInfo) -> ChatChunk:
+        self._model = info.model
+        return self._make([ChunkChoice(Delta(), finish_reason(info))])
+
+    def _make(self, choices: list[ChunkChoice], usage: ChatUsage | None = None) -> ChatChunk:
+        """Build a chunk; if requested, `usage` is null except in the last."""
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage if self._tells_usage else msgspec.UNSET,
+        )
+
+
+async def documents(
+    events: AsyncGenerator[Event, None], chunks: Chunks
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            for chunk in chunks.of(event):
+                yield msgspec.json.encode(chunk)
+    yield DONE
+
+
+# ---------------------------------------------------------------- endpoints
+
+# OpenAI's chat completions and models.
+
+_TAG = "OpenAI"
+
+
+def routes() -> list[BaseRoute]:
+    chat = Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        tag=_TAG,
+        body=ChatBody,
+        answer=ChatCompletion,
+        event=ChatChunk,
+    )
+    listing = Operation(method="GET", path="/v1/models", tag=_TAG, answer=ModelList)
+    one = Operation(method="GET", path="/v1/models/{name:path}", tag=_TAG, answer=Model)
+    return [
+        OperationRoute(chat, chat_completions),
+        OperationRoute(listing, models),
+        OperationRoute(one, model),
+    ]
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    """Answer the last message of a conversation, about a picture if one is shown."""
+    backend = backend_of(request)
+    created = int(time.time())
+    async with backend.bodies.reading(request, ChatBody) as body:
+        body.check()
+        task = await task_of(body)
+        logprobs, streaming = bool(body.logprobs), bool(body.stream)
+        alternatives = (body.top_logprobs or 0) if logprobs else None
+        options = options_of(request, body.model, top_logprobs=alternatives)
+        seconds = timeout_of(request, streaming=streaming)
+        if not (streaming or logprobs):
+            call = backend.client.chat(
+                task.messages,
+                reasoning=task.reasoning,
+                sampling=task.sampling,
+                options=options,
+                timeout=seconds,
+            )
+            result = await streams.unless_left(request.receive, call)
+            return answered(completion(result, None, created), result.info.request_id)
+        # Only a stream tells which tokens are of the answer.
+        events = backend.client.generate(None, task, options=options, timeout=seconds)
+        request_id, begun = await streams.begin(request.receive, events)
+        if not streaming:
+            result, tokens = await streams.unless_left(request.receive, _collected(begun))
+            return answered(completion(result, tokens, created), request_id)
+    chunks = Chunks(request_id, created, logprobs=logprobs, usage=body.tells_usage)
+    return streams.EventStream(documents(begun, chunks), request_id)
+
+
+async def models(request: Request) -> ASGIApp:
+    """The models that are served."""
+    backend = backend_of(request)
+    call = backend.client.models(timeout=timeout_of(request, streaming=False))
+    served = await streams.unless_left(request.receive, call)
+    return answered(ModelList(data=[_model(each) for each in served]))
+
+
+async def model(request: Request) -> ASGIApp:
+    """One model that is served."""
+    name = request.path_params["name"]
+    backend = backend_of(request)
+    call = backend.client.models(timeout=timeout_of(request, streaming=False))
+    served = await streams.unless_left(request.receive, call)
+    known = backend.aliases.get(name, name)
+    for each in served:
+        if known == each.name or known in each.aliases:
+            return answered(_model(each))
+    raise NotFound(f"no model is called {name!r}", reason="MODEL_NOT_FOUND")
+
+
+async def _collected(
+    events: AsyncGenerator[Event, None],
+) -> tuple[QueryResult, list[Token]]:
+    kept, tokens = AnswerTokens(), []
+    async for event in events:
+        tokens += kept.of(event)
+        if isinstance(event, Finished) and isinstance(event.result, QueryResult):
+            return event.result, tokens
+    raise AssertionError("a stream ends with Finished or raises")
+
+
+def _model(served: ModelInfo) -> Model:
+    return Model(id=served.name, tasks=list(served.tasks), context_length=served.max_context_tokens)

@@ -1,0 +1,329 @@
+"""A request of the page as code: Python, Go, grpcurl."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+
+from google.protobuf import json_format
+
+from legato_client._proto import requests, skills
+from legato_client._types.results import Point
+from legato_client._types.tasks import (
+    CaptionTask,
+    DetectTask,
+    Message,
+    Options,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SpatialRef,
+    Task,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connection:
+    """A target of gRPC, and which options of security it needs.
+
+    `authorities` and `certificate`: the server's authorities are in a file of one's own, and the
+    server asks for a client's certificate.
+    """
+
+    target: str
+    encrypted: bool = False
+    authorities: bool = False
+    certificate: bool = False
+    token: bool = False
+
+
+# ---------------------------------------------------------------- python
+
+# A request as a program in Python.
+
+_WIDTH = 88
+
+
+def python_program(
+    connection: Connection, picture: str | None, task: Task, options: Options
+) -> str:
+    """Prints every event of one task as it comes."""
+    names = sorted({"Client", *_names(task), *_names(options)} - _unused(options))
+    asked = [expression(picture), "task"]
+    if options != Options():
+        asked.append(f"options={expression(options)}")
+    lines = [
+        f"from legato_client import {', '.join(names)}",
+        "",
+        f"task = {expression(task)}",
+        f"with Client({', '.join(_arguments(connection))}) as client:",
+        f"    for event in client.generate({', '.join(asked)}):",
+        "        print(event)",
+    ]
+    note = ["# the token is taken from the environment: LEGATO_TOKEN"] if connection.token else []
+    return "\n".join((*note, *lines)) + "\n"
+
+
+def expression(value: object, indent: int = 0) -> str:
+    """Return the constructor expression of a value, omitting defaults."""
+    if isinstance(value, tuple):
+        items = [expression(each, indent + 4) for each in value]
+        return _call("(", items, ",)" if len(items) == 1 else ")", indent)
+    if isinstance(value, str):
+        return _python_text(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    arguments, by_name = [], False
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if given == field.default:
+            by_name = True  # what follows an omitted argument must be named
+            continue
+        shown = expression(given, indent + 4)
+        arguments.append(f"{field.name}={shown}" if by_name else shown)
+    return _call(f"{type(value).__name__}(", arguments, ")", indent)
+
+
+def _python_text(value: str) -> str:
+    """Quote a string with double quotes unless it contains some."""
+    shown = repr(value)
+    if shown[0] == '"' or '"' in shown:
+        return shown
+    return f'"{shown[1:-1]}"'
+
+
+def _call(head: str, items: list[str], tail: str, indent: int) -> str:
+    line = f"{head}{', '.join(items)}{tail}"
+    if len(line) + indent <= _WIDTH or not items:
+        return line
+    margin = " " * indent
+    body = "".join(f"\n{margin}    {each}," for each in items)
+    return f"{head}{body}\n{margin}{tail.lstrip(',')}"
+
+
+def _names(value: object) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _names(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield type(value).__name__
+        for field in dataclasses.fields(value):
+            if getattr(value, field.name) != field.default:
+                yield from _names(getattr(value, field.name))
+
+
+def _unused(options: Options) -> set[str]:
+    return {"Options"} if options == Options() else set()
+
+
+def _arguments(connection: Connection) -> Iterator[str]:
+    yield _python_text(connection.target)
+    if connection.authorities:
+        yield 'ca="ca.pem"'
+    if connection.certificate:
+        yield 'cert="client.pem", key="client-key.pem"'
+    if connection.encrypted and not (connection.authorities or connection.certificate):
+        yield "tls=True"
+
+
+# ---------------------------------------------------------------- golang
+
+# A request as a program in Go.
+
+_PROGRAM = """\
+package main
+
+import (
+{imports}
+
+\t"github.com/legato-vlm/legato/clients/go/legato"
+)
+
+func main() {{
+\tclient, err := legato.Dial({dial})
+\tif err != nil {{
+\t\tlog.Fatal(err)
+\t}}
+\tdefer client.Close()
+\ttask := {task}
+\tfor event, err := range client.Generate(context.Background(), {asked}) {{
+\t\tif err != nil {{
+\t\t\tlog.Fatal(err)
+\t\t}}
+\t\tfmt.Printf("%T %+v\\n", event, event)
+\t}}
+}}
+"""
+_LENGTHS = {"short": "ShortCaption", "normal": "NormalCaption", "long": "LongCaption"}
+_ROLES = {"system": "SystemMessage", "user": "UserMessage", "assistant": "AssistantMessage"}
+
+
+def go_program(connection: Connection, picture: str | None, task: Task, options: Options) -> str:
+    """Prints every event of one task as it comes."""
+    dial = list(_dial(connection))
+    imports = ["context", "fmt", "log", *(["os"] if connection.token else [])]
+    image = "nil" if picture is None else f"legato.File({_string(picture)})"
+    return _PROGRAM.format(
+        imports="\n".join(f'\t"{name}"' for name in imports),
+        dial=", ".join(dial),
+        task=_task(task),
+        asked=", ".join((image, "task", *_call_options(options))),
+    )
+
+
+def _dial(connection: Connection) -> Iterator[str]:
+    yield _string(connection.target)
+    if connection.authorities:
+        yield 'legato.WithCA("ca.pem")'
+    if connection.certificate:
+        yield 'legato.WithClientCertificate("client.pem", "client-key.pem")'
+    if connection.encrypted and not (connection.authorities or connection.certificate):
+        yield "legato.WithTLS(nil)"
+    if connection.token:
+        yield 'legato.WithToken(os.Getenv("LEGATO_TOKEN"))'
+
+
+def _task(task: Task) -> str:
+    skill = skills.of(task)
+    name = f"{skill.name.capitalize()}Task"
+    match task:
+        case QueryTask() if task.messages:
+            name, first = "ChatTask", _messages(task.messages)
+        case CaptionTask():
+            first = f"legato.{_LENGTHS[task.length]}"
+        case _:
+            first = _string(getattr(task, skill.subject))
+    arguments = [first, *_task_options(task)]
+    return f"legato.{name}({', '.join(arguments)})"
+
+
+def _messages(messages: tuple[Message, ...]) -> str:
+    lines = "".join(
+        f"\t\tlegato.{_ROLES[each.role]}({_string(_go_text(each))}),\n" for each in messages
+    )
+    return f"[]legato.Message{{\n{lines}\t}}"
+
+
+def _go_text(message: Message) -> str:
+    assert isinstance(message.content, str), "the page's conversations have words only"
+    return message.content
+
+
+def _task_options(task: Task) -> Iterator[str]:
+    if isinstance(task, DetectTask | PointTask) and task.max_objects is not None:
+        yield f"legato.WithMaxObjects({task.max_objects})"
+    if isinstance(task, DetectTask | PointTask):
+        if task.min_confidence is not None:
+            yield f"legato.WithMinConfidence({task.min_confidence:g})"
+        if task.order == "confidence":
+            yield "legato.WithOrder(legato.OrderConfidence)"
+    if isinstance(task, QueryTask) and task.reasoning:
+        yield "legato.WithReasoning()"
+    if refs := getattr(task, "spatial_refs", ()):
+        yield f"legato.WithRefs({', '.join(map(_place, refs))})"
+    yield from _sampling(task.sampling)
+    if task.task_id:
+        yield f"legato.WithTaskID({_string(task.task_id)})"
+
+
+def _place(place: SpatialRef) -> str:
+    if isinstance(place, Point):
+        return f"legato.Point{{X: {place.x:g}, Y: {place.y:g}}}"
+    low = f"XMin: {place.x_min:g}, YMin: {place.y_min:g}"
+    return f"legato.Box{{{low}, XMax: {place.x_max:g}, YMax: {place.y_max:g}}}"
+
+
+def _sampling(sampling: Sampling) -> Iterator[str]:
+    if sampling.temperature is not None:
+        yield f"legato.WithTemperature({sampling.temperature:g})"
+    if sampling.top_p is not None:
+        yield f"legato.WithTopP({sampling.top_p:g})"
+    if sampling.top_k is not None:
+        yield f"legato.WithTopK({sampling.top_k})"
+    if sampling.max_tokens is not None:
+        yield f"legato.WithMaxTokens({sampling.max_tokens})"
+    if sampling.seed is not None:
+        yield f"legato.WithSeed({sampling.seed})"
+    if sampling.stop:
+        yield f"legato.WithStop({', '.join(map(_string, sampling.stop))})"
+
+
+def _call_options(options: Options) -> Iterator[str]:
+    if options.top_logprobs is not None:
+        yield f"legato.WithAlternatives({options.top_logprobs})"
+    if options.model:
+        yield f"legato.WithModel({_string(options.model)})"
+    if options.adapter:
+        yield f"legato.WithAdapter({_string(options.adapter)})"
+    if options.request_id:
+        yield f"legato.WithRequestID({_string(options.request_id)})"
+
+
+def _string(text: str) -> str:
+    """An interpreted string literal: JSON's escapes are Go's, but for pairs of surrogates."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- grpcurl
+
+# A request as a command of grpcurl.
+
+_METHOD = "legato.v1.InferenceService/Generate"
+
+
+def command(connection: Connection, picture: str | None, task: Task, options: Options) -> str:
+    """Prints every event of one task as it comes; the server tells grpcurl the contract."""
+    request = requests.generate(None, task, options)
+    document = json_format.MessageToDict(request, preserving_proto_field_name=True)
+    text = _quoted(json.dumps(document, ensure_ascii=False))
+    if picture is not None:
+        data = f'"$(base64 -w0 {picture})"'
+        text = f'{text[:-1]}, "image": {{"encoded": {{"data": {data}}}}}}}'
+    words = ["grpcurl", *_security(connection), "-d @", connection.target, _METHOD, "<<JSON"]
+    return f"{' '.join(words)}\n{text}\nJSON\n"
+
+
+def _quoted(text: str) -> str:
+    """Escape backslash, dollar and backquote for an expanding here-document."""
+    return text.replace("\\", "\\\\").replace("$", "\\$").replace("`", "\\`")
+
+
+def _security(connection: Connection) -> list[str]:
+    words = [] if connection.encrypted else ["-plaintext"]
+    if connection.authorities:
+        words.append("-cacert ca.pem")
+    if connection.certificate:
+        words.append("-cert client.pem -key client-key.pem")
+    if connection.token:
+        words.append('-H "authorization: Bearer $LEGATO_TOKEN"')
+    return words
+
+
+# ---------------------------------------------------------------- snippets
+
+# A request of the page as code to copy: Python, Go, and grpcurl in a shell.
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """Programs that make one request."""
+
+    python: str
+    go: str
+    grpcurl: str
+
+
+def code(connection: Connection, picture: str | None, task: Task, options: Options) -> Code:
+    """`picture` is a file's name, taken if it needs no quotes anywhere; None is no picture."""
+    name = picture
+    if picture is not None and not _FILE_NAME.fullmatch(picture):
+        name = "picture.jpg"
+    return Code(
+        python_program(connection, name, task, options),
+        go_program(connection, name, task, options),
+        command(connection, name, task, options),
+    )

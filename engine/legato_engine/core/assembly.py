@@ -1,0 +1,400 @@
+"""Assembly of an engine from a configuration: model, runner, scheduler, warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+
+from legato_engine.config import EngineConfig, check
+from legato_engine.core.adapters import AdapterStore
+from legato_engine.core.engine_core import EngineCore
+from legato_engine.core.leases import LeaseHandler
+from legato_engine.core.output import OutputSink
+from legato_engine.core.preprocessor import Preprocessor
+from legato_engine.core.refinements import Refinements
+from legato_engine.core.requests import RequestTable, make_sequence
+from legato_engine.device.base import Device
+from legato_engine.device.host import available_memory
+from legato_engine.device.select import open_device
+from legato_engine.errors import InvalidField
+from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
+from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_quota
+from legato_engine.ipc.messages import EngineOutput, ModelInfo
+from legato_engine.kernels.cpu.library import take_threads
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.models import registry
+from legato_engine.models.base import MaskRefiner, Model
+from legato_engine.models.bundle import ModelBundle, ModelFrontend, PreparedImage
+from legato_engine.models.checkpoint import dtype_name
+from legato_engine.models.paged_attention import KVCache
+from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.warm_up import warm_runner
+from legato_engine.scheduler.batch import ALONE, FlightRecorder, Observer
+from legato_engine.scheduler.interfaces import Pause, SystemClock, sleep
+from legato_engine.scheduler.output import SilentSink, Sink
+from legato_engine.scheduler.scheduler import Pipeline, Scheduler
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.speculative.policy import block_sizes
+from legato_engine.speculative.proposer import Proposer
+from legato_engine.types import (
+    CachedImage,
+    CaptionTask,
+    ImageInfo,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
+
+_TOKENS = 4
+
+
+def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
+    sampling = SamplingParams(max_tokens=_TOKENS, seed=0)
+    info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
+    pixels = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
+    source = CachedImage(image_id=info.image_id)
+    if "caption" in frontend.tasks:
+        request = Request(
+            request_id=RequestKey("0"), task=CaptionTask(), image=source, sampling=sampling
+        )
+        image = frontend.prepare_image(pixels, info.image_id, info)
+        scheduler.submit(make_sequence(frontend, request, image))
+    if "query" in frontend.tasks:
+        request = Request(
+            request_id=RequestKey("1"), task=QueryTask(question="?"), sampling=sampling
+        )
+        scheduler.submit(make_sequence(frontend, request, None))
+    scheduler.drain()
+
+
+# ---------------------------------------------------------------- assembly
+
+# An assembled engine: what is loaded and warm, and what serves with it.
+
+_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of pending and leased images
+_MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded and warm model with its runner; it serves one scheduler at a time."""
+
+    config: EngineConfig
+    frontend: ModelFrontend
+    model: Model
+    device: Device
+    runner: ModelRunner
+    kv: KVCache
+    num_pages: int  # at most those of `kv`
+    adapter_folders: tuple[Path, ...]
+    bank: AdapterBank | None  # None if the engine takes no adapters
+    draft: Path | None
+    refiner: MaskRefiner | None
+
+    @property
+    def info(self) -> ModelInfo:
+        prompt = self.frontend.prefix_length(has_image=True) + 1
+        return ModelInfo(
+            name=self.frontend.name,
+            device=self.device.name,
+            tasks=self.frontend.tasks,
+            max_context_tokens=self.model.max_context,
+            max_output_tokens=self.model.max_context - prompt,
+            max_running=self.config.max_running,
+            max_waiting=self.config.max_waiting,
+            num_parameters=self.model.num_parameters,
+            dtype=dtype_name(self.model.dtype),
+            adapters=self.bank is not None,
+            kv_dtype=dtype_name(self.kv.k_LNHSE.dtype),
+            kv_token_bytes=token_bytes(self.model),
+            confidence=self.frontend.confidence,
+        )
+
+    def scheduler(
+        self,
+        sink: Sink,
+        *,
+        pipeline_depth: int,
+        prefills_per_decode: int = 1,
+        shares: bool = True,
+        pause: Pause = sleep,
+        observer: Observer | None = None,
+        recorder: FlightRecorder | None = None,
+    ) -> Scheduler:
+        """Return a scheduler with an empty KV cache; the previous one must be idle.
+
+        Without `shares` every prefill has a launch of its own.
+        """
+        self.runner.forget_acceptance()
+        manager = KVCacheManager(
+            self.num_pages,
+            self.config.page_size,
+            self.config.max_running,
+            self.model.max_context,
+            num_adapter_slots=self.config.adapter_slots if self.bank is not None else 0,
+        )
+        return Scheduler(
+            self.runner,
+            manager,
+            Pipeline(pipeline_depth),
+            SystemClock(),
+            sink,
+            max_waiting=self.config.max_waiting,
+            max_waiting_per_tenant=self.config.max_waiting_per_tenant,
+            priority_seconds=self.config.priority_seconds,
+            prefills_per_decode=prefills_per_decode,
+            crops_per_launch=self.config.crops_per_launch,
+            limits=self.runner.limits if shares else ALONE,
+            block_sizes=block_sizes(self.config.speculation),
+            loops=self.runner if self.runner.decodes_by_loops else None,
+            pause=pause,
+            observer=observer,
+            recorder=recorder,
+        )
+
+    def core(
+        self,
+        *,
+        blobs: BlobReader,
+        send: Callable[[EngineOutput], None],
+        wake: Callable[[], None],
+        pause: Pause = sleep,
+        observer: Observer | None = None,
+        recorder: FlightRecorder | None = None,
+    ) -> EngineCore:
+        """Make an engine; `wake` is called on other threads, and cuts a `pause` short."""
+        config = self.config
+        cache = ImageCache[ImageKey, PreparedImage](config.image_cache_bytes)
+        preprocessor = Preprocessor(
+            self.frontend,
+            cache,
+            blobs=blobs,
+            max_pixels=config.max_image_pixels,
+            threads=config.preprocess_threads,
+            memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
+            max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
+        )
+        if self.frontend.takes_images:
+            preprocessor.warm_up()
+        requests = RequestTable(wake=wake)
+        refinements = Refinements(self.refiner, requests, send=send)
+        sink = OutputSink(self.frontend.name, requests, send=send, finish=refinements.finish)
+        return EngineCore(
+            self.frontend,
+            self.scheduler(
+                sink,
+                pipeline_depth=config.pipeline_depth,
+                pause=pause,
+                observer=observer,
+                recorder=recorder,
+            ),
+            requests,
+            preprocessor,
+            LeaseHandler(preprocessor, ImageLeases(cache, image_quota(config)), send=send),
+            self._adapter_store(),
+            refinements,
+            sink,
+        )
+
+    def _pixel_slab(self, num_bytes: int) -> Pixels:
+        """Return memory for decoded images, page-locked if the device reads them there."""
+        if not self.runner.encodes_images:
+            return host_slab(num_bytes)
+        slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
+        return slab
+
+    def _adapter_store(self) -> AdapterStore | None:
+        if self.bank is None:
+            return None
+        support = self.model.capabilities.adapters
+        assert support is not None, "a bank is allocated by a model that supports adapters"
+        config, values = self.config, self.bank.values_per_slot
+        max_rank = config.max_adapter_rank
+        on_device = config.adapter_slots * values * self.model.dtype.itemsize
+        return AdapterStore(
+            lambda data, key: support.read_adapter(data, key, max_rank),
+            self.adapter_folders,
+            max_values=values,
+            # At least what the device holds, so that a swapped-out adapter is not read again.
+            cache_bytes=max(config.adapter_cache_bytes, on_device),
+        )
+
+
+# ---------------------------------------------------------------- loading
+
+# Loads a model and assembles its engine, from a configuration.
+
+Progress = Callable[[str, float], None]
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6
+
+
+def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
+    """Load the model on its device, build the runner and warm it up.
+
+    Raises:
+        LegatoError: the model or device does not exist, or a setting cannot be served.
+        OSError: a file is missing.
+    """
+    check(config)
+    progress("device", 0.0)
+    device = open_device(config.device, config.threads)
+    bundle = registry.resolve(
+        config.model,
+        weights=config.weights,
+        tokenizer=config.tokenizer,
+        random_weights=config.random_weights,
+        max_context=config.max_context,
+        models=config.models,
+    )
+    progress("weights", _WEIGHTS_FROM)
+    dtype = _dtype(config.dtype, device)
+    folders = _adapter_folders(config, bundle)
+    free = device.free_memory()
+    model = bundle.load(
+        device.torch_device,
+        dtype,
+        vision_fp8=config.vision_dtype == "fp8",
+        kv_dtype=config.kv_dtype,
+        weight_dtype=_weight_dtype(config.weight_dtype, device),
+        cpu_kernels=config.cpu_kernels,
+        memory=available_memory() if free is None else free,
+        progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
+    )
+    if model.capabilities.own_threads:
+        device.compute.submit(take_threads)
+    progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
+    warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
+    assembly = _with_runner(
+        config, bundle, model, device, folders, lambda done: progress("warm-up", warm + done * rest)
+    )
+    progress("ready", 1.0)
+    return assembly
+
+
+def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
+    """Return the same model and KV cache with another `speculation`; use one of both at a time.
+
+    Raises:
+        InvalidField: the setting is unknown, or the draft cannot be used.
+    """
+    config = msgspec.structs.replace(assembly.config, speculation=setting)
+    return _rerunning(assembly, config, proposer)
+
+
+def with_decode_path(assembly: Assembly, path: str) -> Assembly:
+    """Return the same model and KV cache with another `decode_path`; use one of both at a time.
+
+    Raises:
+        InvalidField: the path is unknown, or excluded by another setting.
+    """
+    config = msgspec.structs.replace(assembly.config, decode_path=path)
+    check(config)
+    return _rerunning(assembly, config)
+
+
+def _rerunning(
+    assembly: Assembly, config: EngineConfig, proposer: Proposer | None = None
+) -> Assembly:
+    runner = warm_runner(
+        config,
+        assembly.model,
+        assembly.device,
+        assembly.kv,
+        bank=assembly.bank,
+        refiner=assembly.refiner,
+        draft=assembly.draft,
+        proposer=proposer,
+    )
+    return dataclasses.replace(assembly, config=config, runner=runner)
+
+
+def _with_runner(
+    config: EngineConfig,
+    bundle: ModelBundle,
+    model: Model,
+    device: Device,
+    folders: tuple[Path, ...],
+    progress: Callable[[float], None],
+) -> Assembly:
+    # Allocated before the KV cache, which takes a share of the free memory.
+    bank = _adapter_bank(config, bundle, model) if folders else None
+    refiner = _refiner(config, bundle, model)
+    num_pages = config.num_pages or num_pages_for(
+        model, device, config.page_size, config.max_running, config.kv_memory_fraction
+    )
+    kv = allocate(model, device, num_pages, config.page_size)
+    runner = warm_runner(
+        config,
+        model,
+        device,
+        kv,
+        bank=bank,
+        refiner=refiner,
+        draft=bundle.draft,
+        progress=progress,
+    )
+    frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
+    if runner.encodes_images:
+        frontend = frontend.resizing_on_device()
+    assembly = Assembly(
+        config,
+        frontend,
+        model,
+        device,
+        runner,
+        kv,
+        num_pages,
+        folders,
+        bank,
+        bundle.draft,
+        refiner,
+    )
+    warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
+    return assembly
+
+
+def _adapter_bank(config: EngineConfig, bundle: ModelBundle, model: Model) -> AdapterBank | None:
+    support = model.capabilities.adapters
+    if support is not None:
+        return support.adapter_bank(config.adapter_slots, config.max_adapter_rank)
+    if config.adapters:
+        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
+    return None
+
+
+def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRefiner | None:
+    if not config.refiner:
+        return None
+    refiners = model.capabilities.refiners
+    if refiners is None:
+        raise InvalidField(f"{bundle.frontend.name} takes no refiner", field="refiner")
+    return refiners.mask_refiner(Path(config.refiner))
+
+
+def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
+    given = Path(config.adapters) if config.adapters else None
+    if given is not None and not given.is_dir():
+        raise InvalidField(f"{given} is not a folder", field="adapters")
+    return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
+
+
+def _weight_dtype(name: str, device: Device) -> str:
+    if name in ("int8", "int4") and device.torch_device.type != "cpu":
+        raise InvalidField(f"{name} runs on a CPU only, not on {device.name}", field="weight_dtype")
+    return name
+
+
+def _dtype(name: str, device: Device) -> torch.dtype:
+    if name == "auto":
+        name = "f32" if device.torch_device.type == "cpu" else "bf16"
+    return _DTYPES[name]

@@ -1,0 +1,348 @@
+"""The engine without its process: commands in, outputs out."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import time
+
+import msgspec
+import structlog
+
+from legato_engine.core.adapters import AdapterStore
+from legato_engine.core.leases import LeaseHandler
+from legato_engine.core.output import OutputSink
+from legato_engine.core.preprocessor import Lazy, PendingImage, PreprocessedImage, Preprocessor
+from legato_engine.core.refinements import Refinements
+from legato_engine.core.requests import (
+    PendingLease,
+    PendingRefinement,
+    PendingRequest,
+    RequestStage,
+    RequestTable,
+    ScheduledRequest,
+    ended_as,
+    make_sequence,
+    replay,
+)
+from legato_engine.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    InternalError,
+    InvalidField,
+    LegatoError,
+    ModelNotFound,
+    TaskUnsupported,
+    exhaustion,
+)
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
+from legato_engine.models.bundle import ModelFrontend
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.tasks import Task
+from legato_engine.types import CachedImage, QueryTask, Request, RequestKey, TokenInfo
+
+_log = structlog.get_logger()
+
+_MAX_INLINE_CHARACTERS = 16 * 1024  # some 10 ms of making tokens
+
+
+class EngineCore:
+    """Prepares images and adapters, builds sequences and drives the scheduler.
+
+    Belongs to one thread. The scheduler enforces the deadlines of its sequences.
+    """
+
+    def __init__(
+        self,
+        frontend: ModelFrontend,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        preprocessor: Preprocessor,
+        leases: LeaseHandler,
+        adapters: AdapterStore | None,
+        refinements: Refinements,
+        sink: OutputSink,
+    ) -> None:
+        self._frontend = frontend
+        self._scheduler = scheduler
+        self._requests = requests
+        self._preprocessor = preprocessor
+        self._leases = leases
+        self._adapters = adapters
+        self._refinements = refinements
+        self._sink = sink
+        self._unannounced: list[Sequence] = []
+        self._seq_ids = itertools.count()
+        self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="legato-text")
+
+    # ------------------------------------------------------------ commands
+
+    def submit(self, request: Request) -> None:
+        """Start a request; an error becomes its `Failed` output."""
+        resumed = request.resumed
+        arrival = time.monotonic() if resumed is None else resumed.arrival
+        try:
+            self._check(request)
+            pending = self._prepare(request, arrival)
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(request.request_id, error)
+            return
+        if pending.futures:
+            self._requests.add(pending)
+        else:
+            self._schedule(pending)
+
+    def abort(self, request_id: RequestKey) -> None:
+        request = self._requests.remove(request_id)
+        if request is not None:
+            request.cancel()
+            self._scheduler.abort(request_id)
+
+    def stop(self, request_id: RequestKey) -> None:
+        """End a request now with the result it has; ignore leases."""
+        match self._requests.get(request_id):
+            case PendingRequest() as request:
+                self._requests.remove(request_id)
+                request.cancel()
+                self._schedule(dataclasses.replace(request, image=None, adapter=None))
+                self._scheduler.stop(request_id)
+            case ScheduledRequest():
+                self._scheduler.stop(request_id)
+            case PendingRefinement() as request:
+                self._refinements.finish_unrefined(request)
+
+    def hold(self, command: HoldImage) -> None:
+        try:
+            if not self._frontend.takes_images:
+                raise TaskUnsupported("this model takes no images", task="image")
+            self._make_room(command.request_id, command.owner)
+            self._requests.add(self._leases.start(command))
+        except Exception as error:  # noqa: BLE001 - one caller's failure is its own
+            self._leases.fail(command.request_id, error)
+
+    def drop(self, command: DropImage) -> None:
+        self._leases.drop(command)
+
+    def set_pipeline_depth(self, depth: int) -> None:
+        self._scheduler.set_depth(depth)
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def busy(self) -> bool:
+        return self._requests.has_completed or not self._scheduler.idle
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing is being prepared, scheduled or run."""
+        return not len(self._requests) and self._scheduler.idle
+
+    @property
+    def steps_committed(self) -> int:
+        return self._scheduler.steps_committed
+
+    def load(self) -> Load:
+        load, preparing = self._scheduler.load(), self._requests.count(PendingRequest)
+        return msgspec.structs.replace(
+            load,
+            running=load.running + self._requests.count(PendingRefinement),
+            waiting=load.waiting + preparing,
+            preparing=preparing,
+            images_cached=self._preprocessor.images_cached,
+        )
+
+    def image_totals(self) -> ImageTotals:
+        return msgspec.structs.replace(self._preprocessor.totals, held_bytes=self._leases.num_bytes)
+
+    def estimated_wait(self) -> float:
+        return self._scheduler.estimated_wait()
+
+    def next_deadline(self) -> float:
+        """Return the latest time of the next `step`, in monotonic seconds."""
+        return min(self._requests.next_deadline, self._leases.next_expiry)
+
+    # ------------------------------------------------------------ the step
+
+    def step(self) -> bool:
+        """Advance requests and the scheduler; return whether the device got work."""
+        self._leases.expire()
+        for request in self._requests.completed():
+            self._advance(request)
+        for request in self._requests.expired(time.monotonic()):
+            self._expire(request)
+        worked = self._scheduler.step()
+        self._announce_queued()
+        return worked
+
+    def close(self) -> None:
+        self._preprocessor.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+        self._refinements.close()
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _advance(self, request: RequestStage) -> None:
+        match request:
+            case PendingRequest():
+                self._admit(request)
+            case PendingLease():
+                self._requests.remove(request.request_id)
+                self._leases.finish(request)
+            case PendingRefinement():
+                self._refinements.advance(request, self._scheduler.refine)
+
+    def _expire(self, request: RequestStage) -> None:
+        match request:
+            case PendingRequest():
+                self._requests.remove(request.request_id)
+                request.cancel()
+                self._fail(request.request_id, DeadlineExceeded("the deadline passed"))
+            case PendingRefinement():
+                self._refinements.finish_unrefined(request)
+
+    def _announce_queued(self) -> None:
+        if not self._unannounced:
+            return
+        waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
+        self._unannounced.clear()
+        for sequence in waiting:
+            position = self._scheduler.position(sequence)
+            self._sink.queued(sequence, position, self.estimated_wait())
+
+    # ------------------------------------------------------------ from a command to a sequence
+
+    def _check(self, request: Request) -> None:
+        if request.model not in ("", self._frontend.name):
+            raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
+        if request.adapter and self._adapters is None:
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+        if not request.was_admitted:
+            self._make_room(request.request_id, request.tenant, request.priority)
+
+    def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
+        """A full queue gives up a request for one with a better claim, or raises."""
+        if request_id in self._requests:
+            raise InvalidField("request id is in use", field="request_id")
+        preparing = self._requests.queued_tenants()
+        displaced = self._scheduler.displaced_by(tenant, priority, time.monotonic(), preparing)
+        if displaced is None:
+            return
+        pending = self._requests.newest(PendingRequest, displaced)
+        error = self._scheduler.displacement()
+        if pending is None:  # only image leases
+            raise error
+        self._requests.remove(pending.request_id)
+        pending.cancel()
+        self._fail(pending.request_id, error)
+
+    def _prepare(self, request: Request, arrival: float) -> PendingRequest:
+        adapters = self._adapters
+        adapter = adapters.start(request.adapter) if adapters and request.adapter else None
+        task = Lazy(functools.partial(self._frontend.make_task, request))
+        image = self._start_image(request, task)
+        return PendingRequest(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            deadline=request.ends_by,
+            request=request,
+            arrival=arrival,
+            task=task,
+            text=self._start_text(request, task, image),
+            image=image,
+            adapter=adapter,
+        )
+
+    def _start_text(
+        self, request: Request, task: Lazy[Task], image: PendingImage | None
+    ) -> concurrent.futures.Future[Task] | None:
+        """Make a short text's tokens here, which is faster than waking another thread."""
+        asked = request.task
+        if isinstance(asked, QueryTask) and asked.num_characters > _MAX_INLINE_CHARACTERS:
+            return self._texts.submit(task.get)
+        try:
+            task.get()
+        except BaseException:
+            if isinstance(image, concurrent.futures.Future):
+                image.cancel()
+            raise
+        return None
+
+    def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
+        """An idle scheduler leaves time to hash here and, if no request is pending, to decode."""
+        source = request.image
+        if source is None or not self._frontend.takes_images:
+            return None
+        self._leases.expire()
+        idle = self._scheduler.idle
+        found = self._preprocessor.find(source, tenant=request.tenant, may_hash=idle)
+        if isinstance(found, PreprocessedImage):
+            return found
+        assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
+        inline = idle and not self._requests.count(PendingRequest)
+        return self._preprocessor.start(
+            source,
+            found,
+            tenant=request.tenant,
+            keep=request.cache_image,
+            inline=inline,
+            prefetch=task,
+        )
+
+    def _admit(self, pending: PendingRequest) -> None:
+        failure = pending.failure
+        if failure is None and not pending.is_ready:
+            return
+        self._requests.remove(pending.request_id)
+        if failure is None:
+            self._schedule(pending)
+            return
+        pending.cancel()
+        self._fail(pending.request_id, failure)  # not raised: a traceback would hold the image
+
+    def _schedule(self, pending: PendingRequest) -> None:
+        try:
+            self._submit_sequence(pending)
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(pending.request_id, error)
+
+    def _submit_sequence(self, pending: PendingRequest) -> None:
+        request, preprocessed = pending.request, pending.prepared_image
+        image = preprocessed.image if preprocessed else None
+        sequence = make_sequence(
+            self._frontend, request, image, pending.prepared_adapter, task=pending.task.get()
+        )
+        sequence.seq_id = next(self._seq_ids)
+        sequence.timing.arrival = pending.arrival
+        tokens: list[TokenInfo] = []
+        if request.resumed is not None:
+            tokens = replay(sequence, request.resumed, self._frontend)
+        finish_reason = ended_as(sequence)
+        if finish_reason is None:
+            self._scheduler.submit(sequence)
+        self._requests.add(
+            ScheduledRequest(
+                request_id=pending.request_id,
+                tenant=pending.tenant,
+                request=request,
+                image=image.info if image else None,
+                image_seconds=preprocessed.seconds if preprocessed else 0.0,
+                tokens=tokens,
+                num_told=sequence.num_committed,
+                refinable=self._refinements.refinable(request, image),
+            )
+        )
+        if finish_reason is None:
+            self._unannounced.append(sequence)
+        else:  # only its result was lost
+            if not request.was_admitted:
+                self._sink.started(sequence)
+            self._sink.done(sequence, finish_reason)
+
+    def _fail(self, request_id: RequestKey, error: BaseException) -> None:
+        if not isinstance(error, LegatoError):
+            _log.error("request_failed", request_id=request_id.name, exc_info=error)
+            error = exhaustion(error) or InternalError("the request could not be prepared")
+        self._sink.fail(request_id, error)

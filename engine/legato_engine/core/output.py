@@ -1,0 +1,147 @@
+"""The scheduler's events as outputs for the service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from legato_engine.core.requests import RequestTable, ScheduledRequest
+from legato_engine.errors import LegatoError, to_value
+from legato_engine.ipc.messages import Delta, Done, EngineOutput, Failed, Queued, Started
+from legato_engine.sequence import Sequence
+from legato_engine.tasks import tokens_of
+from legato_engine.types import Certainty, Event, FinishReason, RequestKey, Timings, Usage
+
+
+class OutputSink:
+    """A `scheduler.Sink` that removes requests from the table when they end."""
+
+    def __init__(
+        self,
+        model: str,
+        requests: RequestTable,
+        *,
+        send: Callable[[EngineOutput], None],
+        finish: Callable[[ScheduledRequest, Done], None],
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._send = send
+        self._finish = finish
+
+    def fail(self, request_id: RequestKey, error: LegatoError) -> None:
+        """Send the failure of a request that is not scheduled."""
+        self._send(Failed(request_id=request_id, error=to_value(error)))
+
+    def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
+        if not sequence.request.progress:
+            return
+        self._send(
+            Queued(
+                request_id=sequence.request.request_id,
+                position=position,
+                estimated_wait=estimated_wait,
+            )
+        )
+
+    def started(self, sequence: Sequence) -> None:
+        if not sequence.request.progress:
+            return
+        request = self._scheduled(sequence)
+        self._send(
+            Started(
+                request_id=request.request_id,
+                model=self._model,
+                input_tokens=sequence.prompt_length,
+                cached_tokens=sequence.pages.cached_tokens,
+                queue_time=_queue_time(sequence, request),
+                image=request.image,
+            )
+        )
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        request = sequence.request
+        if not (request.deltas or request.return_tokens):
+            return
+        scheduled = self._scheduled(sequence)
+        if request.return_tokens:
+            scheduled.tokens.extend(tokens_of(events))
+        if request.deltas:
+            self._send(_delta(sequence, scheduled, events))
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        request = self._scheduled(sequence)
+        self._requests.remove(request.request_id)
+        self._finish(
+            request,
+            Done(
+                request_id=request.request_id,
+                result=sequence.task.result(finish_reason),
+                finish_reason=finish_reason,
+                usage=_usage(sequence),
+                timings=_timings(sequence, request),
+                image=request.image,
+                tokens=tuple(request.tokens),
+                preemptions=sequence.pages.num_preemptions,
+            ),
+        )
+
+    def failed(self, sequence: Sequence, error: LegatoError) -> None:
+        self._requests.remove(sequence.request.request_id)
+        self.fail(sequence.request.request_id, error)
+
+    def _scheduled(self, sequence: Sequence) -> ScheduledRequest:
+        request = self._requests.get(sequence.request.request_id)
+        assert isinstance(request, ScheduledRequest), "the scheduler has an unknown request"
+        return request
+
+
+def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -> Delta:
+    """Tell the tokens since the last delta, with all that another engine needs to go on."""
+    tokens = sequence.tokens[len(sequence.prompt) + request.num_told :]
+    request.num_told += len(tokens)
+    payloads: tuple[tuple[float, float], ...] = ()
+    logprobs: tuple[float, ...] = ()
+    certainties: tuple[Certainty, ...] = ()
+    if sequence.task.has_payload:
+        payloads = tuple([payload for _, payload in tokens])
+        certainties = tuple(sequence.certainties[-len(tokens) :])
+    if sequence.request.logprobs:
+        logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-len(tokens) :]])
+    return Delta(
+        request_id=request.request_id,
+        events=tuple(events),
+        token_ids=tuple([token_id for token_id, _ in tokens]),
+        payloads=payloads,
+        logprobs=logprobs,
+        certainties=certainties,
+    )
+
+
+def _usage(sequence: Sequence) -> Usage:
+    has_image = sequence.request.image is not None
+    return Usage(
+        input_tokens=sequence.prompt_length,
+        output_tokens=sequence.num_committed,
+        cached_tokens=sequence.pages.cached_tokens,
+        image_tokens=sequence.prefix_length - 1 if has_image else 0,  # all of it but BOS
+        reasoning_tokens=sequence.task.reasoning_tokens,
+    )
+
+
+def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
+    now, timing = time.monotonic(), sequence.timing
+    return Timings(
+        queue=_queue_time(sequence, request),
+        image=request.image_seconds,
+        prefill=max(0.0, timing.first_token - timing.prefill_start),  # an earlier engine's
+        first_token=timing.first_token - timing.arrival,
+        decode=now - timing.first_token,
+        total=now - timing.arrival,
+    )
+
+
+def _queue_time(sequence: Sequence, request: ScheduledRequest) -> float:
+    waited = sequence.timing.prefill_start - sequence.timing.arrival
+    return max(0.0, waited - request.image_seconds)

@@ -1,0 +1,411 @@
+"""Preparation of images on threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import msgspec
+
+from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
+from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
+from legato_engine.images.decoding import content_key, decode_baseline, image_id
+from legato_engine.images.decoding_workers import DecodingWorkers
+from legato_engine.images.headers import ImageHeader, inspect
+from legato_engine.images.memory import PixelMemory, Pixels
+from legato_engine.images.raw import check_raw, decode_raw
+from legato_engine.ipc.messages import ImageTotals
+from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.types import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
+
+T = TypeVar("T")
+
+
+class Lazy(Generic[T]):
+    """The result of `compute`, which the first `get` runs while others wait."""
+
+    __slots__ = ("_compute", "_lock", "_value")
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._lock = threading.Lock()
+        self._compute: Callable[[], T] | None = compute
+        self._value: T | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        return self._compute is None
+
+    def get(self) -> T:
+        with self._lock:
+            if self._compute is not None:
+                self._value = self._compute()
+                self._compute = None
+            return cast("T", self._value)
+
+
+# ---------------------------------------------------------------- lane
+
+# Lanes of image preparation.
+
+P = ParamSpec("P")
+
+
+class Lane:
+    """Threads that prepare images, and processes that decode for them.
+
+    A lane keeps its images in order. Those of one lane do not wait for those of another.
+    """
+
+    def __init__(self, name: str, threads: int, *, max_pixels: int, nice: int = 0) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, f"legato-{name}")
+        self.workers = DecodingWorkers(max_pixels=max_pixels, nice=nice)
+
+    def submit(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `work`, which must not raise, on a thread."""
+        self._pool.submit(work, *args, **kwargs)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
+        self._pool.shutdown(wait=True)
+
+
+# ---------------------------------------------------------------- loaded image
+
+# An image on its way from its bytes to what the model takes.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreprocessedImage:
+    """A prepared image and the seconds that took."""
+
+    image: PreparedImage
+    seconds: float
+
+
+PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
+"""An image that is prepared already, or its future."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """The bytes of an image, their content key and, for a file, the header.
+
+    The service has checked it too, but here the limit on pixels bounds allocations.
+    """
+
+    tenant: str
+    source: EncodedImage | RawImage
+    view: memoryview
+    key: Lazy[str]
+    header: Lazy[ImageHeader]  # raises for `RawImage`
+
+    @property
+    def image_id(self) -> str:
+        return image_id(self.key.get())
+
+    @property
+    def cache_key(self) -> ImageKey:
+        return ImageKey(self.tenant, self.image_id)
+
+    @property
+    def cost(self) -> int:
+        """Return `ImageHeader.cost`; raises as `inspect` does."""
+        if isinstance(self.source, RawImage):
+            return self.source.width * self.source.height
+        return self.header.get().cost
+
+    def check_sha256(self, expected: str) -> None:
+        """Check the hash of the bytes.
+
+        Raises:
+            InvalidField: it is another.
+        """
+        raw = isinstance(self.source, RawImage)  # the key of a file is the hash of its bytes
+        actual = hashlib.sha256(self.view).hexdigest() if raw else self.key.get()
+        if actual != expected:
+            raise InvalidField(
+                "sha256 does not match the image bytes", field="sha256", actual=actual
+            )
+
+
+# ---------------------------------------------------------------- preprocessor
+
+# Preparation of images on threads.
+
+_MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
+_LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: some 30 ms
+_HEAVY_NICE = 10  # heavy images take what other work leaves of the cores
+
+
+class _Job:
+    """An image on its way through the lanes."""
+
+    __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source", "tenant")
+
+    def __init__(
+        self,
+        source: EncodedImage | RawImage,
+        loaded: LoadedImage | None,
+        tenant: str,
+        keep: bool,
+        sha256: str = "",
+    ) -> None:
+        self.source = source
+        self.tenant = tenant
+        self.loaded = loaded
+        self.keep = keep
+        self.sha256 = sha256
+        self.seconds = 0.0  # spent on earlier lanes
+        self.future: concurrent.futures.Future[PreprocessedImage] = concurrent.futures.Future()
+
+    def succeed(self, result: PreprocessedImage) -> None:
+        self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, LegatoError):
+            error = error.with_traceback(None)  # whose frames reference the image and the future
+        if self.future.running() or self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+class Preprocessor:
+    """Decodes, orients, resizes and tiles images that are not cached for their tenant."""
+
+    def __init__(
+        self,
+        frontend: ModelFrontend,
+        cache: ImageCache[ImageKey, PreparedImage],
+        *,
+        blobs: BlobReader,
+        max_pixels: int,
+        threads: int,
+        memory: PixelMemory,
+        max_inline_pixels: int = 0,
+    ) -> None:
+        """Up to `max_inline_pixels`, a JPEG or raw image takes only a few milliseconds."""
+        self._frontend = frontend
+        self._cache = cache
+        self._blobs = blobs
+        self._max_pixels = max_pixels
+        self._memory = memory
+        self._max_inline_pixels = max_inline_pixels
+        self._seen = SeenImages()
+        self._light = Lane("preprocess", threads, max_pixels=max_pixels)
+        self._heavy = Lane("preprocess-heavy", threads, max_pixels=max_pixels, nice=_HEAVY_NICE)
+        self._count_lock = threading.Lock()
+        self._num_decoded = 0
+        self._num_found = 0
+        self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
+        self._prefetcher = threading.Thread(
+            target=self._run_prefetches, name="legato-prefetch", daemon=True
+        )
+        self._prefetcher.start()
+
+    @property
+    def images_cached(self) -> int:
+        return len(self._cache)
+
+    @property
+    def totals(self) -> ImageTotals:
+        """Without `held_bytes`."""
+        return ImageTotals(
+            decoded=self._num_decoded, found=self._num_found, cached_bytes=self._cache.num_bytes
+        )
+
+    def find(
+        self, source: ImageSource, *, tenant: str, may_hash: bool
+    ) -> PreprocessedImage | LoadedImage | None:
+        """Return the cached image, its bytes if they were loaded, or None.
+
+        With `may_hash`, a small image is hashed if it may have been seen: that is faster than
+        waking another thread.
+
+        Raises:
+            ImageNotFound: no image of this id is cached.
+            InvalidField, ImageTooLarge: the layout of a raw image is wrong.
+            InternalError: the blob cannot be read.
+        """
+        start = time.monotonic()
+        if isinstance(source, CachedImage):
+            image = self._cached(ImageKey(tenant, source.image_id))
+            if image is None:
+                raise ImageNotFound("image not found or expired", resource=source.image_id)
+            return PreprocessedImage(image, time.monotonic() - start)
+        if not may_hash or source.blob.size > _MAX_INLINE_BYTES:
+            return None
+        loaded = self._load(source, tenant)
+        seen = self._seen.has(tenant, loaded.view)
+        image = self._cached(loaded.cache_key) if seen else None
+        return loaded if image is None else PreprocessedImage(image, time.monotonic() - start)
+
+    def start(
+        self,
+        source: EncodedImage | RawImage,
+        loaded: LoadedImage | None,
+        *,
+        tenant: str,
+        keep: bool,
+        inline: bool = False,
+        prefetch: Lazy[Any] | None = None,
+    ) -> PendingImage:
+        """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
+
+        With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
+        computes `prefetch`: handing these over is cheaper than the image.
+
+        Raises (or its future does):
+            ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
+            InternalError: the blob cannot be read.
+        """
+        if loaded is not None and inline and self._fits_inline(loaded):
+            self._prefetches.put(loaded.key)
+            if prefetch is not None:
+                self._prefetches.put(prefetch)
+            prepared = self._prepare_inline(loaded, keep)
+            if prepared is not None:
+                return prepared
+        job = _Job(source, loaded, tenant, keep)
+        self._light.submit(self._run, job, self._light)
+        if loaded is not None:
+            loaded.key.get()
+        return job.future
+
+    def start_lease(
+        self, source: EncodedImage | RawImage, tenant: str, sha256: str
+    ) -> concurrent.futures.Future[PreprocessedImage]:
+        """Prepare `source` without caching it.
+
+        The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
+        """
+        job = _Job(source, None, tenant, keep=False, sha256=sha256)
+        self._light.submit(self._run, job, self._light)
+        return job.future
+
+    def warm_up(self) -> None:
+        """Start a decoding process ahead of the first image that needs one; does not wait."""
+        self._light.workers.start(1)
+
+    def close(self) -> None:
+        self._light.close()
+        self._heavy.close()
+        self._prefetches.put(None)
+        self._prefetcher.join()
+
+    # ------------------------------------------------------------ on a thread of a lane
+
+    def _run(self, job: _Job, lane: Lane) -> None:
+        """Complete the job's future, or pass a heavy image on."""
+        if job.future.cancelled():
+            return
+        start = time.monotonic()
+        try:
+            loaded = self._loaded(job)
+            # An image without a key has never been seen, so the cache cannot have it.
+            cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
+            if cached is None and lane is self._light and loaded.cost > _LIGHT_COST:
+                job.seconds = time.monotonic() - start
+                self._heavy.submit(self._run, job, self._heavy)
+                return
+            if not job.future.set_running_or_notify_cancel():
+                return
+            image = cached or self._prepare(loaded, self._decode(loaded, lane), job.keep)
+        except BaseException as error:  # noqa: BLE001 - raised again where the image is needed
+            job.fail(error)
+        else:
+            job.succeed(PreprocessedImage(image, job.seconds + time.monotonic() - start))
+
+    def _loaded(self, job: _Job) -> LoadedImage:
+        if job.loaded is None:
+            job.loaded = self._load(job.source, job.tenant)
+            job.loaded.key.get()
+        if job.sha256:
+            job.loaded.check_sha256(job.sha256)
+        return job.loaded
+
+    def _decode(self, loaded: LoadedImage, lane: Lane) -> Pixels:
+        """Decode on this thread only what is known to take a few milliseconds."""
+        if isinstance(loaded.source, RawImage):
+            return decode_raw(loaded.view, loaded.source, self._memory.allocate)
+        header = loaded.header.get()
+        if header.is_baseline and header.cost <= _LIGHT_COST:
+            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
+            if pixels_HWC is not None:
+                return pixels_HWC
+        return lane.workers.decode(loaded.view, header, self._memory.allocate)
+
+    def _run_prefetches(self) -> None:
+        while (value := self._prefetches.get()) is not None:
+            with contextlib.suppress(Exception):  # raised again where the value is needed
+                value.get()
+            del value  # not kept alive while the thread waits
+
+    def _fits_inline(self, loaded: LoadedImage) -> bool:
+        source = loaded.source
+        if isinstance(source, RawImage):
+            return source.width * source.height <= self._max_inline_pixels
+        if not self._max_inline_pixels or source.mime_type != "image/jpeg":
+            return False
+        header = loaded.header.get()
+        return header.is_baseline and header.num_pixels <= self._max_inline_pixels
+
+    def _cached(self, key: ImageKey) -> PreparedImage | None:
+        image = self._cache.get(key)
+        if image is None:
+            return None
+        with self._count_lock:
+            self._num_found += 1
+        info = msgspec.structs.replace(image.info, cache_hit=True)
+        return dataclasses.replace(image, info=info)
+
+    def _load(self, source: EncodedImage | RawImage, tenant: str) -> LoadedImage:
+        """Take the blob, which can be taken once."""
+        raw = source if isinstance(source, RawImage) else None
+        if raw is not None:
+            check_raw(raw, max_pixels=self._max_pixels)
+        view = self._blobs.take(source.blob)
+        return LoadedImage(
+            tenant,
+            source,
+            view,
+            key=Lazy(functools.partial(content_key, view, raw)),
+            header=Lazy(
+                functools.partial(
+                    inspect, view, max_pixels=self._max_pixels, max_bytes=source.blob.size
+                )
+            ),
+        )
+
+    def _prepare_inline(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage | None:
+        """Return None for a JPEG that may be corrupt."""
+        start = time.monotonic()
+        pixels_HWC: Pixels | None
+        if isinstance(loaded.source, RawImage):
+            pixels_HWC = decode_raw(loaded.view, loaded.source, self._memory.allocate)
+        else:
+            header = loaded.header.get()
+            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
+        if pixels_HWC is None:
+            return None
+        image = self._prepare(loaded, pixels_HWC, keep)
+        return PreprocessedImage(image, time.monotonic() - start)
+
+    def _prepare(self, loaded: LoadedImage, pixels_HWC: Pixels, keep: bool) -> PreparedImage:
+        height, width = pixels_HWC.shape[:2]
+        info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
+        image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
+        self._seen.add(loaded.tenant, loaded.view)
+        with self._count_lock:
+            self._num_decoded += 1
+        if keep:
+            self._cache.put(loaded.cache_key, image, image.num_bytes)
+        return image

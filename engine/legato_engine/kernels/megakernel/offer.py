@@ -1,0 +1,309 @@
+"""Support check of the megakernel: a kernel for a model, or the reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.resources
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.resources.abc import Traversable
+from typing import TYPE_CHECKING
+
+import torch
+
+from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda.decoder import DecoderSizes
+from legato_engine.kernels.cuda.module import checked, compile_ahead, current_arch
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues
+from legato_engine.kernels.decode_loop import BatchKind, Build
+from legato_engine.kernels.megakernel.kernel import (
+    MAX_PAGES,
+    MAX_SHARED,
+    RING_STAGES,
+    SOURCE,
+    ResidentBuild,
+    ResidentWeights,
+    model_sizes,
+    shared_body,
+    source_folder,
+    value_dims,
+    values_obstacle,
+)
+from legato_engine.kernels.megakernel.program import (
+    BLOCKS_AT_ONCE,
+    WORD_BYTES,
+    WORDS,
+    build_program,
+    most_instructions,
+)
+from legato_engine.kernels.megakernel.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
+from legato_engine.kernels.parameters import Affine, DecoderLayer
+from legato_engine.speculative.policy import BlockPolicy
+
+if TYPE_CHECKING:
+    from legato_engine.kernels.decode_loop import ResidentRows
+    from legato_engine.kernels.step import StepCache
+
+_CAPABILITY = (9, 0)
+_SPARE = 1.2  # of the weights' memory: packing needs a layer besides
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelTarget:
+    """Model and device that the kernel is asked to serve."""
+
+    sizes: DecoderSizes
+    num_layers: int
+    plain: bool  # every layer is a dense MLP beside attention, without gains
+    dtype: torch.dtype
+    capability: tuple[int, int] | None  # of the GPU; None: there is none
+    processors: int
+    free_bytes: int
+
+
+def _instructions_fit(target: KernelTarget) -> bool:
+    """Return whether the instructions fit beside the ring in every build."""
+    sizes = model_sizes(target.sizes, target.num_layers)
+    body = max(shared_body(sizes, ring, 8 * tiles) for tiles, ring in RING_STAGES.items())
+    return body + most_instructions(target.num_layers) * WORDS * WORD_BYTES <= MAX_SHARED
+
+
+def _adds_alike(target: KernelTarget) -> bool:
+    sizes, parts = model_sizes(target.sizes, target.num_layers), target.sizes.parts
+    return (
+        sizes.out_parts == parts
+        and skinny_gemm.chunk(target.sizes.mixed_dim // parts) == sizes.chunk
+    )
+
+
+_LIMITS: tuple[tuple[str, Callable[[KernelTarget], bool]], ...] = (
+    ("needs a GPU of compute capability 9.0", lambda w: w.capability == _CAPABILITY),
+    ("computes in bf16", lambda w: w.dtype is torch.bfloat16),
+    ("caches keys and values in bf16", lambda w: w.sizes.kv_bytes == 2),
+    ("takes layers of attention beside a dense MLP, without gains", lambda w: w.plain),
+    (
+        f"takes heads of {HEAD_DIM} dimensions, {ROTARY_DIM} of them rotated",
+        lambda w: w.sizes.dim == w.sizes.num_heads * HEAD_DIM and w.sizes.rotary_dim == ROTARY_DIM,
+    ),
+    (
+        f"takes an MLP of 2 to {BLOCKS_AT_ONCE} times the width",
+        lambda w: w.sizes.ff_dim in [w.sizes.dim * n for n in range(2, BLOCKS_AT_ONCE + 1)],
+    ),
+    (
+        f"takes a vocabulary of at least the width, in blocks of {BLOCK}",
+        lambda w: w.sizes.vocab_size % BLOCK == 0 and w.sizes.vocab_size >= w.sizes.dim,
+    ),
+    (
+        f"takes up to {MAX_PAGES} pages of {PAGE} positions a row",
+        lambda w: w.sizes.page_size == PAGE and w.sizes.max_pages <= MAX_PAGES,
+    ),
+    (
+        f"needs a multiprocessor for each {BLOCK} of the width",
+        lambda w: w.sizes.dim // BLOCK <= w.processors,
+    ),
+    ("adds up a layer's output in other parts than captured steps", _adds_alike),
+    ("takes as many layers as a thread block has instructions for", _instructions_fit),
+    (
+        "needs memory for a second copy of the weights",
+        lambda w: model_sizes(w.sizes, w.num_layers).weight_bytes * _SPARE <= w.free_bytes,
+    ),
+)
+
+
+def unsupported_reason(target: KernelTarget) -> str | None:
+    """The first limit that a model on its device exceeds, in words, or None."""
+    return next((text for text, holds in _LIMITS if not holds(target)), None)
+
+
+def kernel_target(
+    sizes: DecoderSizes, num_layers: int, device: torch.device, dtype: torch.dtype, *, plain: bool
+) -> KernelTarget:
+    """Describe the model and `device` for the support check."""
+    if device.type != "cuda":
+        return KernelTarget(sizes, num_layers, plain, dtype, None, 0, 0)
+    properties = torch.cuda.get_device_properties(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    capability = properties.major, properties.minor
+    return KernelTarget(
+        sizes, num_layers, plain, dtype, capability, properties.multi_processor_count, free
+    )
+
+
+# ---------------------------------------------------------------- resident subject
+
+# What the times of the resident kernel's steps, and of captured ones, depend on.
+
+PACKAGES = ("legato_engine.kernels.cuda", "legato_engine.resident")
+
+
+def subject(
+    sizes: DecoderSizes,
+    num_layers: int,
+    builds: Collection[Build],
+    policy: BlockPolicy | None,
+    device: torch.device,
+) -> Mapping[str, str]:
+    """Return what measured times depend on: GPU, driver, model sizes, kernel code."""
+    from cuda.bindings import driver
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
+        "driver": str(checked(driver.cuDriverGetVersion())),
+        "model": f"{sizes}, {num_layers} layers",
+        "builds": ", ".join(f"{build.kind} {build.rows}" for build in builds),
+        "drafts": "" if policy is None else f"{type(policy).__name__} of {policy.max_block}",
+        "code": code_hash(),
+    }
+
+
+def code_hash() -> str:
+    """Hash the kernels, their launch code and the megakernel's program."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for file in sorted(code_files(package), key=lambda each: each.name):
+            digest.update(f"{package}/{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def code_files(package: str) -> Iterator[Traversable]:
+    yield from _files(importlib.resources.files(package))
+
+
+def _files(folder: Traversable) -> Iterator[Traversable]:
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _files(each)
+        elif each.name.endswith((".py", ".cu", ".cuh")):
+            yield each
+
+
+# ---------------------------------------------------------------- resident decoder
+
+# All builds of the resident kernel that a model's launches need.
+
+
+class ResidentDecoder:
+    """A `kernels.resident_launch.ResidentSteps`; launches must not overlap."""
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        layers: Sequence[DecoderLayer],
+        head: Affine,
+        head_norm: Affine,
+        embedding: torch.Tensor,
+        cache: StepCache,
+        *,
+        wanted: Collection[Build],
+        values: TwoLayerValues | None = None,
+        policy: BlockPolicy | None = None,
+    ) -> None:
+        """Compile what is `wanted` of `builds_for`: with `values`, and for rows that draft by a
+        `policy`.
+        """
+        drafts, block = policy is not None, 0 if policy is None else policy.max_block
+        self.most_rows = {
+            kind: max(build.rows for build in wanted if build.kind is kind)
+            for kind in sorted({build.kind for build in wanted})
+        }
+        self.program = build_program(sizes, RING_STAGES[1])
+        """Of words, for 8 rows; the others differ in the ring and in values."""
+        weights = ResidentWeights(self.program, layers, head, head_norm)
+
+        def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[ResidentBuild]:
+            kind = BatchKind.of(values=values is not None, drafts=drafts)
+            tiles = sorted({_tiles(each.tokens(block)) for each in wanted if each.kind is kind})
+            return [
+                ResidentBuild(
+                    build_program(of, RING_STAGES[each]),
+                    weights,
+                    embedding,
+                    cache,
+                    each,
+                    values=values,
+                    policy=policy,
+                    compile_source=None,
+                )
+                for each in tiles
+            ]
+
+        of = dataclasses.replace(sizes, drafts=drafts)
+        self.builds = builds(of)
+        """For 8, 16 and 32 tokens, as far as they are wanted."""
+        self.value_builds: list[ResidentBuild] = []
+        """The same where some row's tokens may have values."""
+        if values is not None:
+            self.value_builds = builds(dataclasses.replace(of, values=value_dims(values)), values)
+        made = (*self.builds, *self.value_builds)
+        compile_ahead(
+            SOURCE,
+            [each.constants for each in made],
+            current_arch(own=True),
+            folder=source_folder(),
+        )
+        for each in made:
+            each.load()
+
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        payload: bool = False,
+        num_tokens: int = 0,
+    ) -> None:
+        builds = self.value_builds if payload else self.builds
+        build = next(each for each in builds if max(num_rows, num_tokens) <= each.tokens)
+        build.run(rows, num_rows, num_steps, num_tokens=num_tokens)
+
+    def fault(self) -> str | None:
+        builds = (*self.builds, *self.value_builds)
+        return next(filter(None, (build.fault() for build in builds)), None)
+
+
+def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, ...]:
+    """List the builds for 8, 16 and 32 tokens that `max_rows` rows need with `block` draft
+    tokens each; some rows may have `values`, and no draft tokens.
+    """
+    drafts = block > 0
+    kinds = [BatchKind.of(values=each, drafts=drafts) for each in (False, True)[: 1 + values]]
+    builds = []
+    for kind in kinds:
+        most, each = max_rows, 1 + block
+        if kind is BatchKind.BOTH:
+            most, each = max_rows + (max_rows - 1) * block, 1
+        counts = {min(most, 8 * tiles // each) for tiles in RING_STAGES} - {0}
+        builds += [Build(kind, count) for count in sorted(counts)]
+    return tuple(builds)
+
+
+def _tiles(tokens: int) -> int:
+    return next(tiles for tiles in RING_STAGES if tokens <= 8 * tiles)
+
+
+# ---------------------------------------------------------------- resident
+
+# The resident kernel, as far as a model can have it on its device.
+
+__all__ = [
+    "ResidentDecoder",
+    "builds_for",
+    "model_sizes",
+    "obstacle",
+    "subject",
+    "values_obstacle",
+]
+
+
+def obstacle(
+    sizes: DecoderSizes, num_layers: int, embedding: torch.Tensor, *, plain: bool
+) -> str | None:
+    """The first limit of the kernel that a model exceeds on its device, in words, or None.
+
+    `plain`: every layer is a dense MLP beside attention, without gains.
+    """
+    device, dtype = embedding.device, embedding.dtype
+    return unsupported_reason(kernel_target(sizes, num_layers, device, dtype, plain=plain))

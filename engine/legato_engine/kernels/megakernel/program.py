@@ -1,0 +1,670 @@
+"""The megakernel's program: instructions, operands, schedule and device header."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib.resources
+from collections.abc import Iterator
+
+from legato_engine.kernels.megakernel import sizes
+from legato_engine.kernels.megakernel.sizes import (
+    BLOCK,
+    HEAD_DIM,
+    MAX_ROWS,
+    ROTARY_DIM,
+    SPLITS,
+    ModelSizes,
+    ValueDims,
+)
+
+NONE = -1
+"""A field that an instruction does not use; a counter that it neither waits for nor adds to."""
+
+
+class Op(enum.IntEnum):
+    """Operation of an instruction; MOMENTS, SUMS and NEEDED are local to a worker.
+
+    FC1 and HEAD also find MOMENTS, mean and deviation of X[src]. A worker may keep X[src] from FC1
+    on, in registers, or read it again.
+    """
+
+    FC1 = 0  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
+    QKV = 1  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
+    FC2 = 2  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
+    ATTEND = 3  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
+    MERGE = 4  # HEADS[head] of every fourth token = merged(PART[blocks of the head])
+    OUT = 5  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
+    LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
+    HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
+    WEIGH = 8  # WEIGHED[worker] = of rows that are drawn, what a slice of LOGITS has (draws.py)
+    SAMPLE = 9  # TOKEN[rows] = a draw by WEIGHED and LOGITS, or the argmax over BEST
+    COMMIT = 10  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    EMBED = 11  # X[dst][block] = the embedding of the step's token or value
+    INNER = 12  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
+    BINS = 13  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
+    VALUE = 14  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
+    SETTLE = 15  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    PLACE = 16  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
+
+
+class InputSource(enum.IntEnum):
+    """Buffers of the residual stream."""
+
+    X0 = 0
+    X1 = 1
+    EMBED = 2  # the embedding of the worker's token, where all are words
+
+
+class CounterKind(enum.IntEnum):
+    """Kinds of counters: those from BEST on are not of a layer, those from EMBED on are of values,
+    and the last two of drafts.
+    """
+
+    X = 0
+    ACT = 1
+    HEADS = 2
+    Q = 3  # one for each head
+    PART = 4  # likewise
+    BEST = 5
+    WEIGHED = 6
+    TOKEN = 7
+    EMBED = 8
+    INNER = 9
+    BINS = 10
+    VALUE = 11
+    SETTLED = 12
+    PLACED = 13
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One entry of a worker's list; the device reads these fields as int16, in this order.
+
+    `wait` is a counter, which has to reach `wait_count + step * wait_stride`, where steps count
+    from the first launch on. `signal` is the counter that gets one. Output blocks, or the rows of
+    SAMPLE, are `block`, `block + W`, ... (`num_blocks` of them, W
+    workers); inputs are `num_chunks` chunks from `chunk` on. `stage` is the first of its
+    `num_blocks * num_chunks` stages in the worker's stream of weights, for OUT and FC2 as well.
+    With `only_draws` it waits only in launches with a row that is drawn: see `without_draws`.
+    """
+
+    op: int
+    layer: int = NONE
+    wait: int = NONE
+    wait_count: int = 0
+    wait_stride: int = 0
+    signal: int = NONE
+    src: int = NONE
+    dst: int = NONE
+    block: int = 0
+    num_blocks: int = 0
+    chunk: int = 0
+    num_chunks: int = 0
+    stage: int = 0
+    only_draws: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of weights that it takes from the ring."""
+        return self.num_blocks * self.num_chunks
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Instruction))
+WORDS = 16
+WORD_BYTES = 2
+"""int16 words of an instruction on the device; those after its fields are zero."""
+
+
+def counter(sizes: ModelSizes, kind: CounterKind, layer: int = 0, head: int = 0) -> int:
+    """Index of a counter."""
+    of_layer = CounterKind.Q + 2 * sizes.num_heads
+    if kind >= CounterKind.BEST:
+        return sizes.num_layers * of_layer + kind - CounterKind.BEST
+    if kind >= CounterKind.Q:
+        return layer * of_layer + CounterKind.Q + (kind - CounterKind.Q) * sizes.num_heads + head
+    return layer * of_layer + kind
+
+
+def num_counters(sizes: ModelSizes) -> int:
+    """Return the number of counters: one per kind and layer, Q and PART also per head."""
+    if sizes.drafts:
+        return counter(sizes, CounterKind.PLACED) + 1
+    return counter(sizes, CounterKind.TOKEN if sizes.values is None else CounterKind.VALUE) + 1
+
+
+# ---------------------------------------------------------------- operands
+
+# Operands of instructions: what the device takes without looking.
+
+BLOCKS_AT_ONCE = 4
+"""Blocks of FC1 whose sums a worker's shared memory holds."""
+
+_LARGEST = 1 << (8 * WORD_BYTES - 1)
+_UNUSED = Instruction(Op.COMMIT)
+_USED = {
+    Op.FC1: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.QKV: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.FC2: {"block", "num_blocks", "chunk", "num_chunks", "stage"},
+    Op.ATTEND: {"block"},
+    Op.OUT: {"src", "dst", "block", "num_blocks", "num_chunks", "stage"},
+    Op.HEAD: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.LISTEN: {"num_blocks"},
+    Op.WEIGH: {"num_blocks"},
+    Op.SAMPLE: {"block", "num_blocks", "only_draws"},
+    Op.COMMIT: set(),
+    Op.EMBED: {"dst", "block", "num_blocks"},
+    Op.INNER: {"src", "block", "num_blocks"},
+    Op.BINS: {"block", "num_blocks"},
+    Op.VALUE: {"block", "num_blocks"},
+    Op.SETTLE: {"block", "num_blocks"},
+    Op.PLACE: {"num_blocks"},
+    Op.MERGE: {"block"},
+}
+_OF_VALUES = {Op.EMBED, Op.INNER, Op.BINS, Op.VALUE}
+_OF_DRAFTS = {Op.SETTLE, Op.PLACE}
+_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.WEIGH, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE}
+_AFTER_LAYERS |= _OF_DRAFTS
+_FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
+
+
+def check_operands(program: Program) -> str | None:
+    """The first operand out of range, in words, or None."""
+    sizes = program.sizes
+    if len(program.workers) != sizes.num_workers or program.ring_stages < 2:
+        return f"{len(program.workers)} workers with rings of {program.ring_stages} stages"
+    for worker, instructions in enumerate(program.workers):
+        if len(instructions) != len(program.workers[0]):
+            return f"worker {worker} has {len(instructions)} instructions"
+        stage = 0
+        for index, it in enumerate(instructions):
+            if problem := _first_problem(sizes, worker, it, stage):
+                return f"worker {worker}, instruction {index}: {problem} in {it}"
+            stage += it.num_stages
+    return None
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _first_problem(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> str | None:
+    """Cached, as most instructions of a changed program are those of the unchanged one."""
+    return next(_problems(sizes, worker, it, stage), None)
+
+
+def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> Iterator[str]:
+    if it.op not in list(Op):
+        yield f"op {it.op}"
+        return
+    op = Op(it.op)
+    yield from _missing(sizes, op)
+    yield from _large(it)
+    for field in dataclasses.fields(it):
+        unused = field.name not in _FREE | _USED[op]
+        if unused and getattr(it, field.name) != getattr(_UNUSED, field.name):
+            yield f"{field.name} {getattr(it, field.name)}"
+    if it.layer not in _layers(sizes, op):
+        yield f"layer {it.layer}"
+    yield from _wait_problems(sizes, op, it)
+    yield from _buffer_problems(sizes, op, it)
+    if {"block", "num_blocks"} & _USED[op]:
+        yield from _block_problems(sizes, worker, op, it)
+    if it.num_stages and it.stage != stage:
+        yield f"stage {it.stage} instead of {stage}"
+
+
+def _wait_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:
+    for counter in (it.wait, it.signal):
+        if counter != NONE and not 0 <= counter < num_counters(sizes):
+            yield f"counter {counter}"
+    if it.wait_count < 0 or it.wait_stride < 0:
+        yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
+    if op is Op.SAMPLE and it.only_draws != (it.num_blocks > 0):
+        yield f"only_draws {it.only_draws}"
+
+
+def _large(it: Instruction) -> Iterator[str]:
+    for name in FIELDS:
+        if not -_LARGEST <= getattr(it, name) < _LARGEST:
+            yield f"{name} {getattr(it, name)} beyond {8 * WORD_BYTES} bits"
+
+
+def _missing(sizes: ModelSizes, op: Op) -> Iterator[str]:
+    if op in _OF_VALUES and sizes.values is None:
+        yield f"op {op.name} without values"
+    if op in _OF_DRAFTS and not sizes.drafts:
+        yield f"op {op.name} without drafts"
+
+
+def _layers(sizes: ModelSizes, op: Op) -> range:
+    """Return the layers an instruction may belong to; work after the layers uses one more."""
+    last = sizes.num_layers
+    if op in _AFTER_LAYERS:
+        return range(last, last + 1)
+    return range(1 if op is Op.EMBED else last)
+
+
+def _buffer_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:
+    words = sizes.values is None  # whose embedding any worker can read whole
+    sources = {InputSource.X0, InputSource.X1} | ({InputSource.EMBED} if words else set())
+    if "src" in _USED[op] and it.src not in sources:
+        yield f"src {it.src}"
+    if "dst" in _USED[op] and it.dst not in (InputSource.X0, InputSource.X1):
+        yield f"dst {it.dst}"
+
+
+def _blocks(sizes: ModelSizes) -> dict[Op, int]:
+    """Return the number of blocks over all workers."""
+    blocks = {Op.FC1: sizes.ff_dim // 16, Op.HEAD: sizes.vocab_blocks}
+    if sizes.values is not None:
+        blocks |= {Op.INNER: sizes.values.inner_blocks, Op.BINS: sizes.values.bin_blocks}
+    return blocks
+
+
+def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
+    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.MERGE: 0, Op.EMBED: 1}
+    own[Op.SAMPLE] = own[Op.VALUE] = own[Op.SETTLE] = sizes.sampled_rows(worker)
+    once = {Op.LISTEN: worker == 0, Op.PLACE: worker == 0, Op.WEIGH: True}
+    if it.num_blocks != once.get(op, it.num_blocks):
+        yield f"num_blocks {it.num_blocks}"
+    if op in own and (it.block, it.num_blocks) != (worker, own[op]):
+        yield f"block {it.block} and num_blocks {it.num_blocks}"
+    most = _blocks(sizes).get(op)
+    if most is not None:
+        last = it.block + (it.num_blocks - 1) * sizes.num_workers
+        if it.block < 0 or it.num_blocks < 1 or last >= most:
+            yield f"block {it.block} and num_blocks {it.num_blocks}"
+    if op is Op.FC1 and it.num_blocks > BLOCKS_AT_ONCE:
+        yield f"num_blocks {it.num_blocks}"
+    if op is Op.FC2:
+        within = it.chunk >= 0 and it.chunk + it.num_chunks <= sizes.ff_ratio * sizes.chunks
+        if it.num_chunks < 1 or not within:
+            yield f"chunk {it.chunk} and num_chunks {it.num_chunks}"
+    elif "num_chunks" in _USED[op] and it.num_chunks != sizes.chunks:
+        yield f"num_chunks {it.num_chunks}"
+
+
+# ---------------------------------------------------------------- program
+
+# The program of a decode step: a list of instructions for every worker, as data.
+#
+# A worker is a thread block of the resident kernel. It runs its list once per step, in order. A
+# second thread of control, its producer, fills a ring in shared memory with the weights of the
+# same
+# list, in order, as soon as stages are free: it waits for no counter.
+#
+# Before an instruction runs, its worker waits until a counter in global memory has a value; after
+# it
+# has run, the worker adds one to a counter. Counters are never reset: each step's targets are
+# higher
+# by the number of signals of one step, and a launch goes on where the last one ended.
+#
+# The order in a layer hides every hop between workers with another phase's stream: the inner
+# activations are needed after the QKV weights, queries after half of fc2, the parts of heads
+# after a
+# quarter more, and whole heads after the last quarter.
+#
+# A model with values has a program of its own for launches in which some row may have one: the
+# embedding is an instruction, as that of a value is a map, and between SAMPLE and COMMIT values
+# are
+# read. Their weights are no part of the stream, since only the sampled tokens say which are
+# needed.
+#
+# So has a model whose rows draft: a step has several tokens of a row, and only the step before it
+# says how many, at which positions. Between SAMPLE and COMMIT draft tokens are verified and those
+# of
+# the next step placed. Producers run ahead with weights, which do not depend on that, and wait
+# for
+# COMMIT before they copy keys and values. A program may have both: a row's newest token may have
+# a
+# value, and draft tokens are words.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """Every worker's list, and how many stages the rings have."""
+
+    sizes: ModelSizes
+    ring_stages: int
+    workers: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_counters(self) -> int:
+        """Counters, each in a cache line of its own."""
+        return num_counters(self.sizes)
+
+    def without_draws(self) -> Program:
+        """Return the program for launches of greedy rows only: it skips sampling."""
+        none = {"wait": NONE, "wait_count": 0, "wait_stride": 0, "only_draws": 0}
+        workers = (
+            tuple(
+                dataclasses.replace(it, num_blocks=0)
+                if it.op == Op.WEIGH
+                else dataclasses.replace(it, **none)
+                if it.only_draws
+                else it
+                for it in instructions
+            )
+            for instructions in self.workers
+        )
+        return dataclasses.replace(self, workers=tuple(workers))
+
+    def stream_stages(self, worker: int) -> int:
+        """Stages of weights in a worker's stream."""
+        return sum(each.num_stages for each in self.workers[worker])
+
+    def table(self) -> list[int]:
+        """The words of all instructions, worker after worker; shorter lists end in ops of -1."""
+        longest = max(map(len, self.workers))
+        words: list[int] = []
+        for instructions in self.workers:
+            for each in instructions:
+                fields = [getattr(each, name) for name in FIELDS]
+                words += fields + [0] * (WORDS - len(fields))
+            words += [NONE] * WORDS * (longest - len(instructions))
+        return words
+
+
+def most_instructions(num_layers: int) -> int:
+    """Return an upper bound of a worker's instructions for any model."""
+    return 8 * num_layers + 11
+
+
+def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
+    """The program of a model."""
+    workers = tuple(tuple(_numbered(_worker(sizes, worker))) for worker in range(sizes.num_workers))
+    return Program(sizes, ring_stages, workers)
+
+
+def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
+    if sizes.values is not None:
+        embedded = counter(sizes, CounterKind.EMBED)
+        yield Instruction(Op.EMBED, 0, signal=embedded, dst=_x(0), block=worker, num_blocks=1)
+    for layer in range(sizes.num_layers):
+        yield from _layer(sizes, worker, layer)
+    last = sizes.num_layers
+    best, weighed, token = (
+        counter(sizes, kind) for kind in (CounterKind.BEST, CounterKind.WEIGHED, CounterKind.TOKEN)
+    )
+    # The read of the host's memory takes a microsecond or two, which this worker's head makes up.
+    yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
+    yield Instruction(
+        Op.HEAD,
+        last,
+        **_wait(sizes, counter(sizes, CounterKind.X, last - 1)),
+        signal=best,
+        src=_x(last),
+        block=worker,
+        num_blocks=sizes.head_blocks(worker),
+        num_chunks=sizes.chunks,
+    )
+    yield Instruction(Op.WEIGH, last, **_wait(sizes, best), signal=weighed, num_blocks=1)
+    rows = sizes.sampled_rows(worker)
+    sampling = {**_wait(sizes, weighed), "only_draws": 1, "signal": token} if rows else {}
+    yield Instruction(Op.SAMPLE, last, block=worker, num_blocks=rows, **sampling)
+    if sizes.values is not None:
+        yield from _values(sizes, sizes.values, worker)
+        token = counter(sizes, CounterKind.VALUE)
+    if sizes.drafts:
+        yield from _drafts(sizes, worker, token)
+        placed = {"wait": counter(sizes, CounterKind.PLACED), "wait_count": 1, "wait_stride": 1}
+        yield Instruction(Op.COMMIT, last, **placed)
+    else:
+        yield Instruction(Op.COMMIT, last, **_wait_samplers(sizes, token))
+
+
+def _drafts(sizes: ModelSizes, worker: int, token: int) -> Iterator[Instruction]:
+    """Emit instructions that verify a step's drafts and place the next step's tokens, once `token`
+    has all of the step's tokens and values.
+    """
+    last, rows = sizes.num_layers, sizes.sampled_rows(worker)
+    settled = counter(sizes, CounterKind.SETTLED)
+    settling = {**_wait_samplers(sizes, token), "signal": settled} if rows else {}
+    yield Instruction(Op.SETTLE, last, block=worker, num_blocks=rows, **settling)
+    placing = {**_wait_samplers(sizes, settled), "signal": counter(sizes, CounterKind.PLACED)}
+    places = worker == 0
+    yield Instruction(Op.PLACE, last, num_blocks=int(places), **(placing if places else {}))
+
+
+def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instruction]:
+    """Values of the step's tokens."""
+    last = sizes.num_layers
+    inner, bins = counter(sizes, CounterKind.INNER), counter(sizes, CounterKind.BINS)
+    yield Instruction(
+        Op.INNER,
+        last,
+        **_wait_samplers(sizes, counter(sizes, CounterKind.TOKEN)),
+        signal=inner,
+        src=_x(last),
+        block=worker,
+        num_blocks=sizes.share(worker, values.inner_blocks),
+    )
+    blocks = sizes.share(worker, values.bin_blocks)
+    yield Instruction(
+        Op.BINS, last, **_wait(sizes, inner), signal=bins, block=worker, num_blocks=blocks
+    )
+    rows = sizes.sampled_rows(worker)
+    reading = {**_wait(sizes, bins), "signal": counter(sizes, CounterKind.VALUE)} if rows else {}
+    yield Instruction(Op.VALUE, last, block=worker, num_blocks=rows, **reading)
+
+
+def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
+    """X's counter of a layer is of the layer's output."""
+
+    def at(kind: CounterKind) -> int:
+        return counter(sizes, kind, layer, worker // SPLITS)
+
+    chunks, half = sizes.chunks, sizes.ff_ratio * sizes.chunks // 2
+    rest = sizes.ff_ratio * chunks - half
+    first, last = rest // 2, rest - rest // 2
+    x, source = _wait(sizes, counter(sizes, CounterKind.X, max(layer - 1, 0))), _x(layer)
+    if layer == 0 and sizes.values is None:
+        x, source = {}, InputSource.EMBED
+    elif layer == 0:
+        x = _wait(sizes, counter(sizes, CounterKind.EMBED))
+    yield Instruction(
+        Op.FC1,
+        layer,
+        **x,
+        signal=at(CounterKind.ACT),
+        src=source,
+        block=worker,
+        num_blocks=sizes.ff_ratio,
+        num_chunks=chunks,
+    )
+    yield Instruction(
+        Op.QKV,
+        layer,
+        signal=at(CounterKind.Q),
+        src=source,
+        block=worker,
+        num_blocks=3,
+        num_chunks=chunks,
+    )
+    part = {"block": worker, "num_blocks": 1}
+    act = _wait(sizes, at(CounterKind.ACT))
+    yield Instruction(Op.FC2, layer, **act, **part, chunk=0, num_chunks=half)
+    own = {"wait_count": SPLITS, "wait_stride": SPLITS, "block": worker}  # the workers of a head
+    yield Instruction(Op.ATTEND, layer, wait=at(CounterKind.Q), signal=at(CounterKind.PART), **own)
+    if first:
+        yield Instruction(Op.FC2, layer, **part, chunk=half, num_chunks=first)
+    yield Instruction(
+        Op.MERGE, layer, wait=at(CounterKind.PART), signal=at(CounterKind.HEADS), **own
+    )
+    yield Instruction(Op.FC2, layer, **part, chunk=half + first, num_chunks=last)
+    yield Instruction(
+        Op.OUT,
+        layer,
+        **_wait(sizes, at(CounterKind.HEADS)),
+        signal=at(CounterKind.X),
+        src=source,
+        dst=_x(layer + 1),
+        **part,
+        num_chunks=chunks,
+    )
+
+
+def _x(layer: int) -> InputSource:
+    """The buffer of the residual stream that enters a layer; layers write and read in turns."""
+    return InputSource(layer % 2)
+
+
+def _wait(sizes: ModelSizes, which: int) -> dict[str, int]:
+    """A wait for all workers' signals."""
+    return {"wait": which, "wait_count": sizes.num_workers, "wait_stride": sizes.num_workers}
+
+
+def _wait_samplers(sizes: ModelSizes, which: int) -> dict[str, int]:
+    """A wait for the signals of all workers that have rows."""
+    samplers = min(sizes.num_workers, MAX_ROWS)
+    return {"wait": which, "wait_count": samplers, "wait_stride": samplers}
+
+
+def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
+    """Stages of the stream in the order of use."""
+    stage = 0
+    for each in instructions:
+        yield dataclasses.replace(each, stage=stage if each.num_stages else 0)
+        stage += each.num_stages
+
+
+# ---------------------------------------------------------------- stream
+
+# Which weights a stage of a worker's stream holds: the order in which they are packed.
+#
+# A stage is a block of 16 rows of one matrix by a chunk of its inputs.
+
+
+class Matrix(enum.Enum):
+    """Weights of a model, by the names of their outputs."""
+
+    FC1 = "fc1"
+    QKV = "qkv"
+    FC2 = "fc2"
+    PROJ = "proj"
+    HEAD = "lm_head"
+
+
+MATRICES = {
+    Op.FC1: Matrix.FC1,
+    Op.QKV: Matrix.QKV,
+    Op.FC2: Matrix.FC2,
+    Op.OUT: Matrix.PROJ,
+    Op.HEAD: Matrix.HEAD,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightStage:
+    """`layer` is the number of layers for the head."""
+
+    matrix: Matrix
+    layer: int
+    block: int
+    chunk: int
+
+
+def instruction_stages(instruction: Instruction, num_workers: int) -> Iterator[WeightStage]:
+    """The stages of an instruction in the order of the stream: block after block."""
+    if instruction.num_stages == 0:
+        return
+    matrix = MATRICES[Op(instruction.op)]
+    for index in range(instruction.num_blocks):
+        block = instruction.block + index * num_workers
+        for chunk in range(instruction.chunk, instruction.chunk + instruction.num_chunks):
+            yield WeightStage(matrix, instruction.layer, block, chunk)
+
+
+def worker_stages(program: Program, worker: int) -> list[WeightStage]:
+    """A worker's whole stream."""
+    num_workers = program.sizes.num_workers
+    return [
+        stage
+        for instruction in program.workers[worker]
+        for stage in instruction_stages(instruction, num_workers)
+    ]
+
+
+def qkv_rows(block: int) -> list[int]:
+    """Rows of the joint query, key and value map in a block, in its order.
+
+    The rotated pairs (i, i + 16) of a head's first 32 rows are rows g and g + 8 of a block.
+    """
+    head, part = divmod(block, SPLITS)
+    first, half = head * HEAD_DIM, ROTARY_DIM // 2
+    if part < ROTARY_DIM // BLOCK:
+        low = range(first + part * 8, first + part * 8 + 8)
+        return [*low, *(row + half for row in low)]
+    return list(range(first + part * BLOCK, first + (part + 1) * BLOCK))
+
+
+# ---------------------------------------------------------------- header
+
+# What the device knows of the program: constants and the layout of an instruction.
+#
+# `python -m legato_engine.kernels.megakernel.program` writes program.cuh; a test compares the
+# two.
+
+FILE = "program.cuh"
+_CONSTANTS = (
+    "BLOCK",
+    "HEAD_DIM",
+    "ROTARY_DIM",
+    "SPLITS",
+    "GROUP",
+    "WARPS",
+    "PRODUCERS",
+    "MAX_ROWS",
+    "PAGE",
+    "PAGE_BYTES",
+    "RANGES",
+    "NEAR_RANGES",
+    "NEAR_DIGITS",
+    "FAR_DIGITS",
+)
+
+
+def header() -> str:
+    """The text of the file."""
+    lines = [
+        "// Written by `python -m legato_engine.kernels.megakernel.program`.",
+        "#pragma once",
+        "",
+        *(f"constexpr int {name} = {getattr(sizes, name)};" for name in _CONSTANTS),
+        f"constexpr int NONE = {NONE};",
+        "",
+        *(f"constexpr int OP_{op.name} = {op.value};" for op in Op),
+        "",
+        *(f"constexpr int SOURCE_{source.name} = {source.value};" for source in InputSource),
+        "",
+        "struct __align__(16) Instruction {",
+        f"  short {', '.join(FIELDS)};",
+        f"  short unused[{WORDS - len(FIELDS)}];",
+        "};",
+        f"static_assert(sizeof(Instruction) == {WORDS * WORD_BYTES},"
+        f' "an instruction has {WORDS} words");',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def defines(model: ModelSizes, ring_stages: int, under_way: int, tiles: int) -> dict[str, int]:
+    """Constants of a build: the model's sizes, the ring, and groups of 8 tokens.
+
+    `under_way`: stages of the ring that are being copied at once, at most.
+    """
+    return {
+        "DIM": model.dim,
+        "FF": model.ff_dim,
+        "VOCAB": model.vocab_size,
+        "CHUNK": model.chunk,
+        "PARTS": model.out_parts,
+        "STAGE_PAGES": model.pages_per_stage,
+        "RING": ring_stages,
+        "UNDER_WAY": under_way,
+        "TILES": tiles,
+    }
+
+
+if __name__ == "__main__":
+    folder = importlib.resources.files(__package__) / "sources"
+    with importlib.resources.as_file(folder / FILE) as path:
+        path.write_text(header())

@@ -1,0 +1,328 @@
+"""Interfaces of models on a device: step kernels, optional capabilities.
+
+Shape legend: B tokens, R rows, M pages of a row, D text width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from legato_engine.layers.lora import AdapterBank, AdapterWeights
+from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
+from legato_engine.speculative.proposer import Proposer
+from legato_engine.tasks import Constraint
+from legato_engine.types import Outline
+
+if TYPE_CHECKING:
+    from legato_engine.kernels.accelerated import RowTensors, SampledTokens
+    from legato_engine.kernels.decode_loop import ResidentOffer
+    from legato_engine.speculative.policy import BlockPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """B tokens of a step at fixed addresses, int64 but for payloads.
+
+    Token b is `token_R[source_B[b]]`, the newest sampled token of that row, with its payload; with
+    source -1 it is `prompt_token_B[b]`. `row_B`: rows of the page table. `fresh_B`: the first
+    position of its sequence that this step writes; above its position for a padding token, whose
+    results are undefined. `adapter_slot_R` None: no row has an adapter.
+
+    Adjacent tokens of one row form groups that read keys and values once. The step is laid out for
+    `num_groups` of them, which affects only speed.
+    """
+
+    source_B: torch.Tensor
+    row_B: torch.Tensor
+    position_B: torch.Tensor
+    fresh_B: torch.Tensor
+    prompt_token_B: torch.Tensor
+    prompt_payload_B2: torch.Tensor
+    token_R: torch.Tensor
+    payload_R2: torch.Tensor
+    page_table_RM: torch.Tensor
+    adapter_slot_R: torch.Tensor | None = None
+    num_groups: int = 1 << 30
+
+    def part(self, of: slice) -> StepInputs:
+        return dataclasses.replace(
+            self,
+            source_B=self.source_B[of],
+            row_B=self.row_B[of],
+            position_B=self.position_B[of],
+            fresh_B=self.fresh_B[of],
+            prompt_token_B=self.prompt_token_B[of],
+            prompt_payload_B2=self.prompt_payload_B2[of],
+        )
+
+
+class StepKernels(Protocol):
+    """A whole decode step as a few kernels, over fixed addresses.
+
+    A token's bits do not depend on the batch. Steps share scratch memory, so two must not run at
+    the same time.
+    """
+
+    def forward(
+        self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
+    ) -> None:
+        """Fill the final residual stream and the float32 logits, if given; write K and V."""
+        ...
+
+    def values(self, state: RowTensors, sampled: SampledTokens) -> None:
+        """Write the tokens' payloads, also to their rows' state, and their certainties."""
+        ...
+
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+        """Offer launches of several steps of up to `max_rows` rows, which draft by a `policy` if
+        there is one, or say why there are none.
+        """
+        ...
+
+
+# ---------------------------------------------------------------- capabilities
+
+# What a model may offer beyond `Model`: one protocol per capability.
+#
+# Shape legend: B rows, C images, P prefix positions, D text width, M pages.
+
+Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates page-locked host memory: `Device.pinned`."""
+
+
+class ValueHeadsModel(Protocol):
+    """Heads that read the value (a coordinate, a size) of a sampled token."""
+
+    def values(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payloads, zero for plain tokens, and certainties (`Certainty`), one for them.
+
+        Both [B, 2] float32; `logits_BV` are constrained.
+        """
+        ...
+
+    def payload_logprobs(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
+    ) -> torch.Tensor:
+        """[B] float32 of the payloads that `values` returned, zero for plain tokens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """A fine-tune on the host; `key` names the content."""
+
+    key: str
+    rank: int
+    weights: AdapterWeights
+    num_bytes: int
+
+
+class AdapterSupport(Protocol):
+    """Low-rank adapters, chosen by row."""
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank: ...
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+        """Parse an adapter file, on any thread, without the compute stream.
+
+        Raises:
+            AdapterUnusable: the file does not fit.
+        """
+        ...
+
+
+class AcceleratedStep(Protocol):
+    """Kernels for a whole decode step."""
+
+    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
+        """Return the step kernels, or None if the device or the cache does not support them."""
+        ...
+
+
+class ChunkedPrefill(Protocol):
+    """Prompts in passes of fixed shape."""
+
+    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """[T, D], as `Model.prefill`, without reading a device value on the host."""
+        ...
+
+
+class ImageEncoder(Protocol):
+    """Embeds images in steps of fixed shape at fixed addresses, one image at a time.
+
+    Calls for an image of up to `max_crops` crops, in order: `stage` (on the host), `upload`, `cut`,
+    `encode` of the first crops; for each further range, ascending, `gather`, `encode`, `scatter`;
+    then `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
+
+    `index` selects a buffer, which holds pixels and embeddings until its next image.
+    """
+
+    max_crops: int
+    embeddings_CPD: torch.Tensor
+    """By image buffer: BOS and the image."""
+
+    def stage(self, index: int, image: PreparedImage) -> None:
+        """Put the image into pinned memory."""
+        ...
+
+    def upload(self, index: int) -> None: ...
+
+    def cut(self) -> None:
+        """Cut the image uploaded last."""
+        ...
+
+    def gather(self, first: int, stop: int) -> None:
+        """Copy crops to where `encode` reads `gathered` ones."""
+        ...
+
+    def encode(self, count: int, *, gathered: bool) -> None:
+        """Encode the first `count` crops, or the gathered ones."""
+        ...
+
+    def scatter(self, first: int, stop: int) -> None:
+        """Copy features of gathered crops back."""
+        ...
+
+    def finish(self, index: int) -> torch.Tensor:
+        """[P, D] of BOS and the image, in the buffer."""
+        ...
+
+    def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
+        """Run the decoder over C buffers from `first`, in one pass.
+
+        The bits may differ from those of `Model.cache_span`.
+        """
+        ...
+
+
+class ImageEncoding(Protocol):
+    """Image encoding on the device."""
+
+    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder: ...
+
+
+class DraftReader(Protocol):
+    """Drafts trained for this model."""
+
+    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
+        """Read a draft that proposes tokens from this KV cache.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
+        ...
+
+
+class MaskRefiner(Protocol):
+    """Refines outlines, one at a time; `given` and `answer` have fixed addresses.
+
+    Calls, in order: `prepare` (any thread); on the compute stream a copy of `tensors` into `given`,
+    then `refine`, which can be captured; `finish` (any thread) on a copy of `answer`. If `prepare`
+    or `finish` raises, the outline stays unrefined.
+    """
+
+    given: tuple[torch.Tensor, ...]
+    answer: torch.Tensor
+
+    def prepare(self, outline: Outline, image: PreparedImage) -> Any:
+        """Crop an image of a frontend that is `keeping_images`."""
+        ...
+
+    def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
+        """Host tensors of the shapes and dtypes of `given`."""
+        ...
+
+    def refine(self) -> None: ...
+
+    def finish(self, outline: Outline, prepared: Any, answer: Any) -> Outline:
+        """`answer` is a numpy array."""
+        ...
+
+
+class RefinerReader(Protocol):
+    """Refiners of outlines trained for this model."""
+
+    def mask_refiner(self, path: Path) -> MaskRefiner:
+        """Read a refiner's weights.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Capabilities of a loaded model; None for each that it lacks."""
+
+    values: ValueHeadsModel | None = None
+    adapters: AdapterSupport | None = None
+    step: AcceleratedStep | None = None
+    images: ImageEncoding | None = None
+    drafts: DraftReader | None = None
+    refiners: RefinerReader | None = None
+    chunks: ChunkedPrefill | None = None
+    own_threads: bool = False
+    """It computes on the CPU with threads of its own, and torch needs one."""
+
+
+# ---------------------------------------------------------------- model
+
+# The seam between the runtime and an architecture.
+#
+# Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers.
+
+
+class Model(Protocol):
+    """An architecture with its weights on a device. All methods run on the compute stream.
+
+    Methods are pure functions of arguments and weights. `decode` and `logits` keep no allocation
+    and read no device value on the host, so they can be captured.
+    """
+
+    constraints: tuple[Constraint, ...]  # index 0 allows every token
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    width: int
+    max_context: int
+    num_parameters: int
+    bos_token: int  # unused by a model whose prefix is empty
+    dtype: torch.dtype
+    kv_scale_L2: torch.Tensor | None  # float32 scales of an e4m3 `KVCache`; None: `dtype`, unscaled
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
+        """[P, D]: BOS and the image; P is the frontend's `prefix_length`."""
+        ...
+
+    def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
+        """[T, D]: embeddings, or the encoded payload of a token with a value."""
+        ...
+
+    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
+        """[T, D] final residual stream; writes the span's keys and values."""
+        ...
+
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        """Write what `prefill` writes, without the residual stream."""
+        ...
+
+    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        """[B, D] final residual stream; row b attends to positions 0..positions_B[b]."""
+        ...
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """[B, V] float32."""
+        ...

@@ -1,0 +1,309 @@
+"""Families of text models: Llama, Phi, Qwen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from legato_engine.errors import InvalidField
+from legato_engine.kernels import ops
+from legato_engine.kernels.cpu import decoder as cpu
+from legato_engine.kernels.cpu.library import library
+from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.layers.attention import Attend, GroupedAttention
+from legato_engine.layers.cpu import cpu_map, cpu_norm
+from legato_engine.layers.mlp import MLP
+from legato_engine.models.bundle import ModelBundle, ModelSource
+from legato_engine.models.checkpoint import Progress, require_layers
+from legato_engine.models.decoder import model as model_module
+from legato_engine.models.decoder.config import (
+    DecoderConfig,
+    HubConfig,
+    ModelSettings,
+    check_sizes,
+    decoder_config,
+    head_plan,
+    partial_rotary,
+    read_config,
+    read_settings,
+    refuse_others,
+)
+from legato_engine.models.decoder.frontend import ChatTemplate, Plain, TextFrontend, TextSetup
+from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
+from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.gguf.config import gguf_settings, hub_config, with_factors
+from legato_engine.models.gguf.reader import is_gguf, read_gguf
+from legato_engine.models.gguf.tokenizer import gguf_tokenizer
+from legato_engine.models.untrusted import refusing
+
+DEFAULT_CONTEXT = 8192
+"""The default context of models that have a longer one."""
+
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A family's configuration readers by `model_type`, and its network."""
+
+    configs: Mapping[str, Callable[[HubConfig], DecoderConfig]]
+    network: Callable[[DecoderConfig], DecoderNetwork]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderBundle:
+    """A `ModelBundle`; `weights` None: random weights."""
+
+    name: str
+    config: DecoderConfig
+    network: Callable[[DecoderConfig], DecoderNetwork]
+    frontend: TextFrontend
+    weights: Path | None
+    adapters: Path | None = None  # text models have none
+    draft: Path | None = None  # text models have none
+
+    @property
+    def max_context(self) -> int:
+        return self.config.max_context
+
+    def load(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vision_fp8: bool = False,
+        kv_dtype: str = "auto",
+        weight_dtype: str = "auto",
+        cpu_kernels: str = "auto",
+        memory: int | None = None,
+        progress: Progress = lambda fraction: None,
+    ) -> DecoderModel:
+        if vision_fp8:
+            raise InvalidField(f"{self.name} has no vision encoder", field="vision_dtype")
+        if kv_dtype == "fp8":
+            problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
+            raise InvalidField(problem, field="kv_dtype")
+        if self.weights is not None:
+            require_layers(self.config.num_layers, self.weights)
+        with torch.device("meta"):
+            network = self.network(self.config).to(dtype)
+        if self.weights is None:
+            model_module.random_weights(network, _SEED, device, memory=memory, progress=progress)
+        else:
+            model_module.load_weights(
+                network, self.weights, device, memory=memory, progress=progress
+            )
+            read_gguf.cache_clear()
+        model = DecoderModel(network)
+        if device.type == "cpu":
+            network.pack(weight_dtype, library(cpu_kernels))
+        self.frontend.check()  # its process has started meanwhile
+        return model
+
+
+def find_bundle(source: ModelSource, family: Family) -> DecoderBundle:
+    """Find a model in a folder of config.json, tokenizer.json and model*.safetensors, or in a GGUF.
+
+    tokenizer_config.json, generation_config.json and chat_template.jinja are optional. Nothing is
+    downloaded. `random_weights` need no safetensors. A GGUF file has all but the weights in its
+    metadata; a given tokenizer replaces its own.
+
+    Raises:
+        InvalidField: a file is missing, wrong, or asks for what is not implemented.
+    """
+    if not source.weights:
+        problem = f"{source.name} needs a Hugging Face folder with its config.json, or a GGUF file"
+        raise InvalidField(problem, field="weights")
+    if is_gguf(source.weights):
+        return _find_gguf(source, family)
+    folder = Path(source.weights)
+    hub = read_config(folder, family.configs)
+    config = _limited(_config(hub, family, "config.json"), source.max_context)
+    path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
+    tokenizer = TextTokenizer.read(path)
+    settings = read_settings(folder, tokenizer, hub.eos_token_id)
+    return _bundle(source, family, config, _frontend(source.name, settings, tokenizer, config))
+
+
+def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
+    file = read_gguf(Path(source.weights))
+    hub = hub_config(file, family.configs)
+    sizes = _config(hub, family, file.path.name)
+    config = with_factors(_limited(sizes, source.max_context), file)
+    tokenizer = (
+        TextTokenizer.read(Path(source.tokenizer))
+        if source.tokenizer
+        else TextTokenizer(gguf_tokenizer(file))
+    )
+    frontend = _frontend(source.name, gguf_settings(file), tokenizer, config)
+    return _bundle(source, family, config, frontend)
+
+
+def _config(hub: HubConfig, family: Family, source: str) -> DecoderConfig:
+    check_sizes(hub, source)
+    with refusing(source, "weights"):
+        return family.configs[hub.model_type](hub)
+
+
+def _bundle(
+    source: ModelSource, family: Family, config: DecoderConfig, frontend: TextFrontend
+) -> DecoderBundle:
+    stored = None if source.random_weights else Path(source.weights)
+    return DecoderBundle(source.name, config, family.network, frontend, stored)
+
+
+def _frontend(
+    name: str, settings: ModelSettings, tokenizer: TextTokenizer, config: DecoderConfig
+) -> TextFrontend:
+    highest = max(tokenizer.num_ids - 1, *settings.eos, 0)
+    if highest >= config.vocab_size:
+        raise InvalidField(
+            f"the tokenizer has the id {highest}, the model's vocabulary ends before "
+            f"{config.vocab_size}",
+            field="tokenizer",
+        )
+    prompter = (
+        Plain(tokenizer)
+        if settings.template is None
+        else ChatTemplate(settings.template, settings.specials, tokenizer)
+    )
+    return TextFrontend(
+        TextSetup(
+            name=name,
+            prompter=prompter,
+            pieces=tokenizer,
+            token=tokenizer.token,
+            eos=settings.eos,
+            sampling=settings.sampling,
+            max_context=config.max_context,
+            vocab_size=config.vocab_size,
+        )
+    )
+
+
+def _limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
+    wanted = max_context or min(config.max_context, DEFAULT_CONTEXT)
+    if not 2 <= wanted <= config.max_context:
+        raise InvalidField(
+            f"the model has a context of 2 to {config.max_context} positions, not {wanted}",
+            field="max_context",
+        )
+    return dataclasses.replace(config, max_context=wanted)
+
+
+# ---------------------------------------------------------------- family
+
+# Llama 1 to 3 and models with its configuration.
+
+
+def find_llama(source: ModelSource) -> ModelBundle:
+    return find_bundle(source, Family({"llama": _llama_config}, DecoderNetwork))
+
+
+def _llama_config(config: HubConfig) -> DecoderConfig:
+    refuse_others(config, {"hidden_act": "silu", "mlp_bias": False})
+    return decoder_config(
+        config,
+        norm_eps=config.rms_norm_eps,
+        heads=head_plan(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
+    )
+
+
+# ---------------------------------------------------------------- family
+
+# Phi 1, 1.5 and 2 in transformers' format.
+
+
+class PhiBlock(nn.Module):
+    """Parallel attention and MLP, added in one residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = GroupedAttention(config.dim, config.heads)
+        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        where: AttentionMetadata | Span,
+        cache: LayerCache,
+        attend: Attend,
+    ) -> torch.Tensor:
+        normed: torch.Tensor = self.input_layernorm(x)
+        heads: torch.Tensor = self.self_attn(normed, where, cache, attend)
+        mlp: torch.Tensor = self.mlp(normed)
+        return ops.add3(x, heads, mlp)
+
+    def cpu_layer(self) -> cpu.CpuLayer:
+        """This layer for a decoder on the CPU, once it is packed."""
+        attention, mlp = self.self_attn, self.mlp
+        return cpu.CpuLayer(
+            norm=cpu_norm(self.input_layernorm),
+            qkv=cpu_map(attention.qkv),
+            out=cpu_map(attention.o_proj),
+            up=cpu_map(mlp.fc1),
+            down=cpu_map(mlp.fc2),
+        )
+
+
+class PhiNetwork(DecoderNetwork):
+    """All weights of a Phi."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        super().__init__(config, PhiBlock, norm, head_bias=True)
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        if name.startswith("norm."):
+            return f"model.final_layer{name}"
+        return DecoderNetwork.checkpoint_name(name.replace(".o_proj.", ".dense."))
+
+
+def find_phi(source: ModelSource) -> ModelBundle:
+    return find_bundle(source, Family({"phi": _phi_config}, PhiNetwork))
+
+
+def _phi_config(config: HubConfig) -> DecoderConfig:
+    implemented = {"hidden_act": "gelu_new", "qk_layernorm": False, "tie_word_embeddings": False}
+    refuse_others(config, implemented)
+    return decoder_config(
+        config,
+        norm_eps=config.layer_norm_eps,
+        heads=head_plan(config, qkv_bias=True, out_bias=True),
+        partial=partial_rotary(config),
+    )
+
+
+# ---------------------------------------------------------------- family
+
+# Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads).
+
+_IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def find_qwen(source: ModelSource) -> ModelBundle:
+    configs = {"qwen2": _second, "qwen3": _third}
+    return find_bundle(source, Family(configs, DecoderNetwork))
+
+
+def _second(config: HubConfig) -> DecoderConfig:
+    refuse_others(config, _IMPLEMENTED)
+    heads = head_plan(config, qkv_bias=True, out_bias=False)
+    return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
+
+
+def _third(config: HubConfig) -> DecoderConfig:
+    refuse_others(config, _IMPLEMENTED)
+    heads = head_plan(
+        config,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        norm_eps=config.rms_norm_eps,
+    )
+    return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)

@@ -1,0 +1,244 @@
+"""Text generation: sampling defaults, token budget, detokenization, events."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from legato_engine.errors import InvalidField, PromptTooLong
+from legato_engine.tasks import SampledToken
+from legato_engine.types import Alternative, Event, Request, SamplingParams, TextDelta, TokenInfo
+
+
+def byte_of_letter() -> dict[str, int]:
+    """Map letters to bytes: printable bytes are themselves, others count from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+# ---------------------------------------------------------------- budget
+
+# A request's sampling and token budget.
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling for requests that leave it open."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_tokens: int = 768
+
+
+def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingParams:
+    """Fill in all fields but `top_k`.
+
+    Raises:
+        InvalidField: a field is out of range.
+    """
+    asked = request.sampling
+    seed = request.request_id.seed if asked.seed is None else asked.seed
+    return fill_sampling(asked, defaults, seed)
+
+
+def fill_sampling(asked: SamplingParams, defaults: SamplingDefaults, seed: int) -> SamplingParams:
+    """Resolve sampling with a known seed; see `resolve_sampling`."""
+    sampling = SamplingParams(
+        temperature=defaults.temperature if asked.temperature is None else asked.temperature,
+        top_p=defaults.top_p if asked.top_p is None else asked.top_p,
+        top_k=defaults.top_k if asked.top_k is None else asked.top_k,
+        max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
+        seed=seed,
+        stop=asked.stop,
+    )
+    _check(sampling)
+    return sampling
+
+
+def max_objects(asked: int | None, default: int) -> int:
+    if asked is not None and asked < 1:
+        raise InvalidField("max_objects is at least 1", field="max_objects")
+    return default if asked is None else asked
+
+
+def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
+    """Cut `wanted` tokens to the context; the last one needs no position.
+
+    Raises:
+        PromptTooLong: not even one token fits.
+    """
+    available = max_context - prompt_length + 1
+    if available < 1:
+        raise PromptTooLong(
+            f"the prompt takes {prompt_length} positions, the context has {max_context}",
+            limit=max_context,
+            actual=prompt_length,
+        )
+    return min(wanted, available)
+
+
+def _check(sampling: SamplingParams) -> None:
+    temperature, top_p, max_tokens = sampling.temperature, sampling.top_p, sampling.max_tokens
+    if temperature is None or not (math.isfinite(temperature) and temperature >= 0.0):
+        raise InvalidField("temperature is a number of at least 0", field="temperature")
+    if top_p is None or not 0.0 < top_p <= 1.0:
+        raise InvalidField("top_p is in (0, 1]", field="top_p")
+    if max_tokens is None or max_tokens < 1:
+        raise InvalidField("max_tokens is at least 1", field="max_tokens")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidField("a stop string is empty", field="stop")
+
+
+# ---------------------------------------------------------------- token log
+
+# Sampled tokens as requests may ask for them.
+
+
+class TokenLog:
+    """Describes each token of a sequence, in order, by its text or its value.
+
+    Log-probabilities and alternatives that the request does not want are dropped, because a launch
+    computes them for all of its rows. `coord` and `size`: the ids that carry values.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        *,
+        logprobs: bool,
+        top_logprobs: int = 0,
+        coord: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        self._pieces = pieces
+        self._logprobs = logprobs
+        self._top_logprobs = top_logprobs
+        self._coord = coord
+        self._size = size
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def read(self, token: SampledToken) -> TokenInfo:
+        """The text is what the token completes, shown or not."""
+        alternatives = self._alternatives(token) if self._top_logprobs else ()
+        piece = self._pieces.piece(token.token_id)
+        return TokenInfo(
+            token_id=token.token_id,
+            text=self._decoder.decode(piece),
+            logprob=token.logprob if self._logprobs else None,
+            coordinate=token.payload[0] if token.token_id == self._coord else None,
+            size=token.payload if token.token_id == self._size else None,
+            certainty=token.certainty if self._tells_certainty(token) else None,
+            alternatives=alternatives,
+            piece=piece,
+        )
+
+    def _tells_certainty(self, token: SampledToken) -> bool:
+        return self._logprobs and token.token_id in (self._coord, self._size)
+
+    def _alternatives(self, token: SampledToken) -> tuple[Alternative, ...]:
+        """Each with the text that it would have completed."""
+        state = self._decoder.getstate()
+        told = []
+        for token_id, logprob in token.alternatives[: self._top_logprobs]:
+            self._decoder.setstate(state)
+            piece = self._pieces.piece(token_id)
+            text = self._decoder.decode(piece)
+            told.append(Alternative(token_id=token_id, text=text, logprob=logprob, piece=piece))
+        self._decoder.setstate(state)
+        return tuple(told)
+
+
+# ---------------------------------------------------------------- detokenizer
+
+# Incremental detokenization, cut before a stop string.
+
+
+class Pieces(Protocol):
+    """A vocabulary's bytes by token id."""
+
+    def piece(self, token_id: int) -> bytes:
+        """A token's bytes, perhaps part of a character; none for special ids."""
+        ...
+
+
+class Detokenizer:
+    """Joins tokens into text; the results of `push` and `close` add up to `text`.
+
+    Bytes of an unfinished character wait for the rest, and text that may begin a stop string until
+    that is decided. Leading whitespace and unfinished characters are dropped.
+    """
+
+    def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is final now; set `stopped` at a stop string."""
+        if self.stopped:
+            return ""
+        pending = self._held + self._decoder.decode(self._tokenizer.piece(token_id))
+        if not self.text:
+            pending = pending.lstrip()
+        if not self._stop:
+            return self._show(pending)
+        cut = min((at for stop in self._stop if (at := pending.find(stop)) >= 0), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            self._held = ""
+            return self._show(pending[:cut])
+        shown = len(pending) - self._num_held(pending)
+        self._held = pending[shown:]
+        return self._show(pending[:shown])
+
+    def close(self) -> str:
+        held, self._held = self._held, ""
+        return self._show(held)
+
+    def _show(self, text: str) -> str:
+        self.text += text
+        return text
+
+    def _num_held(self, pending: str) -> int:
+        longest = max(map(len, self._stop), default=0) - 1
+        for length in range(min(longest, len(pending)), 0, -1):
+            if any(stop.startswith(pending[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+# ---------------------------------------------------------------- text output
+
+# Generated text as events.
+
+
+class TextOutput:
+    """Turns tokens into `TextDelta` events."""
+
+    def __init__(self, tokenizer: Pieces, stop: tuple[str, ...]) -> None:
+        self._stream = Detokenizer(tokenizer, stop)
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    @property
+    def stopped(self) -> bool:
+        return self._stream.stopped
+
+    def push(self, token_id: int) -> list[Event]:
+        text = self._stream.push(token_id)
+        return [TextDelta(text=text)] if text else []
+
+    def close(self) -> list[Event]:
+        text = self._stream.close()
+        return [TextDelta(text=text)] if text else []

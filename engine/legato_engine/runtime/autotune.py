@@ -1,0 +1,168 @@
+"""Autotuning: choice between megakernel and captured graph by measured step time.
+
+Both paths have the same bits, so that the choice is of speed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import msgspec
+
+from legato_engine.kernels.cache import cache_folder, store
+from legato_engine.kernels.decode_loop import BatchKind, Build
+
+_TURNS = 3  # of both paths, of which the shortest steps count
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class StepTimes(msgspec.Struct, frozen=True, order=True):
+    """A step of so many rows, all drawn or all greedy, in a launch of the kernel and in a captured
+    loop. `common`: they have an image's pages in common.
+    """
+
+    kind: BatchKind
+    rows: int
+    drawn: bool
+    common: bool
+    resident: Seconds
+    loop: Seconds
+
+
+class Choice(Protocol):
+    """Decides which eligible launches use the megakernel; `drawn`: a row samples, `common`: most
+    have leading pages in common with the row before.
+    """
+
+    def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
+
+
+class Timer(Protocol):
+    """Seconds of a step, whose rows are all `drawn` or all greedy and have pages in `common` or
+    none, in the kernel or captured.
+    """
+
+    def __call__(
+        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+    ) -> float: ...
+
+
+class Fixed:
+    """All launches, or none."""
+
+    def __init__(self, takes: bool) -> None:
+        self._takes = takes
+
+    def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool:
+        del kind, num_rows, drawn, common
+        return self._takes
+
+
+ALL, NONE = Fixed(True), Fixed(False)
+
+
+class PathTable:
+    """A `Choice` by measured times; so many rows as were not measured are the next larger count."""
+
+    def __init__(self, times: Iterable[StepTimes]) -> None:
+        self.times = tuple(sorted(times))
+
+    def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool:
+        wanted = kind, drawn, common and _may_share(kind, num_rows)
+        same = (each for each in self.times if (each.kind, each.drawn, each.common) == wanted)
+        least = next((each for each in same if each.rows >= num_rows), None)
+        return least is not None and _wins(least)
+
+    def wanted(self, builds: Sequence[Build]) -> tuple[Build, ...]:
+        """List the builds that launches need, sampled or greedy."""
+        wins = {(each.kind, each.rows) for each in self.times if _wins(each)}
+        return tuple(
+            build
+            for build in builds
+            if any((each.kind, each.rows) in wins for each in _measured_by(build, builds))
+        )
+
+    def milliseconds(self) -> list[dict[str, str | int | float]]:
+        """Return the times in milliseconds, for the log."""
+        return [
+            {
+                "kind": str(each.kind),
+                "rows": each.rows,
+                "drawn": each.drawn,
+                "common": each.common,
+                "resident": round(each.resident * 1e3, 4),
+                "loop": round(each.loop * 1e3, 4),
+            }
+            for each in self.times
+        ]
+
+
+def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
+    """Measure a lone row of each kind and the most rows of each build, greedy and drawn, with pages
+    of their own and with some in common, both paths in turns.
+    """
+    counts = [each for build in builds for each in _measured_by(build, builds)]
+    times = []
+    for (kind, rows), drawn, common in product(counts, (False, True), (False, True)):
+        if common and not _may_share(kind, rows):
+            continue
+        turns = [
+            [
+                seconds(kind, rows, drawn=drawn, common=common, resident=resident)
+                for resident in (True, False)
+            ]
+            for _ in range(_TURNS)
+        ]
+        times.append(StepTimes(kind, rows, drawn, common, *map(min, zip(*turns, strict=True))))
+    return PathTable(times)
+
+
+class Kept:
+    """A table in the folder of compiled kernels, of a `subject` that its times depend on."""
+
+    def __init__(self, subject: Mapping[str, str]) -> None:
+        self._subject = dict(subject)
+
+    def path(self) -> Path:
+        digest = hashlib.sha256(repr(sorted(self._subject.items())).encode()).hexdigest()
+        return cache_folder() / f"decode-paths-{digest[:16]}.json"
+
+    def read(self) -> PathTable | None:
+        """Read the stored times; None if missing, unreadable or of another subject."""
+        try:
+            file = msgspec.json.decode(self.path().read_bytes(), type=_File)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return PathTable(file.times) if file.subject == self._subject and file.times else None
+
+    def write(self, table: PathTable) -> None:
+        """Store the times; without a writable folder the next start measures again."""
+        file = msgspec.json.encode(_File(self._subject, table.times))
+        store(self.path(), msgspec.json.format(file, indent=2))
+
+
+class _File(msgspec.Struct, frozen=True):
+    subject: dict[str, str]
+    times: tuple[StepTimes, ...]
+
+
+def _wins(times: StepTimes) -> bool:
+    return times.resident < times.loop
+
+
+def _may_share(kind: BatchKind, num_rows: int) -> bool:
+    """Return whether shared pages make a difference; drafting rows do not share."""
+    return num_rows > 1 and kind is not BatchKind.DRAFTS
+
+
+def _measured_by(build: Build, builds: Sequence[Build]) -> list[Build]:
+    """The counts of rows that are measured with a build."""
+    first = next(each for each in builds if each.kind == build.kind)
+    lone = build == first and build.rows > 1
+    return [Build(build.kind, 1), build] if lone else [build]

@@ -1,0 +1,354 @@
+"""Decode loops on the device and the polling of their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from legato_engine.device.base import Event
+from legato_engine.kernels.accelerated import captured_loop
+from legato_engine.kernels.decode_loop import (
+    AnyLoop,
+    BatchKind,
+    DraftLoopTensors,
+    LoopTensors,
+    ResidentRows,
+    ResidentSteps,
+    control_drafting_step,
+    control_step,
+    follow,
+)
+from legato_engine.runtime.autotune import ALL, Choice
+from legato_engine.runtime.backend import Backend, Needs
+from legato_engine.runtime.buffers import TokenRing
+from legato_engine.runtime.decode_slot import Resources
+from legato_engine.runtime.drafting import DraftLaunches
+from legato_engine.runtime.graphs import Work
+from legato_engine.scheduler.interfaces import NoTokens, Pause
+from legato_engine.scheduler.loops import MAX_STEPS
+
+_POLL_SECONDS = 2e-5
+_ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
+
+
+class Looks:
+    """Steps of a loop take about as long as each other."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Another loop, whose first step may wait for a whole launch."""
+        self._found_at = self._step_seconds = 0.0
+
+    def found(self) -> None:
+        now = time.perf_counter()
+        if self._found_at > 0.0:
+            self._step_seconds = now - self._found_at
+        self._found_at = now
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds after each look: first most of a step, as the last one took, then little."""
+        rest = self._found_at + _ASLEEP * self._step_seconds - time.perf_counter()
+        yield min(max(rest, _POLL_SECONDS), _LONGEST)
+        while True:
+            yield _POLL_SECONDS
+
+
+# ---------------------------------------------------------------- host loop
+
+# A loop of decode steps where work is not captured.
+
+
+def host_loop(works: tuple[Work, ...], loop: AnyLoop) -> Work:
+    """Run `works` in turn, then the control step, until that says so."""
+
+    def work() -> None:
+        while True:
+            for each in works:
+                each()
+            if not _control(loop):
+                return
+
+    return work
+
+
+def _control(loop: AnyLoop) -> bool:
+    match loop:
+        case LoopTensors():
+            return control_step(loop)
+        case DraftLoopTensors():
+            return control_drafting_step(loop)
+        case _:
+            raise AssertionError(f"no control step for {type(loop).__name__}")
+
+
+# ---------------------------------------------------------------- decode loop
+
+# Several decode steps as one launch, without the host between them.
+#
+# The rows have pages for all steps, and their constraints follow the model's table. The host
+# follows
+# the outputs through a ring and may end the loop after any step. The launch is the resident
+# kernel
+# where that takes its rows, else captured steps.
+
+_log = structlog.get_logger()
+
+_WORTHWHILE_IN_KERNEL, _WORTHWHILE = 2, 8  # steps; captured ones are hardly faster than single ones
+
+
+class DecodeLoops:
+    """The loops of every slot, each made once for a batch."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        backend: Backend,
+        resident: ResidentSteps | None = None,
+        choice: Choice = ALL,
+    ) -> None:
+        """`choice`: what is `resident`, of what that takes."""
+        on = resources.device.torch_device
+        self._resources = resources
+        self._backend = backend
+        self._resident = resident
+        self.choice = choice
+        self._rings = [
+            TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
+            for slot in resources.slots
+        ]
+        drafts = resident is not None and any(kind.has_drafts for kind in resident.most_rows)
+        self._drafting = DraftLaunches(resources, self._rings) if drafts else None
+        self._in_kernel = [False for _ in resources.slots]  # the latest loop of each slot
+        self._limit = torch.zeros(1, dtype=torch.int64, device=on)
+        self._step = torch.zeros(1, dtype=torch.int64, device=on)
+        self._looks = Looks()
+        self._made: dict[tuple[int, int, int, Needs], Work] = {}
+        self._by_works: dict[tuple[Work, ...], Work] = {}
+
+    def warm_up(self) -> None:
+        """Make every loop that a launch may need, and run none but a resident step of padding."""
+        slots, resources = range(len(self._rings)), self._resources
+        needs = {_widened(Needs(*each)) for each in product((False, True), repeat=3)}
+        for slot, bucket, rank in product(slots, resources.buckets, resources.ranks):
+            for each in sorted(needs):
+                self._loop(slot, bucket, rank, each)
+        if self._resident is not None:
+            for kind in filter(self._most_rows, self._resident.most_rows):
+                plain = Needs(sampled=False, payload=kind.has_values, logprobs=False)
+                for slot in slots if kind.has_drafts else (0,):
+                    self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
+        for slot in slots:
+            self.follow(slot)
+
+    def follow(self, slot: int) -> None:
+        """Enqueue the constraints that follow the tokens of the other slot's launch."""
+        self._resources.graphs.run(self._follow_work, slot)
+
+    def start(
+        self,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        bucket: int,
+        rank: int,
+        num_steps: int,
+        needs: Needs,
+        common: bool,
+    ) -> None:
+        """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, maybe none; rows and
+        constraints are staged. `common`: as a `Choice` has it.
+        """
+        self._rings[slot].reset()
+        self._looks.begin()
+        resident = None
+        if not (rank or needs.logprobs):
+            resident = self._kernel_for(num_rows, num_tokens, needs, common)
+        self._in_kernel[slot] = resident is not None
+        if resident is not None:
+            if num_steps:
+                self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
+            return
+        loop = self._loop(slot, bucket, rank, _widened(needs))
+
+        def work() -> None:
+            self._limit.fill_(num_steps)
+            self._step.zero_()
+            loop()
+
+        if num_steps:
+            self._resources.compute.submit(work)
+
+    @property
+    def resident_rows(self) -> int:
+        """The most rows whose launches are the resident kernel's; 0 after it was stuck."""
+        resident = self._resident
+        return 0 if resident is None else max(map(self._most_rows, resident.most_rows))
+
+    def _most_rows(self, kind: BatchKind) -> int:
+        assert self._resident is not None, "rows of no kernel"
+        rows = range(self._resident.most_rows[kind], 0, -1)
+        takes, ways = self.choice.takes, tuple(product((False, True), repeat=2))
+
+        def any_way(count: int) -> bool:
+            return any(takes(kind, count, drawn=drawn, common=common) for drawn, common in ways)
+
+        return next(filter(any_way, rows), 0)
+
+    def _kernel_for(
+        self, num_rows: int, num_tokens: int, needs: Needs, common: bool
+    ) -> ResidentSteps | None:
+        resident = self._resident
+        kind = BatchKind.of(values=needs.payload, drafts=self._drafting is not None)
+        count = kind.counts_as(num_rows, num_tokens)
+        if resident is None or count > resident.most_rows.get(kind, 0):
+            return None
+        takes = self.choice.takes(kind, count, drawn=needs.sampled, common=common)
+        return resident if takes else None
+
+    def without_kernel(self) -> None:
+        """Apply the change; nothing may be in flight."""
+        self._resident = self._drafting = None
+
+    def stop(self, slot: int) -> None:
+        self._rings[slot].stop()
+
+    def worthwhile_steps(self, slot: int) -> int:
+        """The fewest steps that made up for the start and end of the latest loop."""
+        return _WORTHWHILE_IN_KERNEL if self._in_kernel[slot] else _WORTHWHILE
+
+    def next_outputs(
+        self, slot: int, end: Event, pause: Pause
+    ) -> Mapping[str, np.ndarray] | NoTokens:
+        """Wait for the next step's outputs; none are left once the loop's `end` has passed."""
+        ring, pauses = self._rings[slot], self._looks.pauses()
+        while True:
+            ended = end.query()  # first: outputs are there before it
+            outputs = ring.read()
+            if outputs is not None:
+                self._looks.found()
+                return outputs
+            if ended:
+                end.wait()  # raises the device's failure
+                return NoTokens.LEFT
+            if pause(next(pauses)):
+                return NoTokens.YET
+
+    def restore(self, slot: int) -> bool:
+        """After a launch that gave up a wait, let rows go on after the last step that they have; no
+        other of the kind follows. Whether the rows' state is now an earlier one, so that a decode
+        behind the launch does not count.
+        """
+        if self._resident is None or not (fault := self._resident.fault()):
+            return False
+        _log.error("resident_kernel_stuck", wait=fault)
+        self._resident = None
+        if (drafting := self._drafting) is not None:
+            compute = self._resources.compute
+            compute.submit(lambda: drafting.restore(slot))
+            compute.record().wait()
+        return drafting is not None
+
+    def _submit(
+        self,
+        resident: ResidentSteps,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        num_steps: int,
+        needs: Needs,
+    ) -> None:
+        buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
+        staged = buffers.staged.device
+        rows = ResidentRows(
+            row_B=staged["row"],
+            constraint_B=buffers.constraint.device["constraint"],
+            position_B=staged["position"],
+            sample_position_B=staged["sample_position"],
+            state=state,
+            page_table_RM=state.page_table_RM,
+            constraints_CV=self._resources.constraints_CV,
+            successor_C2=self._resources.successor_C2,
+            ring_SB=ring.fields["token"],
+            payload_SB2=ring.fields["payload"],
+            certainty_SB2=ring.fields["certainty"],
+            words=ring.words,
+            drafts=None if self._drafting is None else self._drafting.begin(slot),
+        )
+        self._resources.compute.submit(
+            lambda: resident.run(
+                rows,
+                num_rows,
+                num_steps,
+                payload=needs.payload,
+                num_tokens=num_tokens,
+            )
+        )
+
+    def _follow_work(self, slot: int) -> Work:
+        slots, successor_C2 = self._resources.slots, self._resources.successor_C2
+        staged, token_R = slots[slot].constraint.device, slots[1 - slot].tokens_R
+        return lambda: follow(successor_C2, staged["constraint"], token_R, staged["after"])
+
+    def _loop(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
+        key = (slot, bucket, rank, needs)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
+        works = self._backend.loop_works(slot, bucket, rank, needs)
+        if works not in self._by_works:
+            loop = self._tensors(slot, bucket)
+            self._by_works[works] = captured_loop(works, loop) or host_loop(works, loop)
+        return self._by_works[works]
+
+    def _tensors(self, slot: int, bucket: int) -> AnyLoop:
+        buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
+        drafts, staged = state.drafts, buffers.staged.device
+        size = bucket if drafts is None else drafts.num_rows
+        common = AnyLoop(
+            token_B=buffers.tokens_R if drafts is not None else buffers.tokens_R[:bucket],
+            constraint_B=buffers.constraint.device["constraint"][:size],
+            successor_C2=self._resources.successor_C2,
+            outputs_N=buffers.outputs.device_bytes,
+            limit=self._limit,
+            step=self._step,
+            ring_SN=ring.ring_SN,
+            words=ring.words,
+            scratch_row=state.scratch_row,
+        )
+        fields: dict[str, Any] = {
+            each.name: getattr(common, each.name) for each in dataclasses.fields(common)
+        }
+        if drafts is None:
+            return LoopTensors(
+                **fields,
+                row_B=staged["row"][:size],
+                position_B=staged["position"][:size],
+                fresh_B=staged["fresh"][:size],
+                sample_position_B=staged["sample_position"][:size],
+            )
+        return DraftLoopTensors(
+            **fields,
+            row_B=staged["scheduled_row"],
+            room_B=staged["room"],
+            reach_B=staged["reach"],
+            start_B=staged["start"],
+            count_B=buffers.outputs.device["count"],
+            position_R=drafts.position_R,
+            limit_R=drafts.limit_R,
+        )
+
+
+def _widened(needs: Needs) -> Needs:
+    """Log-probabilities are rare, and one loop with values does for all of them."""
+    return needs._replace(payload=True) if needs.logprobs else needs

@@ -1,0 +1,243 @@
+"""Plans and launches: one batch from planning to commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from legato_engine.kv_cache.manager import NO_PREFILL_WORK, PrefillWork
+from legato_engine.sequence import Sequence
+
+
+class LaunchKind(enum.StrEnum):
+    """Kind of a launch."""
+
+    ENCODE = "encode"  # crops of one image, before its PREFILL
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REFINE = "refine"  # of a finished request; names no sequence
+
+
+class Phase(enum.StrEnum):
+    """The phases of a launch, in order."""
+
+    FORWARD = "forward"  # the forward pass is enqueued
+    SAMPLED = "sampled"  # sampling and the copy are enqueued
+    COMMITTED = "committed"  # the tokens are read, the slot is free
+
+
+class ScheduledSequence(NamedTuple):
+    """The part of one sequence in a launch; a tuple because every decode creates one per sequence.
+
+    Its input is `[position, position + num_tokens)`; the sampled token follows. A prefill starts
+    after the cached positions, a decode with the newest token, which it reads on the device. An
+    encode has no input.
+
+    A decode also verifies draft tokens: the device chooses how many, up to `num_drafts`. While
+    earlier ones, or a loop, are in flight, only the device knows where it starts, in
+    `[position, position + slack]`.
+    """
+
+    sequence: Sequence
+    position: int
+    num_tokens: int = 1
+    work: PrefillWork = NO_PREFILL_WORK
+    num_drafts: int = 0
+    slack: int = 0
+
+    @property
+    def end(self) -> int:
+        """The end (exclusive) of the positions that it may write; each needs a page."""
+        return self.end_after(1)
+
+    def end_after(self, num_steps: int) -> int:
+        """The end in a loop of up to so many steps, which ends before if they take more."""
+        end = self.position + self.slack + self.num_tokens + self.num_drafts + num_steps - 1
+        return min(end, self.sequence.max_length)
+
+    def reach(self, num_steps: int) -> int:
+        """The end of the positions that a loop with drafts may write after its first step: as many
+        as are counted as in flight, from the first position that it may start at.
+        """
+        end = self.position + self.num_tokens + self.num_drafts + num_steps - 1
+        return min(end, self.sequence.max_length)
+
+    @property
+    def encodes(self) -> bool:
+        return bool(self.work.compute_pages) and self.sequence.num_crops > 0
+
+    def new_pages(self, page_size: int, num_steps: int = 1) -> range:
+        """Indices into `pages.ids` that no earlier launch can have used."""
+        start, end = self.position + self.slack, self.end_after(num_steps)
+        return range(-(-start // page_size), -(-end // page_size))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Refinement:
+    """The input of a REFINE launch, opaque here, and its result.
+
+    The runner sets `answer`; then `done` is called on the scheduler's thread.
+    """
+
+    given: Any
+    done: Callable[[Refinement], None]
+    answer: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The batch of one launch.
+
+    In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
+    then the others. After the last row of one that `has_part`, later launches compute the rest of
+    its prompt. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
+    full. A loop is a decode of at most `num_steps` steps, more than one, with positions for so many
+    tokens a row; the host follows them. `after` has the index of each of its rows among the tokens
+    of the launch in flight before it, or -1: on the device the row's constraint follows that token.
+    `behind` are the indices of the decodes in the loop that is in flight before them; one that
+    ended in it, because its positions did, is padding. With speculation the device knows where
+    every row is.
+    """
+
+    kind: LaunchKind
+    rows: tuple[ScheduledSequence, ...]
+    num_mixed_decodes: int = 0
+    refinement: Refinement | None = None
+    under_pressure: bool = False
+    num_steps: int = 1
+    after: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    has_part: bool = False
+
+    @property
+    def loops(self) -> bool:
+        return self.num_steps > 1
+
+    @property
+    def decodes(self) -> tuple[ScheduledSequence, ...]:
+        return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_mixed_decodes]
+
+    @property
+    def prefills(self) -> tuple[ScheduledSequence, ...]:
+        return self.rows[self.num_mixed_decodes :] if self.kind is LaunchKind.PREFILL else ()
+
+    @property
+    def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
+        return () if self.kind is LaunchKind.ENCODE else self.rows
+
+    @property
+    def counted_rows(self) -> tuple[ScheduledSequence, ...]:
+        """Return the rows whose sampled token is kept, i.e. not of a partial prefill."""
+        return self.rows[:-1] if self.has_part else self.sampled_rows
+
+    @property
+    def constrained(self) -> bool:
+        """Return whether sampling must wait for the previous commit; a prefill's never does."""
+        return not self.after and any(row.sequence.task.constrained for row in self.decodes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
+
+    Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
+    `pass_tokens` has several passes over the weights; 0: its time grows with every token. A prompt
+    that computes more tokens than `cut_tokens` has passes of `long_tokens`, which decodes cannot
+    join.
+    """
+
+    prompts: int = 1
+    tokens: int = 0  # of input
+    sampled: int = 0  # sequences
+    images: int = 1  # to compute, while at least `min_queue_length` sequences wait
+    min_queue_length: int = 0
+    pass_tokens: int = 0
+    cut_tokens: int = 0
+    long_tokens: int = 0  # 0: it is never cut
+
+    def is_long(self, sequence: Sequence) -> bool:
+        """Return whether an admitted sequence's prompt computes more than `cut_tokens` tokens."""
+        return 0 < self.cut_tokens < sequence.num_prompt_computed
+
+
+ALONE = BatchLimits()
+"""Every prompt has a launch of its own."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Launch:
+    """A plan in flight; `depth` is the pipeline's when it was launched."""
+
+    launch_id: int
+    slot: int
+    plan: Plan
+    depth: int = 2
+    phase: Phase = Phase.FORWARD
+
+
+# ---------------------------------------------------------------- step record
+
+# Host times of a launch.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepRecord:
+    """The host's work on a launch, in `Clock.perf_ns` nanoseconds."""
+
+    launch: Launch
+    plan_start: int
+    plan_end: int
+    launch_end: int = 0
+    sample_start: int = 0
+    sample_end: int = 0
+    wait_start: int = 0
+    wait_end: int = 0
+    commit_end: int = 0
+    num_followed: int = 0  # steps of a loop
+    zombies: int = 0  # rows whose sequence had ended before this commit
+    tokens: int = 0  # committed, of the other rows
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # of them, those after a sequence's end included
+    rejected: int = 0  # wrong ones that ended a block; `accepted + rejected` were tried
+    blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens of each row and step
+
+    @property
+    def plan_ns(self) -> int:
+        return self.plan_end - self.plan_start
+
+    @property
+    def launch_ns(self) -> int:
+        return self.launch_end - self.plan_end
+
+    @property
+    def sample_ns(self) -> int:
+        return self.sample_end - self.sample_start
+
+    @property
+    def commit_ns(self) -> int:
+        return self.commit_end - self.wait_end
+
+
+class Observer(Protocol):
+    """Receives the record of every committed launch while the runner has its times."""
+
+    def committed(self, record: StepRecord) -> None:
+        """Observe a commit; runs on the scheduler's thread and must be fast."""
+        ...
+
+
+class FlightRecorder(Protocol):
+    """Records what is under way, for a process that may end at any moment.
+
+    On the scheduler's thread; must take microseconds.
+    """
+
+    def submitted(self, sequence: Sequence) -> None: ...
+
+    def launching(self, launch: Launch, at: int) -> None:
+        """Before the forward pass is enqueued; `at` is in `Clock.perf_ns` nanoseconds."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None: ...

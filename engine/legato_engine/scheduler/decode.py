@@ -1,0 +1,203 @@
+"""Decode planning, running sequences and preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
+from itertools import repeat
+
+from legato_engine.kv_cache.manager import NO_PREFILL_WORK, KVCacheManager
+from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.interfaces import BlockSizes
+from legato_engine.scheduler.queue import WaitingQueue
+from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.speculative.policy import PRESSURE_RATIO
+
+
+class RunningSequences:
+    """Sequences with a row, zombies excluded. Those that begin with the same page are neighbours,
+    as attention of the resident kernel reads leading pages once for neighbours that have them in
+    common; otherwise in order of admission.
+
+    When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
+    waits again. One with no lower-ranked victim stalls until another finishes.
+
+    There is no livelock: ranks never change, and each admission gains a token because a sequence is
+    preempted only after its prefill is launched.
+    """
+
+    def __init__(self, manager: KVCacheManager, queue: WaitingQueue[Sequence]) -> None:
+        self._manager = manager
+        self._queue = queue
+        self._members: dict[Sequence, None] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert it behind the last sequence that begins with the same page, or at the end."""
+        members = list(self._members)
+        first = sequence.pages.ids[:1]
+        same = [i for i, each in enumerate(members) if each.pages.ids[:1] == first]
+        members.insert(same[-1] + 1 if same else len(members), sequence)
+        self._members = dict.fromkeys(members)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Release the sequence unless a launch in flight names it."""
+        del self._members[sequence]
+        if sequence.inflight_refs == 0:
+            self._manager.release(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Release a sequence that no launch in flight names any more."""
+        if sequence.finalized:
+            self._manager.release(sequence)
+        else:
+            self._requeue(sequence)
+
+    def grow(self, short: Iterable[Sequence]) -> None:
+        """Give each a page while pages last, highest rank first."""
+        for sequence in sorted(short, key=preemption_rank, reverse=True):
+            while sequence in self._members and not sequence.preempted:
+                if self._manager.grow(sequence) or not self._preempt_for(sequence):
+                    break
+
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Preempt the lowest-ranked sequence below `sequence`; whether pages became free.
+
+        While launches in flight name the victim, no other is preempted.
+        """
+        if any(each.preempted for each in self._members):
+            return False
+        victim = min(self._victims(), key=preemption_rank, default=sequence)
+        if preemption_rank(victim) >= preemption_rank(sequence):
+            return False
+        victim.preempted = True
+        if victim.inflight_refs:
+            return False
+        self._requeue(victim)
+        return True
+
+    def _victims(self) -> Iterator[Sequence]:
+        for sequence in self._members:
+            if sequence.progress.last_position >= 0 and self._manager.frees_pages(sequence):
+                yield sequence
+
+    def _requeue(self, sequence: Sequence) -> None:
+        del self._members[sequence]
+        self._manager.preempt(sequence)
+        sequence.preempted = False
+        sequence.progress.last_position = -1
+        sequence.status = SequenceStatus.WAITING
+        self._queue.add(sequence)
+
+
+def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
+    """Unique; the lowest is preempted first."""
+    return (sequence.request.priority, -sequence.timing.arrival, -sequence.seq_id)
+
+
+# ---------------------------------------------------------------- decode planner
+
+# The batch of the next decode.
+
+
+class DecodePlanner:
+    """Batches all running sequences; each has a row, so they always fit.
+
+    A sequence may be planned before its last token is committed, because the forward pass reads
+    that token on the device. Sequences without a page for their position are skipped.
+
+    While draft tokens are in flight, any number may be accepted, so a sequence needs pages for all.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, running: RunningSequences, block_sizes: BlockSizes | None
+    ) -> None:
+        self._manager = manager
+        self._running = running
+        self._block_sizes = block_sizes
+
+    def plan(self) -> Plan | None:
+        batch = self._ready()
+        if len(batch) < len(self._running) and (short := self._short()):
+            self._running.grow(short)
+            batch = self._ready()
+        if not batch:
+            return None
+        if self._block_sizes is None:
+            return Plan(LaunchKind.DECODE, _schedule(batch))
+        kv_use = self._manager.pages_used / self._manager.pages_total
+        under_pressure = kv_use > PRESSURE_RATIO
+        rows = self._schedule_drafts(batch, self._block_sizes, under_pressure)
+        return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
+
+    @property
+    def streaming(self) -> bool:
+        """Includes sequences without a next page."""
+        return any(
+            sequence.request.deltas
+            and sequence.progress.last_position >= 0
+            and sequence.progress.num_launched < sequence.task.max_tokens
+            and not sequence.preempted
+            for sequence in self._running
+        )
+
+    def _ready(self) -> list[Sequence]:
+        """Prefilled, with a page, tokens to launch and a free reference."""
+        return [
+            sequence
+            for sequence in self._running
+            if 0 <= (progress := sequence.progress).last_position < sequence.pages.capacity
+            and progress.num_launched < sequence.task.max_tokens
+            and sequence.inflight_refs < 2
+            and not sequence.preempted
+        ]
+
+    def _short(self) -> list[Sequence]:
+        return [
+            sequence
+            for sequence in self._running
+            if (progress := sequence.progress).last_position >= sequence.pages.capacity
+            and progress.num_launched < sequence.task.max_tokens
+            and not sequence.preempted
+        ]
+
+    def _schedule_drafts(
+        self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
+    ) -> tuple[ScheduledSequence, ...]:
+        """Reserve pages for the most draft tokens: the device chooses how many it drafts."""
+        rows = []
+        for sequence, bound in zip(batch, _bounds(batch, block_sizes, under_pressure), strict=True):
+            progress, max_length = sequence.progress, sequence.max_length
+            start = progress.last_position + progress.inflight_drafts
+            most = min(bound, sequence.task.max_tokens - progress.num_launched - 1)
+            while not self._manager.reserve_draft(sequence, min(start + 1 + most, max_length)):
+                most = most // 2 if most else -1  # halved until there are pages for them
+                if most < 0:
+                    break
+            else:
+                fields = (sequence, progress.last_position, 1, NO_PREFILL_WORK, most)
+                rows.append(ScheduledSequence._make((*fields, progress.inflight_drafts)))
+        return tuple(rows)
+
+
+def _bounds(batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool) -> Iterable[int]:
+    """The most draft tokens of each sequence."""
+    drafting = [sequence for sequence in batch if sequence.may_draft]
+    if len(drafting) == len(batch):
+        return block_sizes.allot(batch, under_pressure=under_pressure)
+    if not drafting:
+        return repeat(0, len(batch))
+    bounds = iter(block_sizes.allot(drafting, under_pressure=under_pressure))
+    return (next(bounds) if sequence.may_draft else 0 for sequence in batch)
+
+
+def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
+    positions = [sequence.progress.last_position for sequence in batch]
+    # Runs in every step: `_make` takes half the time of a call that fills in defaults.
+    fields = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
+    return tuple(map(ScheduledSequence._make, fields))

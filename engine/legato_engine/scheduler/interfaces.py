@@ -1,0 +1,156 @@
+"""Interfaces of the scheduler to its clock, its runner and its block sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections import abc
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+from legato_engine.scheduler.batch import Launch
+from legato_engine.sequence import Learnt, Sequence
+from legato_engine.tasks import SampledToken
+
+
+class Clock(Protocol):
+    """Source of time."""
+
+    def now(self) -> float:
+        """Seconds on the clock of `Request.deadline`."""
+        ...
+
+    def perf_ns(self) -> int:
+        """Nanoseconds on the clock of device events."""
+        ...
+
+
+class SystemClock:
+    """The host's clocks; static methods avoid a Python frame, as a step reads them eight times."""
+
+    now = staticmethod(time.monotonic)
+    perf_ns = staticmethod(time.perf_counter_ns)
+
+
+# ---------------------------------------------------------------- block sizes
+
+# The scheduler's interface to a speculation policy.
+
+
+class BlockSizes(Protocol):
+    """Bounds how many tokens the device drafts for each sequence.
+
+    The device decides by the launch in front, which the host has not read.
+    """
+
+    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
+        """Return the most draft tokens that each of at least one sequence may have.
+
+        The launch is planned `under_pressure`, and must be launched.
+        """
+        ...
+
+    def learn(self, sequence: Sequence, output: RowTokens) -> None:
+        """Keep what a committed launch says of a sequence."""
+        ...
+
+
+# ---------------------------------------------------------------- runner
+
+# The scheduler's interface to the device.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """Device times of a launch, on the `time.perf_counter_ns` clock."""
+
+    forward_start: int
+    forward_end: int
+    sample_start: int
+    sample_end: int
+    copy_end: int
+
+
+class RowTokens(NamedTuple):
+    """Accepted draft tokens, then the model's next token.
+
+    Empty for a zombie whose last token came with an earlier launch.
+    """
+
+    tokens: tuple[SampledToken, ...]
+    num_drafted: int = 0  # chosen by the device; a proposer may have no guess
+    learnt: Learnt | None = None
+
+
+Pause = Callable[[float], bool]
+"""Sleeps for so many seconds, or until the caller has something else to do: then it returns True,
+and the wait that it is part of ends.
+"""
+
+
+def sleep(seconds: float) -> bool:
+    """A `Pause` that nothing cuts short."""
+    time.sleep(seconds)
+    return False
+
+
+class NoTokens(enum.Enum):
+    """Reason that a loop's next step has no tokens."""
+
+    YET = enum.auto()
+    """A pause was cut short."""
+
+    LEFT = enum.auto()
+    """The loop has ended, and all of its steps were returned."""
+
+
+class Runner(Protocol):
+    """Runs launches on the device.
+
+    Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
+    slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.
+    """
+
+    def forward(self, launch: Launch) -> None:
+        """Stage the rows and enqueue the forward pass."""
+        ...
+
+    def sample(self, launch: Launch, constraints: abc.Sequence[int]) -> None:
+        """Enqueue sampling, then the copy to the host on the copy stream.
+
+        Encodes and refinements have no constraints and only record events.
+        """
+        ...
+
+    def collect(self, launch: Launch) -> list[RowTokens] | None:
+        """Wait for the copy; set a refinement's answer.
+
+        None for decodes that do not count: they ran behind a loop that gave up where none but the
+        loop itself knew how far its rows were.
+        """
+        ...
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """Valid after `collect`, until the slot's next `forward`."""
+        ...
+
+
+class LoopRunner(Protocol):
+    """Runner that can also run loops; `collect` returns no tokens of a loop."""
+
+    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
+        """Wait for the next step of a loop, by pauses.
+
+        A loop may have given up before its steps were run, even before the first.
+        """
+        ...
+
+    def worthwhile_steps(self, launch: Launch) -> int:
+        """The fewest steps that made up for a loop's start and end."""
+        ...
+
+    def end_loop(self, launch: Launch) -> None:
+        """Let a loop end after the step that it is in."""
+        ...

@@ -1,0 +1,189 @@
+"""Output processing: commit tokens to tasks, emit events, finish sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Protocol
+
+import structlog
+
+from legato_engine.errors import InternalError, LegatoError, NumericError
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.batch import LaunchKind, ScheduledSequence, StepRecord
+from legato_engine.scheduler.interfaces import BlockSizes, Clock, RowTokens
+from legato_engine.scheduler.queue import Admission
+from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.tasks import SampledToken
+from legato_engine.types import Event, FinishReason
+
+
+class Sink(Protocol):
+    """Receives a request's events in order: `started`, `delta`*, then `done` or `failed`.
+
+    A request may fail before it started. An aborted request has no further events. Calls are made
+    inside `Scheduler.step` or `stop` and may call `Scheduler.abort`.
+    """
+
+    def started(self, sequence: Sequence) -> None:
+        """Report that its prefill, or the first part of its image, was launched."""
+        ...
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None: ...
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None: ...
+
+    def failed(self, sequence: Sequence, error: LegatoError) -> None: ...
+
+
+class SilentSink:
+    """Ignores events and raises failures."""
+
+    def started(self, sequence: Sequence) -> None:
+        pass
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        pass
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        pass
+
+    def failed(self, sequence: Sequence, error: LegatoError) -> None:
+        raise error
+
+
+# ---------------------------------------------------------------- output processor
+
+# Commits tokens to tasks, emits events and finishes sequences.
+
+NOT_FINITE = -1
+"""The token id of non-finite logits."""
+
+_log = structlog.get_logger()
+
+
+class OutputProcessor:
+    """Processes tokens in the order of the commits."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        admission: Admission[Sequence],
+        clock: Clock,
+        sink: Sink,
+        block_sizes: BlockSizes | None,
+        *,
+        finalize: Callable[[Sequence], None],
+    ) -> None:
+        """`finalize` ends a sequence, before the sink is told."""
+        self._manager = manager
+        self._admission = admission
+        self._clock = clock
+        self._sink = sink
+        self._block_sizes = block_sizes
+        self._finalize = finalize
+        self.num_tokens = 0
+
+    def process_launch(self, record: StepRecord, outputs: list[RowTokens]) -> None:
+        """Process what a launch that is no loop has sampled, and count it in its record."""
+        plan = record.launch.plan
+        num_tokens, num_decodes = self.num_tokens, len(plan.decodes)
+        num_counted = len(plan.counted_rows)
+        speculates = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
+        for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
+            sequence = row.sequence
+            if sequence.finalized:
+                record.zombies += 1
+            elif speculates:
+                self.process_block(record, row, output, row.num_drafts)
+            elif index < num_counted:
+                (token,) = output.tokens
+                if index >= num_decodes:
+                    self._prefilled(sequence, token)
+                self.process(sequence, token)
+        record.tokens = self.num_tokens - num_tokens
+
+    def take_back(self, record: StepRecord, *, loops: bool) -> None:
+        """Take back decodes that do not count.
+
+        `loops`: the launch behind is a loop, which ends one position later than it would have
+        without them.
+        """
+        plan = record.launch.plan
+        for row in plan.rows:
+            sequence = row.sequence
+            sequence.take_back()  # also where it has ended: what it wrote may be cached
+            if sequence.finalized:
+                record.zombies += 1
+            elif self._block_sizes is not None:
+                sequence.settle_drafts(row.num_drafts - loops, 0)
+                self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
+
+    def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
+        """Note a prefill's commit, before its token is processed."""
+        sequence.status = SequenceStatus.RUNNING
+        if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
+            self._manager.invalidate(sequence)
+        elif sequence.num_committed == 0:
+            sequence.timing.first_token = self._clock.now()
+
+    def process_block(
+        self, record: StepRecord, row: ScheduledSequence, output: RowTokens, num_settled: int
+    ) -> None:
+        """Commit a decode's accepted draft tokens, its own token and their pages.
+
+        `num_settled` of the launch's draft tokens are in flight no longer, accepted or not.
+        """
+        pressed = record.launch.plan.under_pressure
+        sequence, num_accepted = row.sequence, len(output.tokens) - 1
+        assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
+        record.blocks.append(output.num_drafted)
+        record.drafted += output.num_drafted
+        record.accepted += num_accepted
+        record.rejected += num_accepted < output.num_drafted
+        sequence.settle_drafts(num_settled, num_accepted)
+        if self._block_sizes is not None and sequence.may_draft:
+            self._block_sizes.learn(sequence, output)
+        for token in output.tokens:
+            self.process(sequence, token)
+            if sequence.finalized:
+                break
+        self.commit_pages(sequence, row.num_drafts, pressed=pressed)
+
+    def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
+        """Give back pages of draft tokens that no launch in flight may write."""
+        end = sequence.progress.last_position
+        reserved = end + sequence.progress.inflight_drafts
+        if not pressed:  # nor are the pages of the launch after it worth freeing
+            reserved += 1 + num_drafts
+        self._manager.commit_to(sequence, end, reserved=reserved)
+
+    def process(self, sequence: Sequence, token: SampledToken) -> None:
+        task = sequence.task
+        if token.token_id == NOT_FINITE:
+            self._manager.invalidate(sequence, sequence.prompt_length)
+            self.fail(sequence, NumericError("the logits are not finite"))
+            return
+        try:
+            events = task.consume(token)
+        except Exception as error:  # noqa: BLE001 - a task's bug ends its own request only
+            _log.error("task_failed", request_id=sequence.request.request_id.name, exc_info=error)
+            self.fail(sequence, InternalError("the task could not read its tokens"))
+            return
+        self.num_tokens += 1
+        sequence.commit(token)
+        if events:
+            self._sink.delta(sequence, events)
+        if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
+            self._complete(sequence)
+
+    def fail(self, sequence: Sequence, error: LegatoError) -> None:
+        self._finalize(sequence)
+        self._sink.failed(sequence, error)
+
+    def _complete(self, sequence: Sequence) -> None:
+        if sequence.finalized:  # aborted by the sink, during `delta`
+            return
+        self._finalize(sequence)
+        self._admission.completed(self._clock.now() - sequence.timing.prefill_start)
+        self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)

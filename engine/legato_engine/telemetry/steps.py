@@ -1,0 +1,334 @@
+"""Statistics of decode steps, and the cost model of pipelining.
+
+    speedup = T_block / T_pipe * (1 - z)
+
+`T_block` and `T_pipe` are the periods of a step at depth 1 and 2. `z` is the zombie tax: a request
+of `L` tokens runs one more step, for a single stream one forward in `L`. In a batch a zombie is one
+more row, and costs its share of the time that the rows add to a forward.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from legato_engine.ipc.messages import (
+    SECONDS_BOUNDS,
+    Durations,
+    PipelineStats,
+    StepTotals,
+    TimelineBatch,
+    TimelineSpan,
+)
+from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.telemetry.timeline import SpanMaker, Step
+
+
+def row_share(forward: float, forward_single: float, streams: int) -> float:
+    """The part of a forward that is due to its rows, 0..1.
+
+    Both forwards have the same unit.
+    """
+    if streams == 1:
+        return 1.0
+    return min(1.0, max(0.0, 1.0 - forward_single / forward))
+
+
+def zombie_tax(length: float, share: float) -> float:
+    return share / length
+
+
+def predicted_speedup(blocking: float, pipelined: float, tax: float) -> float:
+    return blocking / pipelined * (1.0 - tax)
+
+
+# ---------------------------------------------------------------- step stats
+
+# Statistics of the running engine's decode steps.
+#
+# Only a decode after a decode is measured: the engine does not sleep between the two.
+
+_INTERVAL = 0.5  # seconds between snapshots of a busy engine
+_NS_PER_MS = 1e6
+
+
+class StepParts(NamedTuple):
+    """The parts of one step, in nanoseconds.
+
+    `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
+    sampling, and commit; `wait` its wait for the copy. `idle` is the device's.
+
+    `blocking` estimates the step in a blocking loop: forward, sampling, and the period without the
+    time in which the copy blocked the host. Only the enqueueing of the sampling would overlap.
+    """
+
+    period: int
+    forward: int
+    sampling: int
+    bookkeeping: int
+    wait: int
+    idle: int
+    blocking: int
+
+
+_Counts = tuple[int, int, int, int, int]
+"""Rows, zombies among them, and the others' tokens: committed, drafted, accepted."""
+
+
+def step_parts(before: Step, step: Step) -> StepParts:
+    record, times = step.record, step.times
+    period = record.commit_end - before.record.commit_end
+    forward = times.forward_end - times.forward_start
+    sampling = times.copy_end - times.sample_start
+    finalize = record.sample_ns
+    blocked = max(0, min(times.copy_end, record.wait_end) - record.wait_start)
+    return StepParts(
+        period=period,
+        forward=forward,
+        sampling=sampling,
+        bookkeeping=record.launch_end - record.plan_start + finalize + record.commit_ns,
+        wait=record.wait_end - record.wait_start,
+        idle=(times.forward_start - before.times.sample_end)
+        + (times.sample_start - times.forward_end),
+        blocking=forward + sampling + period - blocked - min(finalize, forward),
+    )
+
+
+class StepStats:
+    """A `timeline.StepListener` over the last `window` decode steps."""
+
+    def __init__(self, window: int = 256) -> None:
+        self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._previous: Step | None = None
+        self._latest: PipelineStats | None = None
+        self._latest_steps = 0
+        self._due = 0.0
+
+    def add(self, step: Step) -> None:
+        """Prefills and loops count only by their tokens; all figures are of one depth."""
+        record = step.record
+        rows = record.launch.plan.rows
+        self._num_tokens += record.tokens
+        previous, self._previous = self._previous, step
+        if previous is not None and previous.record.launch.depth != record.launch.depth:
+            self._ring.clear()
+            return
+        if previous is None or not (_is_decode(previous) and _is_decode(step)):
+            return
+        counts = (len(rows), record.zombies, record.tokens, record.drafted, record.accepted)
+        self._ring.append((step_parts(previous, step), counts))
+        self._num_steps += 1
+
+    def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
+        """Renewed if it is `_INTERVAL` old or `fresh`; `now` is in seconds."""
+        if self._num_steps != self._latest_steps and (fresh or now >= self._due):
+            self._latest = self.snapshot()
+            self._latest_steps = self._num_steps
+            self._due = now + _INTERVAL
+        return self._latest
+
+    def snapshot(self) -> PipelineStats | None:
+        """Medians over the window.
+
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row. The
+        observed gain compares the time that all steps of the window took, stalls included, with the
+        sum of their blocking estimates.
+        """
+        if not self._ring:
+            return None
+        parts, counts = zip(*self._ring, strict=True)
+        times = np.array(parts)
+        rows, zombies, tokens, proposed, accepted = (
+            sum(each) for each in zip(*counts, strict=True)
+        )
+        period, forward, sampling, bookkeeping, wait, idle, blocking = (
+            float(ns) / _NS_PER_MS for ns in np.median(times, axis=0)
+        )
+        elapsed, _, _, _, _, _, blocked = (float(ns) for ns in times.sum(axis=0))
+        zombie_ratio = zombies / rows
+        live_rows = max(1, rows - zombies)
+        return PipelineStats(
+            num_steps=len(parts),
+            num_tokens=self._num_tokens,
+            rows=rows / len(parts),
+            step_ms=period,
+            forward_ms=forward,
+            sampling_ms=sampling,
+            bookkeeping_ms=bookkeeping,
+            wait_ms=wait,
+            idle_ms=idle,
+            blocking_ms=blocking,
+            zombie_ratio=zombie_ratio,
+            predicted_gain=predicted_speedup(blocking, period, zombie_ratio) - 1.0,
+            tokens_per_row=tokens / live_rows,
+            proposed_per_row=proposed / live_rows,
+            acceptance=accepted / max(1, proposed),
+            observed_gain=predicted_speedup(blocked, elapsed, zombie_ratio) - 1.0,
+        )
+
+
+def _is_decode(step: Step) -> bool:
+    """A loop has no pipeline to describe."""
+    plan = step.record.launch.plan
+    return plan.kind is LaunchKind.DECODE and not plan.loops
+
+
+# ---------------------------------------------------------------- step totals
+
+# Totals over all launches since the engine's start.
+
+_NS = 1e-9
+
+
+class _Bins:
+    """A histogram of seconds with the bounds `SECONDS_BOUNDS`."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS_BOUNDS) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect.bisect_left(SECONDS_BOUNDS, seconds)] += count
+        self._total += seconds * count
+
+    def durations(self) -> Durations:
+        return Durations(tuple(self._counts), self._total)
+
+
+class StepCounter:
+    """A `timeline.StepListener`.
+
+    The time between two tokens of a request is that between the commits of two decodes, prefills of
+    other requests between them included; after a pause of the engine it begins with the prefill.
+    Tokens of one block share it.
+    """
+
+    def __init__(self) -> None:
+        self._launches: collections.Counter[str] = collections.Counter()
+        self._blocks: collections.Counter[int] = collections.Counter()
+        self._step_times = _Bins()
+        self._token_gaps = _Bins()
+        self._tokens = self._drafted = self._accepted = 0
+        self._decode_ns = self._idle_ns = 0
+        self._previous: Step | None = None
+        self._tokens_at = 0  # the commit from which the next token's time counts, in nanoseconds
+
+    def add(self, step: Step) -> None:
+        record, plan = step.record, step.record.launch.plan
+        previous, self._previous = self._previous, step
+        self._launches[plan.kind.value] += 1
+        self._tokens += record.tokens
+        if record.drafted:
+            self._drafted += record.drafted
+            self._accepted += record.accepted
+            self._blocks.update(filter(None, record.blocks))
+        if previous is None or record.plan_start > previous.record.commit_end:  # after a pause
+            self._tokens_at = record.commit_end
+            return
+        if plan.kind is LaunchKind.DECODE:
+            self._add_decode(previous, step)
+        if plan.kind is LaunchKind.DECODE or plan.num_mixed_decodes:
+            self._add_gap(step)
+            self._tokens_at = record.commit_end
+
+    def _add_decode(self, previous: Step, step: Step) -> None:
+        if previous.record.launch.plan.kind is not LaunchKind.DECODE:
+            return
+        period = step.record.commit_end - previous.record.commit_end
+        num_steps = step.record.num_followed or 1
+        self._step_times.add(period * _NS / num_steps, num_steps)
+        self._decode_ns += period
+        times = step.times
+        idle = times.forward_start - previous.times.sample_end
+        self._idle_ns += max(0, idle + times.sample_start - times.forward_end)
+
+    def _add_gap(self, step: Step) -> None:
+        record = step.record
+        num_rows = len(record.launch.plan.decodes) - record.zombies
+        if num_rows > 0 and record.tokens > 0:
+            is_decode = record.launch.plan.kind is LaunchKind.DECODE
+            num_tokens = max(record.tokens, num_rows) if is_decode else num_rows
+            gap = (record.commit_end - self._tokens_at) * _NS
+            self._token_gaps.add(gap * num_rows / num_tokens, num_tokens)
+
+    def totals(self) -> StepTotals:
+        return StepTotals(
+            launches=dict(self._launches),
+            tokens=self._tokens,
+            step_times=self._step_times.durations(),
+            token_gaps=self._token_gaps.durations(),
+            decode_seconds=self._decode_ns * _NS,
+            idle_seconds=self._idle_ns * _NS,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            blocks=dict(self._blocks),
+        )
+
+
+# ---------------------------------------------------------------- timeline stream
+
+# The timeline as it happens, for service processes that watch it.
+
+PERIOD = 0.05
+"""Seconds of launches in a batch."""
+
+_PERIOD_NS = round(PERIOD * 1e9)
+
+
+class Watchers(Protocol):
+    """The service processes that watch."""
+
+    @property
+    def watched(self) -> bool: ...
+
+    def send_timeline(self, batch: TimelineBatch) -> None: ...
+
+
+class TimelineStream:
+    """A `timeline.StepListener`; while no process watches, a step costs one test."""
+
+    def __init__(self, watchers: Watchers, stats: StepStats) -> None:
+        self._watchers = watchers
+        self._stats = stats
+        self._maker = SpanMaker()
+        self._spans: list[TimelineSpan] = []
+        self._depth = 0
+        self._started = time.perf_counter_ns()
+        self._sent_at = 0  # the commit of the last step in a batch, in nanoseconds
+
+    @property
+    def watched(self) -> bool:
+        return self._watchers.watched
+
+    def add(self, step: Step) -> None:
+        if not self._watchers.watched:
+            return
+        self._depth = step.record.launch.depth
+        self.add_spans(self._maker.spans(step), step.record.commit_end)
+
+    def add_spans(self, spans: Sequence[TimelineSpan], commit_end: int) -> None:
+        """Add those of the next launch, which was committed then."""
+        self._spans += spans
+        if commit_end - self._sent_at >= _PERIOD_NS:
+            self._sent_at = commit_end
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the spans that wait."""
+        if self._spans:
+            spans, self._spans = self._spans, []
+            self._watchers.send_timeline(
+                TimelineBatch(
+                    spans=tuple(spans),
+                    decode_steps=self._stats.snapshot(),
+                    started=self._started,
+                    pipeline_depth=self._depth,
+                )
+            )

@@ -1,0 +1,192 @@
+"""AdminService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Literal, Protocol
+
+from legato.v1 import admin_pb2 as pb
+from legato.v1 import admin_pb2_grpc
+from legato_engine.client.monitor import EngineState
+from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Load, TimelineBatch
+from legato_engine.types import RequestKey
+
+from legato_service.convert import responses, skills
+from legato_service.convert.responses import duration
+from legato_service.engine import Engine
+from legato_service.engines import group
+from legato_service.engines.group import EngineGroup
+from legato_service.errors import MethodUnknown
+from legato_service.requests.registry import RequestRegistry
+from legato_service.rpc import call
+from legato_service.rpc.call import Context
+
+_STATES = {
+    EngineState.STARTING: "starting",
+    EngineState.READY: "serving",
+    EngineState.HUNG: "stuck",
+    EngineState.LOST: "lost",
+    EngineState.DRAINING: "draining",
+    EngineState.STOPPED: "draining",
+}
+
+
+class Sessions(Protocol):
+    """The open sessions."""
+
+    def __len__(self) -> int: ...
+
+    def abort(self, target: RequestKey) -> int:
+        """Return how many matching ones were open."""
+        ...
+
+    def abort_all(self) -> int:
+        """Return how many were open."""
+        ...
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Responds under any load, because it never waits for the engine.
+
+    `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
+    returns their count. `scrape` returns the metrics of all processes and their format.
+    `sets_depth`: the operator may set the pipeline's depth.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        registry: RequestRegistry,
+        sessions: Sessions,
+        *,
+        drain: Callable[[float], None],
+        default_grace: float,
+        abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
+        scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
+        sets_depth: bool = False,
+    ) -> None:
+        self._engines = engines
+        self._registry = registry
+        self._sessions = sessions
+        self._drain = drain
+        self._default_grace = default_grace
+        self._abort_elsewhere = abort_elsewhere
+        self._scrape = scrape
+        self._sets_depth = sets_depth
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        load = self._engines.load
+        response = pb.GetLoadResponse(
+            running=load.running,
+            waiting=load.waiting,
+            sessions=len(self._sessions),
+            kv_used_ratio=_kv_used_ratio(load),
+            engine_state=self._state(self._engines.state),
+            engine_step=self._engines.step,
+        )
+        if self._engines.state is EngineState.READY:
+            wait = duration(self._engines.estimated_wait)
+            response.estimated_wait.CopyFrom(wait)
+        if load.decode_steps is not None:
+            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
+        response.engines.extend(map(self._engine_load, self._engines.members))
+        return response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Calls that share a request count as one.
+
+        With a tenant in the metadata, an id is that tenant's; without one, it is of any tenant.
+        """
+        target = request.WhichOneof("target")
+        if target == "session_id":
+            return pb.AbortResponse(aborted=self._sessions.abort(_key(request, target)))
+        if target == "request_id":
+            key = _key(request, target)
+            aborted, ended = self._registry.stop(key)
+            aborted += await self._elsewhere(key)
+            return pb.AbortResponse(aborted=aborted, already_finished=ended)
+        if target == "all" and request.all:
+            aborted = self._registry.stop_all() + await self._elsewhere(None)
+            return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
+        if target == "all":
+            raise InvalidField("must be true", field="all")
+        raise InvalidField("must be one of request_id, session_id and all", field="target")
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Begin to drain, as SIGTERM does."""
+        grace = self._default_grace
+        if request.HasField("grace"):
+            grace = skills.seconds(request.grace)
+        self._drain(grace)
+        load = self._engines.load
+        return pb.DrainResponse(
+            running=load.running, waiting=load.waiting, sessions=len(self._sessions)
+        )
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: Context
+    ) -> pb.GetMetricsResponse:
+        text, content_type = await self._scrape(request.accept)
+        return pb.GetMetricsResponse(text=text.decode(), content_type=content_type)
+
+    async def WatchTimeline(
+        self, request: pb.WatchTimelineRequest, context: Context
+    ) -> AsyncIterator[pb.WatchTimelineResponse]:
+        """An idle engine sends nothing, so the first response does not wait for it."""
+        seconds = None
+        if request.HasField("duration"):
+            seconds = skills.seconds(request.duration)
+        empty = TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
+        yield responses.timeline(empty, depth_switch=self._sets_depth)
+        watches = [each.timeline for each in self._engines.members]
+        async with aclosing(group.batches(watches, seconds)) as batches:
+            async for number, (batch, lost) in batches:
+                yield responses.timeline(batch, number, lost, depth_switch=self._sets_depth)
+
+    async def SetPipelineDepth(
+        self, request: pb.SetPipelineDepthRequest, context: Context
+    ) -> pb.SetPipelineDepthResponse:
+        if not self._sets_depth:
+            raise MethodUnknown("this server does not allow it (--depth-switch)")
+        if request.depth not in (1, 2):
+            raise InvalidField("must be 1 or 2", field="depth")
+        for each in self._engines.members:
+            each.set_pipeline_depth(request.depth)
+        return pb.SetPipelineDepthResponse()
+
+    async def _elsewhere(self, target: RequestKey | None) -> int:
+        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
+
+    def _state(self, state: EngineState) -> str:
+        return "draining" if self._registry.closed else _STATES[state]
+
+    def _engine_load(self, engine: Engine) -> pb.EngineLoad:
+        load = engine.load
+        response = pb.EngineLoad(
+            device=engine.device,
+            state=self._state(engine.state),
+            running=load.running,
+            waiting=load.waiting,
+            kv_used_ratio=_kv_used_ratio(load),
+            step=engine.step,
+            restarts=engine.restarts,
+            pipeline_depth=load.pipeline_depth,
+        )
+        if engine.state is EngineState.READY:
+            response.estimated_wait.CopyFrom(duration(engine.estimated_wait))
+        if load.decode_steps is not None:
+            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
+        return response
+
+
+def _kv_used_ratio(load: Load) -> float:
+    return load.pages_used / load.pages_total if load.pages_total else 0.0
+
+
+def _key(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> RequestKey:
+    target = request.session_id if field == "session_id" else request.request_id
+    if not target:
+        raise InvalidField("must not be empty", field=field)
+    return RequestKey(target, call.current().tenant)

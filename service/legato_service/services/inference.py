@@ -1,0 +1,303 @@
+"""InferenceService."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing, nullcontext
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2 as pb
+from legato.v1 import inference_pb2_grpc, task_pb2
+from legato_engine.errors import InternalError, LegatoError
+from legato_engine.ipc.messages import Done, ModelInfo
+from legato_engine.types import Request, RequestKey, TaskResult, TaskSpec
+
+from legato_service.convert import requests, skills
+from legato_service.convert import stream as checkpoints
+from legato_service.convert.responses import (
+    fill_duration,
+    fill_info,
+    fill_tokens,
+    fill_usage,
+    image_info,
+)
+from legato_service.convert.skills import Skill
+from legato_service.convert.stream import EventStream
+from legato_service.engine import Stream
+from legato_service.images.intake import CheckedImage, NewImage
+from legato_service.requests.dispatcher import (
+    SHARED_FAILURES,
+    CallContext,
+    Dispatcher,
+    cached_image,
+    completed,
+    follow,
+    started,
+    task_result,
+)
+from legato_service.requests.idempotency import IdempotencyCache, ReplyT, fingerprint
+from legato_service.requests.registry import ActiveRequest
+from legato_service.rpc import call
+from legato_service.rpc.call import Context
+
+
+class TaskRun:
+    """One RunTasks call.
+
+    Raises:
+        InvalidField: the list of tasks is malformed.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, message: pb.RunTasksRequest, key: RequestKey
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._message = message
+        self._key = key
+        self._requests = [
+            self._request(index, task, each)
+            for index, (task, each) in enumerate(
+                zip(requests.tasks(message.tasks), message.tasks, strict=True)
+            )
+        ]
+
+    def _request(self, index: int, task: TaskSpec, message: task_pb2.Task) -> Request:
+        """The image is cached whatever the options say, so that it is encoded once."""
+        sampling = requests.sampling(message.sampling, f"tasks[{index}].")
+        key = self._key.with_part(str(index))
+        options = self._message.options
+        request = requests.request(key, task, sampling, options, deltas=False)
+        return msgspec.structs.replace(request, cache_image=True)
+
+    def check(self) -> ModelInfo:
+        models = [
+            self._dispatcher.check(request, f"tasks[{index}].")
+            for index, request in enumerate(self._requests)
+        ]
+        return models[0]
+
+    async def execute(self, image: CheckedImage, active: ActiveRequest) -> list[Done | LegatoError]:
+        """Run all tasks at the same time and return their outcomes in order.
+
+        The first task that starts carries the image's bytes, the others refer to the engine's
+        cache.
+
+        Raises:
+            LegatoError: a failure that all tasks share.
+        """
+        submitted: list[Stream | LegatoError] = []
+        original = image
+        for index, request in enumerate(self._requests):
+            try:
+                requests.check_image(self._message.image, request.task, f"tasks[{index}].query.")
+                stream = self._dispatcher.submit(
+                    request, image, active, original=original, may_wait=index > 0
+                )
+                if isinstance(image, NewImage) and index + 1 < len(self._requests):
+                    image = cached_image(await started(stream)) or image
+            except SHARED_FAILURES:
+                raise
+            except LegatoError as error:
+                submitted.append(error)
+            else:
+                submitted.append(stream)
+        return [await _outcome(each) for each in submitted]
+
+    def response(
+        self, outcomes: Sequence[Done | LegatoError], model: ModelInfo
+    ) -> pb.RunTasksResponse:
+        results = [
+            task_result(task.task_id, each, self._key.caller_id)
+            for task, each in zip(self._message.tasks, outcomes, strict=True)
+        ]
+        response = pb.RunTasksResponse(results=results)
+        done = [each for each in outcomes if isinstance(each, Done)]
+        self._fill_info(response.info, done, model)
+        if self._requests[0].return_tokens:
+            for each in outcomes:
+                tokens = each.tokens if isinstance(each, Done) else ()
+                fill_tokens(response.tokens.add().tokens, tokens)
+        return response
+
+    def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ModelInfo) -> None:
+        """The sum of usages, the longest image time, and the time of the whole call."""
+        info.request_id = self._key.caller_id
+        info.model = model.name
+        info.resumptions = max((each.resumptions for each in done), default=0)
+        fill_usage(info.usage, call.total(each.usage for each in done))
+        fill_duration(info.timings.image, max((each.timings.image for each in done), default=0.0))
+        fill_duration(info.timings.total, time.monotonic() - call.current().started)
+        if done and done[0].image is not None:
+            info.image.CopyFrom(image_info(done[0].image))
+        if self._message.HasField("stamp"):
+            info.stamp.CopyFrom(self._message.stamp)
+
+
+async def _outcome(submitted: Stream | LegatoError) -> Done | LegatoError:
+    if isinstance(submitted, LegatoError):
+        return submitted
+    try:
+        return completed(await submitted.done())
+    except SHARED_FAILURES:
+        raise
+    except LegatoError as error:
+        return error
+
+
+# ---------------------------------------------------------------- inference
+
+# InferenceService.
+
+ResultT = TypeVar("ResultT", bound=TaskResult)
+ResponseT = TypeVar("ResponseT", bound=Message)
+AnyT = TypeVar("AnyT")
+Reply: TypeAlias = Coroutine[Any, Any, AnyT]
+"""What a handler returns that leaves the work to another coroutine: one frame less a call."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Tasks on one image. The deadlines, in seconds, are for calls that bring none."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        idempotency_cache: IdempotencyCache,
+        *,
+        unary_deadline: float,
+        stream_deadline: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._idempotency_cache = idempotency_cache
+        self._unary_deadline = unary_deadline
+        self._stream_deadline = stream_deadline
+
+    def Query(self, request: pb.QueryRequest, context: Context) -> Reply[pb.QueryResponse]:
+        return self._unary(skills.QUERY, request, context)
+
+    def Caption(self, request: pb.CaptionRequest, context: Context) -> Reply[pb.CaptionResponse]:
+        return self._unary(skills.CAPTION, request, context)
+
+    def Detect(self, request: pb.DetectRequest, context: Context) -> Reply[pb.DetectResponse]:
+        return self._unary(skills.DETECT, request, context)
+
+    def Point(self, request: pb.PointRequest, context: Context) -> Reply[pb.PointResponse]:
+        return self._unary(skills.POINT, request, context)
+
+    def Segment(self, request: pb.SegmentRequest, context: Context) -> Reply[pb.SegmentResponse]:
+        return self._unary(skills.SEGMENT, request, context)
+
+    def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Reply[pb.RunTasksResponse]:
+        work = functools.partial(self._run_tasks, request)
+        return self._once(work, request.options.request_id, context)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        given = request.options.request_id
+        key = self._dispatcher.key(given)
+        silence = requests.heartbeat(request.options)
+        task = requests.task(request.task, "task")
+        requests.check_image(request.image, task, "task.query.")
+        sampling = requests.sampling(request.task.sampling, "task.")
+        converted = requests.request(key, task, sampling, request.options)
+        stamp = request.stamp if request.HasField("stamp") else None
+        resumes = request.HasField("resume_from")
+        # What cannot be resumed must not end the stream whose id it names.
+        checked = await self._checked(request, converted) if resumes else None
+        if resumes and given:
+            self._idempotency_cache.forget_stream(key)
+        with (
+            self._idempotency_cache.exclusive(key) if given else nullcontext(),
+            self._dispatcher.admit(key, context, self._stream_deadline, resumes=resumes) as active,
+        ):
+            active.is_generate = True
+            converted, image = checked or await self._checked(request, converted)
+            stream = self._dispatcher.submit(converted, image, active)
+            resumptions = request.resume_from.resumptions + 1 if resumes else 0
+            call.current().resumptions = resumptions
+            told = checkpoints.of(converted, resumptions) if request.checkpoints else None
+            events = EventStream(key.caller_id, request.task.task_id, stamp, told, resumptions)
+            async with aclosing(follow(stream, silence)) as outputs:
+                async for output in outputs:
+                    for event in events.convert(output):
+                        yield event
+
+    async def _checked(
+        self, request: pb.GenerateRequest, converted: Request
+    ) -> tuple[Request, CheckedImage]:
+        """Validate a request and convert it, from its checkpoint if there is one."""
+        model = self._dispatcher.check(converted, "task.")
+        if request.HasField("resume_from"):
+            converted = checkpoints.resuming(request.resume_from, converted, model)
+        return converted, await self._dispatcher.images.check(request.image)
+
+    def _unary(
+        self,
+        skill: Skill[ResultT, ResponseT],
+        request: Any,
+        context: Context,
+    ) -> Reply[ResponseT]:
+        work = functools.partial(self._run_skill, skill, request)
+        return self._once(work, request.options.request_id, context)
+
+    def _once(
+        self,
+        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
+        given: str,
+        context: Context,
+    ) -> Reply[ReplyT]:
+        """Calls to which clients gave one id share `work`."""
+        key = self._dispatcher.key(given)
+        return self._shared(work, key, context) if given else work(key, context)
+
+    async def _shared(
+        self,
+        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
+        key: RequestKey,
+        context: Context,
+    ) -> ReplyT:
+        rpc = call.current()
+        return await self._idempotency_cache.get_or_run(
+            key,
+            await fingerprint(rpc.method, rpc.received),
+            functools.partial(work, key),
+            context,
+        )
+
+    async def _run_skill(
+        self,
+        skill: Skill[ResultT, ResponseT],
+        request: Any,
+        key: RequestKey,
+        context: CallContext,
+    ) -> ResponseT:
+        options = request.options
+        task = skill.task(request, "")
+        has_image = requests.check_image(request.image, task)
+        sampling = requests.sampling(request.sampling)
+        converted = requests.request(key, task, sampling, options, deltas=False, progress=False)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+            model = self._dispatcher.check(converted)
+            image = await self._dispatcher.images.check(request.image) if has_image else None
+            done = completed(await self._dispatcher.submit(converted, image, active).done())
+        if not isinstance(done.result, skill.result):
+            raise InternalError(f"the engine answered with a {type(done.result).__name__}")
+        response: Any = skill.answer(done.result)
+        stamp = request.stamp if request.HasField("stamp") else None
+        fill_info(response.info, key.caller_id, model.name, done, stamp)
+        answer: ResponseT = response
+        return answer
+
+    async def _run_tasks(
+        self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
+    ) -> pb.RunTasksResponse:
+        run = TaskRun(self._dispatcher, request, key)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+            model = run.check()
+            image = await self._dispatcher.images.check(request.image)
+            outcomes = await run.execute(image, active)
+        return run.response(outcomes, model)

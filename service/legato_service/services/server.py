@@ -1,0 +1,122 @@
+"""ServerService."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from legato.v1 import server_pb2 as pb
+from legato.v1 import server_pb2_grpc
+from legato_engine.errors import EngineStarting, InvalidField
+from legato_engine.ipc.messages import ModelInfo
+from legato_engine.types import ConfidenceInfo
+
+from legato_service.config import ServiceConfig
+from legato_service.convert.responses import duration
+from legato_service.engines.group import EngineGroup
+from legato_service.images.shared_memory import shm_namespace
+from legato_service.rpc.call import Context
+from legato_service.version import version
+
+CONTRACT_REVISION = 1  # grows by one with each released addition
+MINIMUM_CLIENT_REVISION = 1
+CAPABILITIES = (
+    "sessions",
+    "images",
+    "logprobs",
+    "checkpoints",
+    "tracking",
+    "pixel_format.nv12",
+    "pixel_format.yuyv",
+)  # of every server
+PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
+
+
+class ServerServicer(server_pb2_grpc.ServerServiceServicer):
+    """`capabilities` are additions to `CAPABILITIES`."""
+
+    def __init__(
+        self, config: ServiceConfig, engines: EngineGroup, capabilities: Sequence[str] = ()
+    ) -> None:
+        self._config = config
+        shared = ("shared_images",) if config.shared_images else ()
+        depth = ("pipeline_depth",) if config.depth_switch else ()
+        self._capabilities = (*CAPABILITIES, *shared, *depth, *capabilities)
+        self._engines = engines
+        self._instance_id = str(uuid.uuid4())
+        self._namespace = shm_namespace() if config.shared_images else ""
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """The model's limits are 0 until it is loaded."""
+        return pb.GetServerInfoResponse(
+            name="legato",
+            version=version(),
+            instance_id=self._instance_id,
+            contract_revision=CONTRACT_REVISION,
+            minimum_client_revision=MINIMUM_CLIENT_REVISION,
+            limits=self._limits(self._engines.model),
+            capabilities=self._capabilities_of(self._engines.model),
+            shm_namespace=self._namespace,
+        )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        """A page token is the offset of its page."""
+        models = self._models()
+        start = _offset(request.page_token, len(models))
+        end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)
+        more = str(end) if end < len(models) else ""
+        return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
+
+    def _capabilities_of(self, model: ModelInfo | None) -> tuple[str, ...]:
+        adapters = ("adapters",) if model is not None and model.adapters else ()
+        return (*self._capabilities, *adapters)
+
+    def _models(self) -> list[pb.Model]:
+        model = self._engines.model
+        if model is None:
+            raise EngineStarting("the model is loading")
+        return [
+            pb.Model(
+                name=model.name,
+                tasks=model.tasks,
+                streaming_regions=True,
+                max_context_tokens=model.max_context_tokens,
+                confidence=_confidence(model.confidence),
+            )
+        ]
+
+    def _limits(self, model: ModelInfo | None) -> pb.Limits:
+        num_engines = len(self._engines.serving) or len(self._engines.members)
+        return pb.Limits(
+            max_request_bytes=self._config.max_request_bytes,
+            max_image_pixels=self._config.engine.max_image_pixels,
+            max_context_tokens=model.max_context_tokens if model else 0,
+            max_output_tokens=model.max_output_tokens if model else 0,
+            max_running=self._config.engine.max_running * num_engines,
+            max_waiting=self._config.engine.max_waiting * num_engines,
+            max_sessions=self._config.max_sessions,
+            default_deadline=duration(self._config.unary_deadline),
+        )
+
+
+def _confidence(info: ConfidenceInfo | None) -> pb.Confidence | None:
+    if info is None:
+        return None
+    message = pb.Confidence(
+        tasks=info.skills, calibrated_tasks=info.calibrated, fitted_on=info.fitted_on
+    )
+    if info.fitted_at:
+        message.fitted_at.FromSeconds(info.fitted_at)
+    return message
+
+
+def _offset(token: str, count: int) -> int:
+    if not token:
+        return 0
+    if not (token.isascii() and token.isdigit() and 0 < int(token[:9]) < count):
+        raise InvalidField("not a page token of this server", field="page_token")
+    return int(token)

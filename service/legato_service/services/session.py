@@ -1,0 +1,71 @@
+"""SessionService."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, aclosing, nullcontext
+
+from legato.v1 import session_pb2 as pb
+from legato.v1 import session_pb2_grpc
+from legato_engine.errors import SessionProtocol
+
+from legato_service.requests.dispatcher import Dispatcher
+from legato_service.rpc import call
+from legato_service.rpc.call import Context
+from legato_service.services.server import CONTRACT_REVISION
+from legato_service.session.session import Session, SessionLimits, SessionRegistry
+
+
+class SessionServicer(session_pb2_grpc.SessionServiceServicer):
+    """Streams of frames, and of results about them."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, registry: SessionRegistry, limits: SessionLimits
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._limits = limits
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """Only a deadline of the client's limits a whole session."""
+        rpc = call.current()
+        if rpc.key in self._registry:
+            rpc.rename()
+        key = rpc.key
+        # None without a deadline, despite grpc's annotation.
+        left: float | None = context.time_remaining()
+        rpc.deadline = None if left is None else time.monotonic() + left
+        with self._registry.reserve(key), _counted(rpc):
+            opening = await self._opening(request_iterator)
+            session = Session(
+                key.caller_id,
+                opening,
+                self._dispatcher,
+                self._limits,
+                CONTRACT_REVISION,
+                self._registry.totals,
+            )
+            self._registry.opened(key, session)
+            async with aclosing(session.messages(request_iterator)) as messages:
+                async for message in messages:
+                    yield message
+
+    async def _opening(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionOpen:
+        timeout = self._limits.open_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise SessionProtocol(f"no `open` within {timeout:g} s", field="open") from None
+        if first is None or first.WhichOneof("message") != "open":
+            raise SessionProtocol("the first message must be `open`", field="open")
+        return first.open
+
+
+def _counted(rpc: call.Call) -> AbstractContextManager[None]:
+    """Against the quota of the call's credential."""
+    return nullcontext() if rpc.principal is None else rpc.principal.session()

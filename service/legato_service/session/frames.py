@@ -1,0 +1,458 @@
+"""Frames of a session: planning, running, tracks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import structlog
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import session_pb2 as pb
+from legato_engine.errors import (
+    InternalError,
+    InvalidField,
+    LegatoError,
+    QuotaExceeded,
+    SessionProtocol,
+)
+from legato_engine.ipc.messages import Done, ModelInfo, Started
+from legato_engine.types import CachedImage, Request, RequestKey, TaskSpec
+
+from legato_service.convert import requests, skills
+from legato_service.engine import Stream
+from legato_service.images.intake import CheckedImage, NewImage
+from legato_service.requests.dispatcher import SHARED_FAILURES, Dispatcher, cached_image, follow
+from legato_service.requests.registry import ActiveRequest
+from legato_service.rpc import call, limits
+from legato_service.session.core import CaptureClock, Frame, Outcome, Output
+from legato_service.tracking import Array, Tracked, Tracker, TrackIds
+
+MAX_TRACKS = 512  # alive in a session; about 4 KiB each
+
+
+class FrameTracks:
+    """The trackers of the standing tasks."""
+
+    def __init__(self) -> None:
+        self._ids = TrackIds(MAX_TRACKS)
+        self._trackers: list[tuple[tuple[str, str], Tracker]] = []  # by task id and object
+
+    def replace(self, messages: Sequence[task_pb2.Task]) -> list[Tracker | None]:
+        """Return the trackers of new standing tasks; a task that goes on keeps its own."""
+        asked = [
+            requests.tracking(message.detect.tracking)
+            if message.detect.HasField("tracking")
+            else None
+            for message in messages
+        ]
+        old, self._trackers = self._trackers, []
+        trackers = [
+            None if seconds is None else self._tracker(message, seconds, old)
+            for message, seconds in zip(messages, asked, strict=True)
+        ]
+        for _, tracker in old:
+            tracker.close()
+        return trackers
+
+    def _tracker(
+        self,
+        message: task_pb2.Task,
+        max_unseen: float,
+        old: list[tuple[tuple[str, str], Tracker]],
+    ) -> Tracker:
+        """Taken from `old` where the task was there before."""
+        key = (message.task_id, message.detect.object)
+        index = next((i for i, (each, _) in enumerate(old) if each == key), None)
+        tracker = Tracker(self._ids, max_unseen) if index is None else old.pop(index)[1]
+        tracker.max_unseen = max_unseen
+        self._trackers.append((key, tracker))
+        return tracker
+
+
+def fill_tracks(
+    objects: Sequence[geometry_pb2.DetectedObject], tracker: Tracker, sequence: int, time: float
+) -> None:
+    """Follow the objects of a frame that was captured at `time`, and say so in them."""
+    boxes_DA = np.array([_axes_of(each.box) for each in objects]).reshape(-1, 4)
+    for message, tracked in zip(objects, tracker.observe(sequence, time, boxes_DA), strict=True):
+        if tracked is not None:
+            _fill(message, tracked)
+
+
+def _fill(message: geometry_pb2.DetectedObject, tracked: Tracked) -> None:
+    message.track_id = tracked.track_id
+    mean_AK, deviation_AK = tracked.state.mean_AK, tracked.state.deviations()
+    motion = message.motion
+    _fill_axes(motion.position, mean_AK[:, 0])
+    _fill_axes(motion.velocity, mean_AK[:, 1])
+    _fill_axes(motion.acceleration, mean_AK[:, 2])
+    _fill_axes(motion.position_deviation, deviation_AK[:, 0])
+    _fill_axes(motion.velocity_deviation, deviation_AK[:, 1])
+    _fill_axes(motion.acceleration_deviation, deviation_AK[:, 2])
+
+
+def _fill_axes(message: geometry_pb2.BoxAxes, values_A: Array) -> None:
+    message.center_x, message.center_y, message.width, message.height = values_A.tolist()
+
+
+def _axes_of(box: geometry_pb2.Box) -> tuple[float, float, float, float]:
+    """Centre x, centre y, width, height."""
+    width, height = box.x_max - box.x_min, box.y_max - box.y_min
+    return box.x_min + width / 2, box.y_min + height / 2, width, height
+
+
+# ---------------------------------------------------------------- frame planner
+
+# Conversion of frames and tasks to engine requests.
+
+_TASK = limits.kind_of(task_pb2.Task.DESCRIPTOR)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedTask:
+    """A task's request without an id, or the task's error; `tracker` follows its objects."""
+
+    task_id: str
+    request: Request | LegatoError
+    tracker: Tracker | None = None
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class FrameRequest(Frame):
+    """A frame with all that is needed to run it.
+
+    `captured_time` is in seconds, on the clock of the stamps that have a time.
+    """
+
+    captured_time: float
+    stamp: media_pb2.FrameStamp
+    image: media_pb2.Image | None  # None once it was read
+    tasks: tuple[PlannedTask, ...]
+
+
+class FramePlanner:
+    """Converts the frames of one session.
+
+    Raises:
+        LegatoError: the opening's model, adapter or tasks cannot be served.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, opening: pb.SessionOpen, max_age: float) -> None:
+        self._dispatcher = dispatcher
+        self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
+        self._deltas = opening.stream_deltas
+        self._clock = CaptureClock(max_age)
+        self._tracks = FrameTracks()
+        self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
+        self._standing_tasks = self._checked(opening.standing_tasks, "open.standing_tasks")
+
+    def update(self, messages: Sequence[task_pb2.Task]) -> None:
+        """Replace the standing tasks.
+
+        Raises:
+            LegatoError: a task is malformed or cannot be served.
+        """
+        self._standing_tasks = self._checked(messages, "update.standing_tasks")
+
+    def plan(self, message: pb.Frame, now: float, wall_clock: float) -> FrameRequest:
+        """Convert a frame that arrived at `now` (`time.monotonic`) and `wall_clock`.
+
+        Raises:
+            SessionProtocol: the frame has no stamp.
+        """
+        if not message.HasField("stamp"):
+            raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
+        stamp, age = message.stamp, 0.0
+        if stamp.HasField("capture_time"):
+            captured_time = skills.seconds(stamp.capture_time)
+            age = self._clock.age(captured_time, wall_clock)
+        else:
+            captured_time = self._clock.captured(wall_clock)
+        tasks = self._tasks(message)
+        image: media_pb2.Image | None = message.image
+        if (refused := _over_quota()) is not None:
+            tasks, image = tuple(PlannedTask(task.task_id, refused) for task in tasks), None
+        return FrameRequest(
+            sequence=stamp.sequence,
+            task_ids=tuple(task.task_id for task in tasks),
+            captured_at=now - age,
+            captured_time=captured_time,
+            must_run=message.must_run,
+            stamp=stamp,
+            image=image,
+            tasks=tasks,
+        )
+
+    def _tasks(self, message: pb.Frame) -> tuple[PlannedTask, ...]:
+        """An invalid list becomes one failed task without an id."""
+        standing = () if message.skip_standing_tasks else self._standing_tasks
+        extra = tuple(
+            self._planned(each, f"frame.extra_tasks[{index}]")
+            for index, each in enumerate(message.extra_tasks[: requests.MAX_TASKS + 1])
+        )
+        tasks = (*standing, *extra)
+        ids = [task.task_id for task in tasks if task.task_id]
+        limit = requests.MAX_TASKS
+        if not 1 <= len(tasks) <= limit:
+            error = InvalidField(
+                f"a frame has 1 to {limit} tasks", field="frame", limit=limit, actual=len(tasks)
+            )
+        elif len(ids) != len(set(ids)):
+            error = InvalidField("the ids of a frame's tasks must differ", field="frame")
+        else:
+            return tasks
+        return (PlannedTask("", error),)
+
+    def _checked(self, messages: Sequence[task_pb2.Task], field: str) -> tuple[PlannedTask, ...]:
+        tasks = requests.tasks(messages, field, least=0, standing=True)
+        requested = [
+            self._request(task, message, f"{field}[{index}].")
+            for index, (task, message) in enumerate(zip(tasks, messages, strict=True))
+        ]
+        trackers = self._tracks.replace(messages)
+        return tuple(
+            PlannedTask(message.task_id, request, tracker)
+            for message, request, tracker in zip(messages, requested, trackers, strict=True)
+        )
+
+    def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:
+        try:
+            _TASK.check(message.SerializeToString(), f"{path}.")
+            task = requests.task(message, path)
+            return PlannedTask(message.task_id, self._request(task, message, f"{path}."))
+        except LegatoError as error:
+            return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
+
+    def _request(self, task: TaskSpec, message: task_pb2.Task, path: str) -> Request:
+        """The image is cached, so that it is encoded once a frame."""
+        sampling = requests.sampling(message.sampling, path)
+        request = requests.request(
+            RequestKey(""), task, sampling, self._options, deltas=self._deltas
+        )
+        self._dispatcher.check(request, path)
+        return msgspec.structs.replace(request, cache_image=True)
+
+
+def _over_quota() -> QuotaExceeded | None:
+    """Count a frame as a request of the session's credential."""
+    principal = call.current().principal
+    try:
+        if principal is not None:
+            principal.take_request()
+    except QuotaExceeded as error:
+        return error
+    return None
+
+
+# ---------------------------------------------------------------- frame runner
+
+# Runs the frames of a session.
+
+log = structlog.get_logger("legato.session")
+
+ImageResult = asyncio.Future[CachedImage | LegatoError | None]
+"""Set by the task with the image's bytes: the cached image, or the failure that tasks share."""
+
+
+class FrameListener(Protocol):
+    """Receives the progress of running frames, as `SessionCore` does."""
+
+    def image_ready(self, frame: FrameRequest) -> None: ...
+
+    def output(self, frame: FrameRequest, index: int, output: Output) -> None: ...
+
+    def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None: ...
+
+
+class FrameRunner:
+    """Runs the frames of one session, each for at most `frame_deadline` seconds.
+
+    The session is its listener and owns it, and shuts it down at the end of the call; only running
+    frames refer back to the listener.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        listener: FrameListener,
+        session_id: str,
+        *,
+        frame_deadline: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._listener = weakref.ref(listener)
+        self._session_id = session_id
+        self._frame_deadline = frame_deadline
+        self._runs: dict[FrameRequest, FrameRun] = {}
+        self._shut_down = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, frame: FrameRequest) -> None:
+        listener = self._listener()
+        if self._shut_down or listener is None:
+            return
+        key = RequestKey(self._session_id, part=str(frame.sequence))
+        deadline = time.monotonic() + self._frame_deadline
+        run = FrameRun(self._dispatcher, listener, frame, key, deadline)
+        self._runs[frame] = run
+        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
+        run.cancel = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._runs.pop(frame, None))
+
+    def stop(self, frame: FrameRequest, index: int) -> None:
+        if frame in self._runs:
+            self._runs[frame].stop(index)
+
+    def abort(self, frame: FrameRequest) -> None:
+        """Idempotent."""
+        if frame in self._runs:
+            self._runs.pop(frame).abort()
+
+    def shut_down(self) -> None:
+        """Abort all frames at once. Idempotent.
+
+        The end of a frame lets a waiting one start, which would outlive the runner otherwise.
+        """
+        self._shut_down = True
+        for frame in list(self._runs):
+            self.abort(frame)
+
+    async def wait_stopped(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class FrameRun:
+    """A running frame. `cancel` cancels its asyncio task."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        listener: FrameListener,
+        frame: FrameRequest,
+        key: RequestKey,
+        deadline: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._listener = listener
+        self._frame = frame
+        self._key = key
+        self._deadline = deadline
+        self._streams: dict[int, Stream] = {}
+        self._stopped: set[int] = set()
+        self.cancel: Callable[[], object] = lambda: None
+
+    def stop(self, index: int) -> None:
+        self._stopped.add(index)
+        if index in self._streams:
+            self._streams[index].stop()
+
+    def abort(self) -> None:
+        for stream in self._streams.values():
+            stream.abort()
+        self.cancel()
+
+    async def run(self) -> None:
+        """Give every task an outcome, unless this is cancelled."""
+        try:
+            image = await self._read_image()
+            async with asyncio.TaskGroup() as group:
+                await self._start_tasks(image, group)
+        except Exception as error:
+            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
+            for index in range(len(self._frame.tasks)):  # earlier outcomes stay
+                self._listener.ended(self._frame, index, InternalError("a frame could not be run"))
+        finally:
+            del self._listener  # a cancelled task group keeps its stack frames, and so this object
+
+    async def _read_image(self) -> CheckedImage | LegatoError:
+        message, self._frame.image = self._frame.image, None
+        image: CheckedImage | LegatoError = None
+        try:
+            if message is not None:
+                image = await self._dispatcher.images.check(message)
+            if image is None:
+                image = InvalidField("a frame needs an image", field="image")
+        except LegatoError as error:
+            image = error
+        self._listener.image_ready(self._frame)
+        return image
+
+    async def _start_tasks(
+        self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
+    ) -> None:
+        """The first task carries the image's bytes; the others refer to it."""
+        last = len(self._frame.tasks) - 1
+        original = None if isinstance(image, LegatoError) else image
+        for index, task in enumerate(self._frame.tasks):
+            request = task.request
+            if isinstance(request, LegatoError):
+                self._listener.ended(self._frame, index, request)
+            elif isinstance(image, LegatoError):
+                self._listener.ended(self._frame, index, _with_session_field(image))
+            else:
+                cached: ImageResult = asyncio.get_running_loop().create_future()
+                group.create_task(self._run_task(index, request, image, cached, original))
+                if isinstance(image, NewImage) and index < last:
+                    image = await cached or image
+
+    async def _run_task(
+        self,
+        index: int,
+        request: Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
+    ) -> None:
+        outcome: Outcome = None
+        try:
+            if index not in self._stopped:
+                outcome = await self._follow(index, request, image, cached, original)
+        except LegatoError as error:
+            outcome = _with_session_field(error)
+        if not cached.done():
+            cached.set_result(outcome if isinstance(outcome, SHARED_FAILURES) else None)
+        self._listener.ended(self._frame, index, outcome)
+
+    async def _follow(
+        self,
+        index: int,
+        request: Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
+    ) -> Done:
+        part = f"{self._key.part}.{index}"
+        key = RequestKey(self._key.caller_id, call.current().tenant, part)
+        request = msgspec.structs.replace(request, request_id=key)
+        with ActiveRequest(self._deadline) as active:
+            stream = self._streams[index] = self._dispatcher.submit(
+                request, image, active, original=original, may_wait=index > 0
+            )
+            async with aclosing(follow(stream)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Done):
+                        return output
+                    if isinstance(output, Started) and not cached.done():
+                        cached.set_result(cached_image(output))
+                    if request.deltas and output is not None:
+                        self._listener.output(self._frame, index, output)
+        raise InternalError("a stream ended without its result")
+
+
+def _with_session_field(error: LegatoError) -> LegatoError:
+    field = error.metadata.get("field", "")
+    if field.split(".")[0] == "image":
+        error.metadata["field"] = f"frame.{field}"
+    elif field == "options.adapter":
+        error.metadata["field"] = "open.adapter"
+    return error

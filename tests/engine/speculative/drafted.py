@@ -1,0 +1,93 @@
+"""Requests that draft in virtual time, to test block size policies without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from collections.abc import Sequence
+
+from legato_engine.speculative.policy import (
+    H200_MOONDREAM2,
+    INITIAL_RATE,
+    AdaptiveBlockPolicy,
+    BlockPolicy,
+)
+
+
+class Flag(enum.IntFlag):
+    """Conditions of a request that a policy reads."""
+
+    NONE = 0
+    KV_PRESSURE = 1
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestDescriptor:
+    """A drafting request; the fields below `num_generated` are what policies read and write."""
+
+    request_id: int
+    max_tokens: int
+    flags: Flag = Flag.NONE
+    num_generated: int = 0
+
+    ema_acceptance_rate: float = INITIAL_RATE
+    accepted_weight: float = 0.0
+    tried_weight: float = 0.0
+    current_block_size: int = 0
+    block_size_history: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        return self.max_tokens - self.num_generated
+
+    @property
+    def under_pressure(self) -> bool:
+        return Flag.KV_PRESSURE in self.flags
+
+    def set_flag(self, flag: Flag, *, on: bool) -> None:
+        self.flags = self.flags | flag if on else self.flags & ~flag
+
+
+class DraftingRun:
+    """Decode steps of one batch whose draft tokens are right with each request's own rate.
+
+    `now` is in virtual seconds, by the costs of Moondream 2 on an H200.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[RequestDescriptor],
+        rates: Sequence[float],
+        policy: BlockPolicy | None = None,
+    ) -> None:
+        self.requests = requests
+        self.now = 0.0
+        self._rates = rates
+        self._policy = policy or AdaptiveBlockPolicy()
+        self._draws = [random.Random(request.request_id) for request in requests]
+        for request in requests:
+            self._policy.begin(request)
+
+    def run(self) -> None:
+        while self.active():
+            self.step()
+
+    def active(self) -> list[RequestDescriptor]:
+        return [request for request in self.requests if request.num_left]
+
+    def step(self) -> None:
+        """Draft, verify and commit once for every unfinished request."""
+        active = self.active()
+        self._policy.allot(active)
+        blocks = [min(request.current_block_size, request.num_left - 1) for request in active]
+        self.now += H200_MOONDREAM2.step(sum(blocks) + len(blocks))
+        self.now += H200_MOONDREAM2.propose * max(blocks)
+        for request, block in zip(active, blocks, strict=True):
+            rate, draw = self._rates[request.request_id % len(self._rates)], self._draws
+            accepted = 0
+            while accepted < block and draw[request.request_id].random() < rate:
+                accepted += 1
+            request.num_generated += accepted + 1
+            request.block_size_history.append(block)
+            self._policy.update(request, accepted, block)
