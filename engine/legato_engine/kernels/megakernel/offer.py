@@ -15,7 +15,7 @@ from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.module import checked, compile_ahead, current_arch
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import BatchKind, Build
+from legato_engine.kernels.decode_loop import BatchKind, Build, ResidentOffer
 from legato_engine.kernels.megakernel.kernel import (
     MAX_PAGES,
     MAX_SHARED,
@@ -37,7 +37,7 @@ from legato_engine.kernels.megakernel.program import (
     most_instructions,
 )
 from legato_engine.kernels.megakernel.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
-from legato_engine.kernels.parameters import Affine, DecoderLayer
+from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.speculative.policy import BlockPolicy
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def kernel_target(
 
 # What the times of the resident kernel's steps, and of captured ones, depend on.
 
-PACKAGES = ("legato_engine.kernels.cuda", "legato_engine.resident")
+PACKAGES = ("legato_engine.kernels.cuda", "legato_engine.kernels.megakernel")
 
 
 def subject(
@@ -284,26 +284,45 @@ def _tiles(tokens: int) -> int:
     return next(tiles for tiles in RING_STAGES if tokens <= 8 * tiles)
 
 
-# ---------------------------------------------------------------- resident
-
-# The resident kernel, as far as a model can have it on its device.
-
-__all__ = [
-    "ResidentDecoder",
-    "builds_for",
-    "model_sizes",
-    "obstacle",
-    "subject",
-    "values_obstacle",
-]
+# ---------------------------------------------------------------- offer
 
 
-def obstacle(
-    sizes: DecoderSizes, num_layers: int, embedding: torch.Tensor, *, plain: bool
-) -> str | None:
-    """The first limit of the kernel that a model exceeds on its device, in words, or None.
+def offer(
+    sizes: DecoderSizes,
+    layers: Sequence[DecoderLayer],
+    head: Affine,
+    head_norm: Affine,
+    embedding: torch.Tensor,
+    cache: StepCache,
+    values: TwoLayerValues | None,
+    max_rows: int,
+    policy: BlockPolicy | None,
+) -> ResidentOffer | str:
+    """Offer the megakernel for batches of up to `max_rows` rows, or return the reason why not.
 
-    `plain`: every layer is a dense MLP beside attention, without gains.
+    `values`: value heads of coordinates, if the model has them. `policy`: block sizes of drafts.
     """
-    device, dtype = embedding.device, embedding.dtype
-    return unsupported_reason(kernel_target(sizes, num_layers, device, dtype, plain=plain))
+    plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
+    target = kernel_target(sizes, len(layers), embedding.device, embedding.dtype, plain=plain)
+    if reason := unsupported_reason(target):
+        return reason
+    if values is not None and values_obstacle(sizes, values) is not None:
+        values = None
+    block = 0 if policy is None else policy.max_block
+    builds = builds_for(max_rows, values=values is not None, block=block)
+
+    def make(wanted: Collection[Build]) -> ResidentDecoder:
+        return ResidentDecoder(
+            model_sizes(sizes, len(layers)),
+            layers,
+            head,
+            head_norm,
+            embedding,
+            cache,
+            wanted=wanted,
+            values=values,
+            policy=policy,
+        )
+
+    about = subject(sizes, len(layers), builds, policy, embedding.device)
+    return ResidentOffer(about, builds, make)

@@ -8,15 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from legato_engine.kernels.decode_loop import Build, ResidentOffer
-from legato_engine.kernels.megakernel.offer import (
-    ResidentDecoder,
-    builds_for,
-    model_sizes,
-    obstacle,
-    subject,
-    values_obstacle,
-)
+from legato_engine.kernels.decode_loop import ResidentOffer
 from legato_engine.kernels.parameters import (
     Affine,
     DecoderLayer,
@@ -306,31 +298,22 @@ class MoondreamStep:
             self._values.read(state, sampled.part(part))
 
     def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+        try:
+            from legato_engine.kernels.megakernel.offer import offer
+        except ModuleNotFoundError:
+            return "is not part of this installation"
         text = self._text
-        layers = decoder_layers(text)
-        plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
-        if reason := obstacle(self._sizes, len(layers), text.wte, plain=plain):
-            return reason
-        values = self._values.two_layers
-        has_values = values is not None and values_obstacle(self._sizes, values) is None
-        block = 0 if policy is None else policy.max_block
-        builds = builds_for(max_rows, values=has_values, block=block)
-
-        def make(wanted: Collection[Build]) -> ResidentDecoder:
-            return ResidentDecoder(
-                model_sizes(self._sizes, len(layers)),
-                layers,
-                affine(text.lm_head),
-                affine(text.post_ln),
-                text.wte,
-                self._cache,
-                wanted=wanted,
-                values=values if has_values else None,
-                policy=policy,
-            )
-
-        about = subject(self._sizes, len(layers), builds, policy, text.wte.device)
-        return ResidentOffer(about, builds, make)
+        return offer(
+            self._sizes,
+            decoder_layers(text),
+            affine(text.lm_head),
+            affine(text.post_ln),
+            text.wte,
+            self._cache,
+            self._values.two_layers,
+            max_rows,
+            policy,
+        )
 
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:
