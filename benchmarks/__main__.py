@@ -16,7 +16,7 @@ EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
 TOOLS = {  # write no record
     "pack": "provenance",
     "publish": "publish",
-    "sizing": "fleet.sizing",
+    "sizing": "sizing",
     "summary": "summary",
     "timeline": "timeline",
 }
@@ -30,7 +30,6 @@ BENCHMARKS = (
     "devices",
     "drafting_paths",
     "e2e",
-    "fleet",
     "fp8",
     "hop",
     "image",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.publish import decode_paths, fleet
+from benchmarks import sizing
+from benchmarks.publish import decode_paths
 from benchmarks.publish.peers import peers, reference_total
 from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
@@ -294,5 +295,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "speculation": speculation,
     "tiny": tiny,
     **decode_paths.TABLES,
-    **fleet.TABLES,
+    **sizing.TABLES,
 }

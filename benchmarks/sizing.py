@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks import record
-from benchmarks.fleet import costs
 from benchmarks.provenance import ROOT
-from benchmarks.records import Records
+from benchmarks.record import table
+from benchmarks.records import Records, sources
 
 BUSY = 0.7  # of GPUs and cores, so that a burst or a lost engine finds room
 ENGINE_GIB = 8  # of a host's memory for an engine and its service process: a judgement
@@ -89,10 +88,25 @@ def frames(records: Records) -> dict[str, Frame]:
             jpeg_bytes=size,
             decode=(stages["decode"] + stages["hash"]) / 1e3,
             service=(none + (some - none) * size / (112 * 1024)) / 1e6,
-            calls=1 / costs.host_call(records, size),
+            calls=1 / host_call(records, size),
             is_extrapolated=size > largest,
         )
     return found
+
+
+def host_call(records: Records, jpeg_bytes: float) -> float:
+    """Return the seconds between answers of one service and engine process, for known images.
+
+    A line through the records of charts and of photographs, with 64 callers each.
+    """
+    small, large = records.figures("h200/e2e"), records.figures("h200/e2e_photos")
+    first, second = (
+        1.0 / records.row(name, workload="cached", callers=64, tokens=3)["per_second"]
+        for name in ("h200/e2e", "h200/e2e_photos")
+    )
+    slope = (second - first) / (large["jpeg_bytes"] - small["jpeg_bytes"])
+    seconds: float = first + slope * (jpeg_bytes - small["jpeg_bytes"])
+    return seconds
 
 
 def gpu_rate(records: Records) -> float:
@@ -176,6 +190,38 @@ def limit_row(records: Records, frame: Frame) -> list[str]:
     ]
 
 
+def deployments_table(records: Records) -> str:
+    """Cameras at frames a second, each frame a new image with one question."""
+    lines = [deployment_row(records, *example) for example in EXAMPLES]
+    return table(HEADS, lines) + sources(records, *SOURCES)
+
+
+def example_table(records: Records) -> str:
+    """One of the deployments, step by step."""
+    lines = steps(records, *EXAMPLES[2])
+    return table(
+        ("100 cameras, five frames of 1920x1080 a second", "from", "need"), lines
+    ) + sources(records, *SOURCES)
+
+
+def limits_table(records: Records) -> str:
+    """What a busy GPU needs of the rest of its host, by size of the image."""
+    lines = [limit_row(records, frame) for frame in frames(records).values()]
+    known = [
+        (figures["jpeg_bytes"] / 1e3, row["per_second"])
+        for name in ("h200/e2e", "h200/e2e_photos")
+        for figures in (records.figures(name),)
+        for row in (records.row(name, workload="cached", callers=64, tokens=3),)
+    ]
+    rates = " and ".join(f"{rate:,.0f} of {size:.0f} kB" for size, rate in known)
+    few = ENVOY_CALLS / known[0][1]
+    text = (
+        f"\n\nQuestions about known images, a second, of one service process and one GPU: {rates}. "
+        f"There {few:.1f} GPUs fill a proxy of {ENVOY_CALLS:,} calls a second."
+    )
+    return table(LIMIT_HEADS, lines) + text + sources(records, *SOURCES)
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a row for a deployment."""
     records = Records(ROOT)
@@ -185,5 +231,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", choices=sorted(frames(records)), default="850x600")
     arguments = parser.parse_args(argv)
     cells = (arguments.cameras, arguments.frames_per_second, arguments.size)
-    print(record.table(HEADS, [deployment_row(records, *cells)]))
+    print(table(HEADS, [deployment_row(records, *cells)]))
     return 0
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "sizing_deployments": deployments_table,
+    "sizing_example": example_table,
+    "sizing_limits": limits_table,
+}
