@@ -14,6 +14,7 @@ from benchmarks import provenance
 
 EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
 TOOLS = {  # write no record
+    "detect_files": "detect_files",
     "pack": "provenance",
     "publish": "publish",
     "sizing": "sizing",
