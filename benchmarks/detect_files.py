@@ -1,4 +1,4 @@
-"""Count the source files that one Detect enters, over all processes: `python -m benchmarks detect_files`.
+"""Count the source files that one Detect enters in all processes: `benchmarks detect_files`.
 
 A profile hook in every process of a server and of its client notes each file of the product whose
 functions run between two writes to a shared flag. A first Detect warms caches and is not counted.
