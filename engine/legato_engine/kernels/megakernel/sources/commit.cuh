@@ -15,7 +15,7 @@ __device__ __forceinline__ void publish_value(const Arguments& a, i64 step, int 
 }
 
 #if !DRAFTS
-__device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, Shared& shared) {
+__device__ __forceinline__ void stage_commit(const Arguments& a, const Place& at, Shared& shared) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x;
   const int token = lane < a.rows ? (int)load_fresh_u32(a.token + lane) : 0;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
 }
 
 // Pages of the units; `take_tokens` came before.
-__device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
+__device__ __forceinline__ void stage_kv(const DraftArguments& a, Shared& shared, int thread, int threads) {
   for (int i = thread; i < shared.num_units * OWN_PAGES; i += threads) {
     const i64 row = shared.row[unit_of(shared, i / OWN_PAGES).token];
     const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shar
 }
 
 // After a wait that was given up nothing is what it should be: rows stay as they were.
-__device__ __forceinline__ void run_settle(const DraftArguments& a, Shared& shared, int first, int count) {
+__device__ __forceinline__ void stage_spec_verify(const DraftArguments& a, Shared& shared, int first, int count) {
   const Drafting& d = *a.drafting;
   if (aborted(a)) return;
   for (int k = 0; k < count; k++) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void run_place(const DraftArguments& a, Shared& share
              shared.sums_of_warps, &shared.groups, thread, THREADS);
 }
 
-__device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shared, int step) {
+__device__ __forceinline__ void stage_commit(const DraftArguments& a, Shared& shared, int step) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x, told = shared.count;
     const bool gone = aborted(a), goes_on = !gone && load_fresh_u32(a.drafting->follows) != 0;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shar
   __syncwarp();
   workers_sync();
   if (shared.ended != GOES_ON) return;
-  take_pages(a, shared, threadIdx.x, THREADS);
+  stage_kv(a, shared, threadIdx.x, THREADS);
   __syncwarp();
   workers_sync();
   if (threadIdx.x == 0) store_release_shared(&shared.placed, step + 2);
@@ -175,11 +175,11 @@ __device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shar
 __device__ __noinline__ void run_drafts(const Instruction& it, int step) {
   Shared& shared = worker_memory();
   switch (it.op) {
-    case OP_SETTLE: run_settle(shared.drafts, shared, it.block, it.num_blocks); break;
+    case OP_SETTLE: stage_spec_verify(shared.drafts, shared, it.block, it.num_blocks); break;
     case OP_PLACE:
       if (it.num_blocks) run_place(shared.drafts, shared, step);
       break;
-    case OP_COMMIT: run_commit(shared.drafts, shared, step); break;
+    case OP_COMMIT: stage_commit(shared.drafts, shared, step); break;
   }
 }
 

@@ -11,7 +11,8 @@ __device__ __forceinline__ void note_time(const Arguments& a, const Place& at, i
   a.profile[index * 3 + which] = clock64();
 }
 
-__device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
+// Run the worker's instructions of every step until the loop ends.
+__device__ __forceinline__ void stage_decode(const Arguments& a, Shared& shared) {
   Ring ring{shared};
   Place at;
   Sums sums;
@@ -40,7 +41,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_WEIGH: run_weigh(a, at, shared); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
 #if !DRAFTS
-        case OP_COMMIT: run_commit(a, at, shared); break;
+        case OP_COMMIT: stage_commit(a, at, shared); break;
 #endif
         default:
           if (is_of_values(it)) run_values(it);
@@ -53,6 +54,16 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       note_time(a, at, 2);
     }
 }
+
+#if !DRAFTS
+// Copy this worker's part of the page table; the host allocates the pages.
+__device__ __forceinline__ void stage_kv(Shared& shared, const i64* row, const i64* pages, int rows, int row_pages) {
+  for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
+    const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[i / OWN_PAGES] * row_pages + page] : 0;
+  }
+}
+#endif
 
 // Warps of the first two warpgroups compute; of the third each has a task of its own. Registers go from these to
 // those.
@@ -114,12 +125,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
 #if DRAFTS
   __syncthreads();
-  take_pages(drafts, shared, threadIdx.x, blockDim.x);
+  stage_kv(drafts, shared, threadIdx.x, blockDim.x);
 #else
-  for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
-    const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[i / OWN_PAGES] * row_pages + page] : 0;
-  }
+  stage_kv(shared, row, pages, rows, row_pages);
   __syncthreads();
   if (threadIdx.x < 32) find_units(shared, rows);
 #endif
@@ -127,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
     take_registers<224>();
-    compute(a, shared);
+    stage_decode(a, shared);
   } else {
     give_registers<56>();
     if (warp < WARPS + PRODUCERS) {
