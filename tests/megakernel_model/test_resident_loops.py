@@ -15,7 +15,8 @@ from legato_engine.core.assembly import Assembly, assemble, speculating, with_de
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
 from legato_engine.kernels.decode_loop import BatchKind, ResidentRows
-from legato_engine.kernels.megakernel.offer import KernelTarget, unsupported_reason, values_obstacle
+from legato_engine.kernels.megakernel.kernel import values_obstacle
+from legato_engine.kernels.megakernel.offer import KernelTarget, unsupported_reason
 from legato_engine.runtime.autotune import ALL
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.buffers import TokenRing
