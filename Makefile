@@ -148,7 +148,12 @@ format-check: | $(STAMP) ## fail if a file is not formatted
 	@$(BIN)/ruff format --check
 	@$(BIN)/buf format --diff --exit-code proto
 
-lint: | $(STAMP) ## ruff, mypy, import contracts, buf
+# Of the commits that main lacks.
+SUBJECT := ^[a-z0-9_./, -]+: [a-z].*$$
+lint: | $(STAMP) ## ruff, mypy, import contracts, buf, subjects of a branch's commits
+	@git log --no-merges --format=%s main..HEAD 2>/dev/null | while read -r subject; do \
+		if [ $${#subject} -gt 72 ] || ! echo "$$subject" | grep -qE '$(SUBJECT)'; then \
+			echo "lint: not \`area: imperative\` of at most 72 characters: $$subject"; exit 1; fi; done
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
