@@ -150,7 +150,7 @@ format-check: | $(STAMP) ## fail if a file is not formatted
 
 # Of the commits that main lacks.
 SUBJECT := ^[a-z0-9_./, -]+: [a-z].*$$
-lint: | $(STAMP) ## ruff, mypy, import contracts, buf, subjects of a branch's commits
+lint: | $(STAMP) ## ruff, mypy, import contracts, buf; figures in the documents, commit subjects
 	@git log --no-merges --format=%s main..HEAD 2>/dev/null | while read -r subject; do \
 		if [ $${#subject} -gt 72 ] || ! echo "$$subject" | grep -qE '$(SUBJECT)'; then \
 			echo "lint: not \`area: imperative\` of at most 72 characters: $$subject"; exit 1; fi; done
@@ -158,6 +158,7 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf, subjects of a branch's co
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
+	@$(PY) -m benchmarks publish --check
 
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause. Each of them would collect the folders whose tests are all for other targets.

@@ -2,7 +2,8 @@
 
 `python -m benchmarks publish` writes the tables of README.md, docs/performance.md and
 docs/scaling.md, each between two markers, and the SVG files in docs/images. `--check` writes
-nothing and fails when one of them is not current. No figure in these places is typed by hand.
+nothing and fails when one of them is not current, or when a figure in prose has no record
+(`claims`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.publish import charts, diagrams, tables
+from benchmarks.publish import charts, claims, diagrams, tables
 from benchmarks.records import Records
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,13 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write all tables and drawings, or name those that are not current."""
+    """Write all tables and drawings, or name those that are not current and unfounded claims."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks publish", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; 1 if one is stale or a figure has no record",
+    )
     arguments = parser.parse_args(argv)
     stale = {path: text for path, text in outputs(ROOT).items() if _read(path) != text}
     for path, text in stale.items():
@@ -32,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    return 1 if stale and arguments.check else 0
+    unfounded = claims.check(ROOT)
+    print(*unfounded, sep="\n", end="\n" if unfounded else "")
+    return 1 if arguments.check and (stale or unfounded) else 0
 
 
 def outputs(root: Path) -> dict[Path, str]:

@@ -17,6 +17,9 @@ NAMES = {
 }
 _LAUNCHES = "h200/loops"  # one run of all paths
 _ADAPTING = ("fixed:3", "seed", "budget")
+_PARTS_CALLERS = 8
+_PATHS_CALLERS = (1, 8)  # turns of 64 were cut off, and their CPU is divided by too many answers
+_MIXTURES = ("known image, 10 objects",)  # half of the lists were empty
 _CHANGES = ("mixed", "changing", "under pressure")
 
 
@@ -48,10 +51,50 @@ def launches(records: Records) -> str:
     return table(heads, rows) + sources(records, _LAUNCHES)
 
 
+def loop_steps(records: Records) -> str:
+    """Steps of each path by rows, and how soon a request joins eight running answers."""
+    figures, rows = records.figures(_LAUNCHES), []
+    for name, words in NAMES.items():
+        cells = [f"{row[name]['ms']:.3f}" for row in figures["rows"]]
+        cells += [f"{row[name]['ms']:.3f}" for row in figures["lists"] if row["streams"] == 8]
+        joins = [join["answered"] for join in figures["join_ms"].get(name, ())]
+        cells.append(f"{statistics.median(joins):.2f}" if joins else "-")
+        rows.append([words, *cells])
+    heads = (
+        "step, ms",
+        *(f"{row['streams']} row{'s' if row['streams'] > 1 else ''}" for row in figures["rows"]),
+        "8 lists about one image",
+        "a request joins: first token, median ms",
+    )
+    return table(heads, rows) + sources(records, _LAUNCHES)
+
+
+def parts(records: Records) -> str:
+    """Chunked prefill beside eight callers who ask again at once."""
+    rows = []
+    for row in records.rows("h200/parts"):
+        if row["callers"] != _PARTS_CALLERS:
+            continue
+        cells = []
+        for field, decimals in (("tokens_per_s", 0), ("first_token_ms", 1), ("gap_p99_ms", 1)):
+            for kind in ("whole", "parts"):
+                value = statistics.median(turn[field] for turn in row[kind])
+                cells.append(f"{value:,.{decimals}f}")
+        rows.append([f"{row['whole'][0]['prompt_tokens']:,.0f}", *cells])
+    heads = (
+        f"prompt tokens, {_PARTS_CALLERS} callers",
+        *("tokens/s, whole", "tokens/s, chunked", "first token ms, whole"),
+        *("first token ms, chunked", "P99 between tokens ms, whole", "chunked"),
+    )
+    return table(heads, rows) + sources(records, "h200/parts")
+
+
 def decode_paths(records: Records) -> str:
     """Whole servers of both paths in turns."""
     rows = []
     for row in records.rows("h100/paths"):
+        if row["request"] in _MIXTURES or row["callers"] not in _PATHS_CALLERS:
+            continue
         cells = []
         for field in ("p50", "per_second", "engine_ms"):
             for path in ("graph", "loop"):
@@ -99,4 +142,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "changing": changing,
     "decode_paths": decode_paths,
     "launches": launches,
+    "loop_steps": loop_steps,
+    "parts": parts,
 }

@@ -80,21 +80,6 @@ def requests(records: Records) -> str:
     return table(heads, rows) + sources(records, *names)
 
 
-def repeats(records: Records) -> str:
-    """The same request in further runs, on other machines of the kind."""
-    runs = records.members("h200/e2e_pairs")
-    heads = ("run", "commit", "new chart alone, P50 ms")
-    rows = [
-        [
-            "warm-up run" if name == "warm" else f"turn {name[-1]}",
-            f"`{run['surroundings']['commit']}`",
-            f"{run['figures']['rows'][0]['p50']:.1f}",
-        ]
-        for name, run in sorted(runs.items(), key=lambda item: item[1]["surroundings"]["date"])
-    ]
-    return f"{table(heads, rows)}\n\nRecord: {records.link('h200/e2e_pairs')}."
-
-
 def lone(records: Records) -> str:
     """Stages of one request for a new image."""
     names = ("h200/lone", "h200/lone_photos")
@@ -289,7 +274,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "idle_sessions": idle_sessions,
     "lone": lone,
     "moondream3": moondream3,
-    "repeats": repeats,
     "requests": requests,
     "service": service,
     "speculation": speculation,

@@ -78,8 +78,7 @@ def test_a_row_of_another_commit_is_marked() -> None:
     for name, make in tables.TABLES.items():
         text = make(records)
         found = {c for link in RECORD.findall(text) for c in commits(_name(link))}
-        if name != "repeats":  # names the commit of each of its rows
-            assert ("different commits" in text) == (len(found) > 1), name
+        assert ("different commits" in text) == (len(found) > 1), name
 
 
 def _name(link: str) -> str:
