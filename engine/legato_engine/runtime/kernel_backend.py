@@ -247,9 +247,8 @@ class LongPrompts:
 
 # ---------------------------------------------------------------- kernel backend
 
-# The backend of a model's CUDA kernels: captured graphs, prefills included.
-#
-# Only long prompts of models with experts, and writes of adapters, are not captured.
+# The backend of a model's CUDA kernels. Every shape is a captured graph, prefills included, except
+# long prompts of models without `chunks` (Moondream 3) and the writes of adapters.
 #
 # A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 # costs and has the same bits; so does an answer of any length after a preemption. Prompts share

@@ -224,7 +224,7 @@ ENGINE = (
     _engine(
         "legato_engine_step_seconds",
         _H,
-        "Time of a decode step after a decode step.",
+        "Time of a decode step after a decode step; those of a loop share its time.",
         (),
         SECONDS_BOUNDS,
     ),
@@ -238,21 +238,27 @@ ENGINE = (
     _engine(
         "legato_engine_step_part_seconds",
         _G,
-        "Median part of the latest decode steps.",
+        "Median part of the latest single decode steps, decode loops left out.",
         ("part",),
     ),
-    _engine("legato_engine_decode_seconds", _C, "Time of all decode steps after decode steps."),
+    _engine("legato_engine_decode_seconds", _C, "Time of all decode steps and loops after others."),
     _engine("legato_engine_device_idle_seconds", _C, "Of it, while the device had no work."),
-    _engine("legato_engine_batch_rows", _G, "Mean number of requests in the latest decode steps."),
+    _engine(
+        "legato_engine_batch_rows",
+        _G,
+        "Mean number of requests in the latest single decode steps, decode loops left out.",
+    ),
     _engine(
         "legato_pipeline_predicted_gain_ratio",
         _G,
-        "Throughput gained by pipelining, from the parts of a step; 0.1 is a tenth more.",
+        "Throughput gained by pipelining single steps, decode loops left out, from their parts; "
+        "0.1 is a tenth more.",
     ),
     _engine(
         "legato_pipeline_observed_gain_ratio",
         _G,
-        "Throughput gained by pipelining, from the time that the latest steps took.",
+        "Throughput gained by pipelining single steps, decode loops left out, from the time of the "
+        "latest and an estimate of the blocking loop's.",
     ),
     _engine("legato_draft_tokens", _C, "Draft tokens verified."),
     _engine("legato_draft_tokens_accepted", _C, "Of them, accepted."),

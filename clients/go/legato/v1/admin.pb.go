@@ -305,8 +305,9 @@ func (x *EngineLoad) GetPipelineDepth() uint32 {
 	return 0
 }
 
-// The parts of a decode step: medians, in milliseconds, over the engine's latest ones. Stays as it was while nothing
-// decodes.
+// The parts of a decode step: medians, in milliseconds, over the engine's latest single steps. Decode loops, which are
+// the default on a GPU, have no host work between steps and are left out. Stays as it was while no single step follows
+// another.
 type DecodeSteps struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps behind these figures, a few hundred at most.
@@ -333,8 +334,8 @@ type DecodeSteps struct {
 	ZombieRatio float32 `protobuf:"fixed32,11,opt,name=zombie_ratio,json=zombieRatio,proto3" json:"zombie_ratio,omitempty"`
 	// Throughput gained over running without pipelining, estimated; 0.1 is a tenth more. Below 0 where it costs.
 	PredictedGain float32 `protobuf:"fixed32,12,opt,name=predicted_gain,json=predictedGain,proto3" json:"predicted_gain,omitempty"`
-	// Throughput gained over running without pipelining, from the time that these steps took, stalls included; compare
-	// it with `predicted_gain`, which is from medians.
+	// Throughput gained over running without pipelining, from the time that these steps took, stalls included, relative
+	// to the sum of their estimated `blocking_ms`; `predicted_gain` is from medians.
 	ObservedGain  float32 `protobuf:"fixed32,13,opt,name=observed_gain,json=observedGain,proto3" json:"observed_gain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -542,7 +542,10 @@ _FREE = int(Allow.FREE)  # an int, because enum lookup is slow
 class SegmentSkill(SkillTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and size make the box; earlier path text is emitted with it.
+    The first two coords and size make the box; earlier path text is emitted with it. No token is
+    masked: the path is text of the whole vocabulary, whose pieces cross the grammar's tokens, so
+    a mask would need a table of states for each tokenizer. Moondream's own inference masks none
+    either. An invalid path is found by parsing.
     """
 
     has_payload = True

@@ -162,8 +162,9 @@ Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class DecodeSteps(_message.Message):
-    """The parts of a decode step: medians, in milliseconds, over the engine's latest ones. Stays as it was while nothing
-    decodes.
+    """The parts of a decode step: medians, in milliseconds, over the engine's latest single steps. Decode loops, which are
+    the default on a GPU, have no host work between steps and are left out. Stays as it was while no single step follows
+    another.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -206,8 +207,8 @@ class DecodeSteps(_message.Message):
     predicted_gain: _builtins.float
     """Throughput gained over running without pipelining, estimated; 0.1 is a tenth more. Below 0 where it costs."""
     observed_gain: _builtins.float
-    """Throughput gained over running without pipelining, from the time that these steps took, stalls included; compare
-    it with `predicted_gain`, which is from medians.
+    """Throughput gained over running without pipelining, from the time that these steps took, stalls included, relative
+    to the sum of their estimated `blocking_ms`; `predicted_gain` is from medians.
     """
     def __init__(
         self,
