@@ -11,7 +11,7 @@ from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
 from legato_engine.types import Event, FinishReason, RequestKey
 
-from benchmarks.loops import Decodes, picture, question, recorded, skilled, values_of
+from benchmarks.decode.loops import Decodes, picture, question, recorded, skilled, values_of
 from benchmarks.speculation.run import RecordedTask
 
 

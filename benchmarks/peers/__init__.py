@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from benchmarks import lists, record
+from benchmarks import record, shared_options
 from benchmarks.peers.child import add_options
 
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     add_options(parser)
     parser.add_argument("--name", default="peers", help="of the record")
     parser.add_argument(
-        "--peers", type=lists.names_of(PEERS), default=list(PEERS), help="e.g. torch,vllm"
+        "--peers", type=shared_options.names_of(PEERS), default=list(PEERS), help="e.g. torch,vllm"
     )
     parser.add_argument("--moondream-reference", default="", help="folder of its checkout")
     parser.add_argument("--budget", type=float, default=700, help="seconds for all together")

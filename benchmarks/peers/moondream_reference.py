@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from PIL import Image
 
+from benchmarks.image.photos import Photographer
 from benchmarks.peers import child
-from benchmarks.photos import Photographer
 
 SIZE = (850, 600)
 QUESTION = (1, 15381, 2, *range(100, 112), 3)  # the query template around 12 tokens

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.publish import charts, claims, diagrams, tables
-from benchmarks.records import Records
+from benchmarks.publish.records import Records
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/scaling.md")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Records
+from benchmarks.publish.records import Records
 
 DOCUMENTS = ("README.md", "docs/performance.md", "CHANGELOG.md")
 _TAG = re.compile(r"<!-- record: (.*?) -->", re.DOTALL)

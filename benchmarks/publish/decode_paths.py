@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from benchmarks.publish.records import Records, Row, sources
 from benchmarks.record import table
-from benchmarks.records import Records, Row, sources
 
 _LENGTH = 256  # tokens of the answer that launches are counted for
 NAMES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.records import STREAMS, Records
+from benchmarks.publish.records import STREAMS, Records
 
 
 def peers(records: Records) -> Iterator[tuple[str, list[str], str]]:

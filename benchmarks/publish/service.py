@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.publish.records import Records, Row, sources
 from benchmarks.record import table
-from benchmarks.records import Records, Row, sources
 
 
 def service(records: Records) -> str:

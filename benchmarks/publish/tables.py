@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import sizing
-from benchmarks.publish import decode_paths
+from benchmarks.publish import decode_paths, sizing
 from benchmarks.publish.peers import peers, reference_total
+from benchmarks.publish.records import STREAMS, Records, Row, sources
 from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
-from benchmarks.records import STREAMS, Records, Row, sources
 
 LONE_STAGES = {
     "there": "client to engine",

@@ -21,8 +21,8 @@ from legato_engine.types import QueryTask
 from PIL import Image
 
 from benchmarks import record
+from benchmarks.image.photos import Photographer
 from benchmarks.peers.moondream_reference import sources
-from benchmarks.photos import Photographer
 from benchmarks.reference import report
 from benchmarks.reference.cases import SIZES, Case, Size, cases
 from benchmarks.reference.compare import Errors, Score, bins_apart

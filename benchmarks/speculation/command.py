@@ -13,7 +13,7 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.core.assembly import assemble
 
-from benchmarks import lists
+from benchmarks import shared_options
 from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure
 from benchmarks.speculation.report import write
 from benchmarks.speculation.workloads import FEWEST, read_texts
@@ -65,20 +65,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="speculation", help="of the record")
-    parser.add_argument("--streams", default=[1, 8], type=lists.numbers, help="e.g. 1,8,32")
+    parser.add_argument(
+        "--streams", default=[1, 8], type=shared_options.numbers, help="e.g. 1,8,32"
+    )
     parser.add_argument("--length", default=110, type=int, help="tokens per request")
     parser.add_argument(
         "--context", default=0, type=int, help="position of the first token; 0: as the task has it"
     )
     parser.add_argument("--repeats", default=3, type=int, help="timed runs of each setting")
-    parser.add_argument("--settings", default=SETTINGS, type=lists.names, help="e.g. fixed:4,seed")
+    parser.add_argument(
+        "--settings", default=SETTINGS, type=shared_options.names, help="e.g. fixed:4,seed"
+    )
     parser.add_argument(
         "--workloads",
         default=(),
-        type=lists.names,
+        type=shared_options.names,
         help=f"of {', '.join(WORKLOADS)}, or of the files of --texts; by default all of either",
     )
-    parser.add_argument("--texts", type=Path, help="a folder of real prompts, as benchmarks/texts")
+    parser.add_argument(
+        "--texts", type=Path, help="a folder of real prompts, as benchmarks/speculation/texts"
+    )
     parser.add_argument(
         "--requests", default=FEWEST, type=int, help="at least so many of each profile"
     )

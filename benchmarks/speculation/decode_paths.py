@@ -13,7 +13,7 @@ from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 
-from benchmarks.loops import Decodes, recorded
+from benchmarks.decode.loops import Decodes, recorded
 from benchmarks.speculation.comparison import oracle_for
 from benchmarks.speculation.oracle import OracleProposer, known_history
 from benchmarks.speculation.run import RecordedTask

@@ -2,10 +2,11 @@
 
 import gc
 import json
+import sys
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, TOOLS, run
+from benchmarks.__main__ import BENCHMARKS, TOOLS, main, run
 
 MODEL = "--device cpu --threads 1 --model random-tiny --random-weights"
 SIZE = "--width 128 --height 96"
@@ -19,9 +20,12 @@ RUNS = {
     "lone": f"{SIZE} --calls 2 --tokens 3 -- --model random-tiny --device cpu",
     "loops": f"{MODEL} --streams 1 --length 12 --context 40 --repeats 1"
     " --joins 1 --load 8 --steps 20",
+    "loops alone": f"{MODEL} --streams 1 --length 3 --context 20 --repeats 1"
+    " --joins 0 --load 0 --steps 0",
     "parts": f"{MODEL} --callers 2 --words 20 --tokens 16 --turns 1",
     "prompts": f"{MODEL} --lengths 32 --repeats 1",
-    "rpc": f"{SIZE} --alone 2 --callers 2 --calls 2 -- --model null",
+    "tick": "--ticks 1",
+    "rpc": f"{SIZE} --alone 1 --callers 1 --calls 1 -- --model null",
 }
 
 
@@ -39,13 +43,22 @@ def _usual_collections():
 def test_a_small_run_writes_its_record(name, tmp_path, monkeypatch):
     """It ends well, with figures."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
-    assert run(name, RUNS[name].split()) == 0
-    assert json.loads((tmp_path / f"{name}.json").read_text())["figures"]
+    benchmark = name.partition(" ")[0]
+    assert run(benchmark, RUNS[name].split()) == 0
+    assert json.loads((tmp_path / f"{benchmark}.json").read_text())["figures"]
 
 
-@pytest.mark.parametrize("module", [*BENCHMARKS, *TOOLS.values()])
-def test_without_a_gpu_or_a_peer_it_tells_its_options(module, capsys):
+def test_the_help_names_each_benchmark_and_its_question(capsys, monkeypatch):
+    """`python -m benchmarks --help` starts nothing."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    assert main() == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown and each.question in shown for name, each in BENCHMARKS.items())
+
+
+@pytest.mark.parametrize("name", [*BENCHMARKS, *TOOLS])
+def test_without_a_gpu_or_a_peer_it_tells_its_options(name, capsys):
     """What it imports at once is there."""
     with pytest.raises(SystemExit, match="0"):
-        run(module, ["--help"])
+        run(name, ["--help"])
     assert "usage: " in capsys.readouterr().out

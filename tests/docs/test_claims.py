@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.publish import claims
-from benchmarks.records import Records
+from benchmarks.publish.records import Records
 
 ROOT = Path(__file__).parents[2]
 STEP = "h200/some:rows[streams=8,path=loop].ms"

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from benchmarks.resident_drafts import DraftingRows
+from benchmarks.megakernel.drafts import DraftingRows
 from tests.emulator.module import Schedule
 from tests.emulator.small import NARROW, emulated
 from tests.resident import drafts

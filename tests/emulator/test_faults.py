@@ -10,7 +10,7 @@ import pytest
 import torch
 from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 
-from benchmarks.resident_model import forward
+from benchmarks.megakernel.model import forward
 from tests.emulator.build import Patch, sources
 from tests.emulator.module import EmulatedFault
 from tests.emulator.small import SMALL, emulated

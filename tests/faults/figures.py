@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 from legato.v1 import image_pb2, image_pb2_grpc, inference_pb2, inference_pb2_grpc, media_pb2
 
-from benchmarks import serve_ghz
+from benchmarks.serve import ghz_check
 from tests import hostile_images
 from tests.e2e.scenes import long_stream
 from tests.e2e.server import Server, children, open_files, own_bytes
@@ -189,10 +189,10 @@ async def _flood(address: str, rate: float, seconds: float, tenant: str, callers
     """
     with tempfile.TemporaryDirectory() as folder:
         protoset, output = Path(folder) / "legato.binpb", Path(folder) / "ghz.json"
-        protoset.write_bytes(serve_ghz.descriptors(inference_pb2.DESCRIPTOR).SerializeToString())
+        protoset.write_bytes(ghz_check.descriptors(inference_pb2.DESCRIPTOR).SerializeToString())
         ghz = await asyncio.create_subprocess_exec(
-            *("ghz", "--insecure", "--protoset", str(protoset), "--call", serve_ghz.CALL),
-            *("--data", json.dumps(serve_ghz.REQUEST), "--async", "--timeout", "30s"),
+            *("ghz", "--insecure", "--protoset", str(protoset), "--call", ghz_check.CALL),
+            *("--data", json.dumps(ghz_check.REQUEST), "--async", "--timeout", "30s"),
             *("--metadata", json.dumps({"legato-tenant": tenant})),
             *("--rps", str(round(rate)), "--connections", str(callers)),
             *("--concurrency", str(callers), "--duration", f"{seconds:.0f}s"),

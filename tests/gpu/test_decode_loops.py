@@ -11,7 +11,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
 
-from benchmarks.loops import Decodes, question, randomly, recorded
+from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
 
 pytestmark = [

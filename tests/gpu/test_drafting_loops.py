@@ -23,7 +23,7 @@ from legato_engine.runtime.sampler import successor_table
 from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
 from legato_engine.tasks import Constraint
 
-from benchmarks.loops import question, randomly
+from benchmarks.decode.loops import question, randomly
 from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach
 from tests.engine.models import hub_folder
 from tests.gpu.decodes import close

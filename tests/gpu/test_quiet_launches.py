@@ -19,9 +19,9 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
-from benchmarks.loops import picture, recorded, skilled, values_of
-from benchmarks.loops.requests import NUM_SKILLS
-from benchmarks.parts import prompts
+from benchmarks.decode.loops import picture, recorded, skilled, values_of
+from benchmarks.decode.loops.requests import NUM_SKILLS
+from benchmarks.decode.parts import prompts
 from tests.engine.models.moondream.outlines import scripted
 from tests.gpu.decodes import ROWS, Decodes, close, decoding
 from tests.gpu.guard import GRAPHS, KERNELS, guarded

@@ -13,7 +13,7 @@ import time
 import pytest
 from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, MOONDREAM2
 
-from benchmarks.resident_drafts import DraftingRows
+from benchmarks.megakernel.drafts import DraftingRows
 from tests.gpu.hopper import HOPPER
 from tests.resident import drafts
 from tests.resident.drafts import World

@@ -13,7 +13,7 @@ from legato_engine.core.assembly import Assembly, assemble, speculating
 from legato_engine.kernels.decode_loop import BatchKind as Launches
 from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
 
-from benchmarks.loops import question, randomly
+from benchmarks.decode.loops import question, randomly
 from benchmarks.speculation.decode_paths import Answers, answer
 from tests.gpu.hopper import HOPPER
 from tests.loop_answers import Ask, results

@@ -14,7 +14,7 @@ from legato_engine.runtime.autotune import ALL
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.graphs import Work
 
-from benchmarks.loops import Decodes, question, randomly, recorded
+from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.gpu.hopper import HOPPER
 from tests.loop_answers import Ask, results
 

@@ -30,7 +30,7 @@ from legato_engine.scheduler.output import OutputProcessor
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
-from benchmarks.loops import Decodes, question, randomly, recorded
+from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
 
 

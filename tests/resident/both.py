@@ -14,10 +14,10 @@ from legato_engine.kernels.megakernel.kernel import RING_STAGES
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 from legato_engine.speculative.policy import BlockPolicy
 
-from benchmarks.resident_drafts import DraftingRows
-from benchmarks.resident_kernel import Rules
-from benchmarks.resident_model import Cache
-from benchmarks.resident_values import PAIR, SCALAR
+from benchmarks.megakernel.drafts import DraftingRows
+from benchmarks.megakernel.kernel import Rules
+from benchmarks.megakernel.model import Cache
+from benchmarks.megakernel.values import PAIR, SCALAR
 from tests.resident import values
 from tests.resident.drafts import POLICIES, Scene, accepted_by_row, planted, set_rules
 from tests.resident.machine import GPU, Machine

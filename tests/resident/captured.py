@@ -7,7 +7,7 @@ from legato_engine.kernels.megakernel.sizes import HEAD_DIM, PAGE, ROTARY_DIM
 from legato_engine.kernels.parameters import Affine
 from legato_engine.kernels.step import DecoderSizes, DecoderStep, StepCache, StepPositions
 
-from benchmarks.resident_model import Cache, Model
+from benchmarks.megakernel.model import Cache, Model
 from tests.resident.words import Rows, World
 
 

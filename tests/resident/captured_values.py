@@ -10,8 +10,8 @@ from legato_engine.kernels.accelerated import SampledTokens
 from legato_engine.kernels.cuda.value_heads import Embedder, MlpBins, TokenInputs, ValueReader
 from legato_engine.kernels.megakernel.kernel import rows_of
 
-from benchmarks.resident_kernel import ResidentKernel, Rules
-from benchmarks.resident_values import PAIR, SCALAR
+from benchmarks.megakernel.kernel import ResidentKernel, Rules
+from benchmarks.megakernel.values import PAIR, SCALAR
 from tests.resident.captured import CapturedSteps
 from tests.resident.values import Rows, Told, World
 

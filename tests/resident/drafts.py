@@ -19,9 +19,9 @@ from legato_engine.speculative.policy import (
     TokenBudgetPolicy,
 )
 
-from benchmarks.resident_drafts import DraftedStep, DraftingRows
-from benchmarks.resident_kernel import ResidentKernel, Rules
-from benchmarks.resident_model import Cache, Model
+from benchmarks.megakernel.drafts import DraftedStep, DraftingRows
+from benchmarks.megakernel.kernel import ResidentKernel, Rules
+from benchmarks.megakernel.model import Cache, Model
 from tests.resident.machine import GPU, Machine
 
 POSITIONS = 1024

@@ -8,7 +8,7 @@ import torch
 from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.module import Compile, Module
 
-from benchmarks.resident_model import DEVICE
+from benchmarks.megakernel.model import DEVICE
 
 
 @dataclasses.dataclass(frozen=True)

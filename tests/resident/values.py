@@ -10,9 +10,9 @@ import torch
 from legato_engine.kernels.megakernel.kernel import RING_STAGES
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
-from benchmarks.resident_kernel import ResidentKernel, Rules
-from benchmarks.resident_model import Cache, Model, forward
-from benchmarks.resident_values import END, PAIR, SCALAR, RandomValues
+from benchmarks.megakernel.kernel import ResidentKernel, Rules
+from benchmarks.megakernel.model import Cache, Model, forward
+from benchmarks.megakernel.values import END, PAIR, SCALAR, RandomValues
 from tests.resident.machine import GPU, Machine
 
 POSITIONS = 512

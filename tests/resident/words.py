@@ -15,8 +15,8 @@ from legato_engine.kernels.megakernel.kernel import RING_STAGES, ResidentWeights
 from legato_engine.kernels.megakernel.program import CounterKind, Program, counter
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
-from benchmarks.resident_kernel import ResidentKernel, Rules
-from benchmarks.resident_model import Cache, Model, forward
+from benchmarks.megakernel.kernel import ResidentKernel, Rules
+from benchmarks.megakernel.model import Cache, Model, forward
 from tests.resident.machine import GPU, Machine
 
 POSITIONS = 1024

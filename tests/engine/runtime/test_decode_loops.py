@@ -25,7 +25,7 @@ from legato_engine.runtime.sampler import successor_table
 from legato_engine.scheduler.interfaces import NoTokens, sleep
 from legato_engine.tasks import Constraint, successor
 
-from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
+from benchmarks.decode.loops import Decodes, picture, question, randomly, recorded, skilled
 from tests.loop_answers import Ask, EndsAtOnce, Tolerant, results
 
 SCRATCH = 9

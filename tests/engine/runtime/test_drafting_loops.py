@@ -22,7 +22,7 @@ from legato_engine.sequence import Sequence
 from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
 from legato_engine.tasks import Constraint
 
-from benchmarks.loops import Decodes, picture, question, randomly, skilled
+from benchmarks.decode.loops import Decodes, picture, question, randomly, skilled
 from benchmarks.speculation.decode_paths import Answers, Paths, answer, both_paths, oracle, teach
 from benchmarks.speculation.oracle import OracleProposer
 from tests.loop_answers import Ask, EndsAtOnce, results

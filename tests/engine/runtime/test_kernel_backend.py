@@ -22,7 +22,7 @@ from legato_engine.scheduler.scheduler import NUM_SLOTS
 from legato_engine.types import CaptionTask, DetectTask, PixelFormat, QueryTask, RawImage
 from PIL import Image
 
-from benchmarks.loops import randomly
+from benchmarks.decode.loops import randomly
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png
 from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared

@@ -1,0 +1,282 @@
+"""The vision tower in bf16 and in fp8: error against float32, time as graphs, and by part.
+
+Also the measurements that its design rests on: scales per row or per tensor, and the fastest
+attention for its head size, padded or not.
+
+Shape legend: N crops, T tokens of a crop, D width, H heads, E head dim, M rows, K inputs and O
+outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from legato_engine.device.base import Device
+from legato_engine.device.select import open_device
+from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda import fused_attention
+from legato_engine.layers.fp8 import Fp8Linear
+from legato_engine.layers.linear import Linear
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.vision import Vision
+from legato_engine.models.moondream.weights import random_weights
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import record, shared_options
+
+LIMIT = 16.0  # e4m3 has four bits fewer than bf16, whose own residual stream rounds for both
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+FUSED = "ours"
+PADDED = (80, 96, 128)  # head sizes
+ROUNDS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bench:
+    """A device, sizes, and how often a graph is replayed in a round."""
+
+    device: Device
+    config: MoondreamConfig
+    repeats: int
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Return random bf16 values."""
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device.torch_device)
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Return the median milliseconds of a replay of `work`, over rounds of replays."""
+
+        def once() -> None:
+            work()
+
+        replay = self.device.capture(once)
+        rounds = [self._round(replay) for _ in range(ROUNDS + 1)]
+        return statistics.median(rounds[1:])
+
+    def _round(self, replay: Callable[[], None]) -> float:
+        stream = self.device.compute
+        start = stream.record()
+        for _ in range(self.repeats):
+            stream.submit(replay)
+        end = stream.record()
+        end.wait()
+        started = start.time_ns()
+        return (end.time_ns() - started) / self.repeats / 1e6
+
+
+def tower_flop(config: MoondreamConfig, crops: int) -> float:
+    """Count multiplications and additions of the tower and its projector for one image."""
+    vision = config.vision
+    tokens, dim = vision.num_tokens, vision.dim
+    linear = 2 * tokens * dim * (4 * dim + 2 * vision.ff_dim)
+    attention = 4 * tokens**2 * dim
+    patches = 2 * tokens * 3 * vision.patch_size**2 * dim
+    projector = 2 * tokens * vision.proj_inner_dim * (2 * dim + config.text.dim)
+    return crops * (vision.num_layers * (linear + attention) + patches) + projector
+
+
+def tiling_of(crops: int) -> tuple[int, int]:
+    """Return rows and columns of tiles, as near a square as possible."""
+    tiles = max(crops - 1, 1)
+    rows = next(rows for rows in range(math.isqrt(tiles), 0, -1) if tiles % rows == 0)
+    return rows, tiles // rows
+
+
+def towers(bench: Bench, crop_counts: Sequence[int]) -> list[dict[str, float]]:
+    """Return errors and times of both towers, one row for each number of crops."""
+    device = bench.device.torch_device
+    plain = random_weights(bench.config, 0, device, torch.bfloat16).vision
+    exact = copy.deepcopy(plain).float()
+    fp8 = copy.deepcopy(plain)
+    fp8.use_fp8()
+    return [tower(bench, crops, plain, fp8, exact) for crops in crop_counts]
+
+
+def tower(bench: Bench, crops: int, plain: Vision, fp8: Vision, exact: Vision) -> dict[str, float]:
+    """Measure both towers on the same random pixels."""
+    side, tiling = bench.config.vision.crop_size, tiling_of(crops)
+    shape = (crops, side, side, 3)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=bench.device.torch_device)
+    truth = exact(pixels, tiling).double()
+    row: dict[str, float] = {"crops": crops}
+    for name, vision in (("bf16", plain), ("fp8", fp8)):
+        error = (vision(pixels, tiling).double() - truth).norm() / truth.norm()
+        row[f"{name}_error"] = error.item()
+        row[f"{name}_ms"] = bench.timed(functools.partial(vision, pixels, tiling))
+        row[f"{name}_tflops"] = tower_flop(bench.config, crops) / row[f"{name}_ms"] / 1e9
+    return row
+
+
+def layers(bench: Bench, crops: int) -> list[dict[str, object]]:
+    """Measure the layers of a block and of the projector: bf16, and e4m3 with either scales."""
+    vision = bench.config.vision
+    rows, dim, inner = vision.num_tokens * crops, vision.dim, vision.proj_inner_dim
+    shapes = {
+        "qkv": (rows, dim, 3 * dim),
+        "proj": (rows, dim, dim),
+        "fc1": (rows, dim, vision.ff_dim),
+        "fc2": (rows, vision.ff_dim, dim),
+        "projector fc1": (vision.num_tokens, 2 * dim, inner),
+        "projector fc2": (vision.num_tokens, inner, bench.config.text.dim),
+    }
+    return [layer(bench, name, *shape) for name, shape in shapes.items()]
+
+
+def layer(bench: Bench, name: str, rows: int, inputs: int, outputs: int) -> dict[str, object]:
+    """Return milliseconds of one layer's multiplication, without the quantisation of its input."""
+    x_MK = bench.random(rows, inputs)
+    linear = Linear(inputs, outputs).to(x_MK.device, torch.bfloat16)
+    fp8 = Fp8Linear(linear)
+    quantised = ops.quantise(x_MK)
+    one = torch.ones((), device=x_MK.device)
+
+    def by_tensor() -> torch.Tensor:
+        return torch._scaled_mm(
+            quantised.values,
+            fp8.weight.t(),
+            scale_a=one,
+            scale_b=one,
+            bias=linear.bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    times = {
+        "bf16_ms": bench.timed(lambda: linear(x_MK)),
+        "fp8_rowwise_ms": bench.timed(lambda: fp8.multiply(quantised)),
+        "fp8_tensorwise_ms": bench.timed(by_tensor),
+    }
+    flop = 2 * rows * inputs * outputs
+    rates = {key.replace("_ms", "_tflops"): flop / ms / 1e9 for key, ms in times.items()}
+    return {"layer": name, "shape": (rows, inputs, outputs), **times, **rates}
+
+
+def steps(bench: Bench, crops: int) -> list[dict[str, object]]:
+    """Measure quantising kernels beside what they replace in bf16 and in torch."""
+    vision = bench.config.vision
+    rows = vision.num_tokens * crops
+    x_MD, x_MF = bench.random(rows, vision.dim), bench.random(rows, vision.ff_dim)
+    y_MD = bench.random(rows, vision.dim)
+    ln = torch.nn.LayerNorm(vision.dim, device=x_MD.device, dtype=torch.bfloat16)
+    works: dict[str, dict[str, Callable[[], object]]] = {
+        "norm": {
+            "bf16_ms": lambda: ops.add_norm(x_MD, y_MD, ln),
+            "kernel_ms": lambda: ops.add_norm_quantised(x_MD, y_MD, ln),
+            "torch_ms": lambda: reference.add_norm_quantised(x_MD, y_MD, ln),
+        },
+        "gelu": {
+            "bf16_ms": lambda: F.gelu(x_MF, approximate="tanh"),
+            "kernel_ms": lambda: ops.quantise_gelu(x_MF),
+            "torch_ms": lambda: reference.quantise_gelu(x_MF),
+        },
+        "plain": {
+            "kernel_ms": lambda: ops.quantise(x_MD),
+            "torch_ms": lambda: reference.quantise(x_MD),
+        },
+    }
+    return [
+        {"step": step, **{name: bench.timed(work) for name, work in each.items()}}
+        for step, each in works.items()
+    ]
+
+
+def attentions(bench: Bench, crops: int) -> list[dict[str, object]]:
+    """Measure every attention at every head size; unsupported sizes are marked."""
+    head = bench.config.vision.dim // bench.config.vision.num_heads
+    sizes = (head, *(size for size in PADDED if size > head))
+    names = (FUSED, *BACKENDS)
+    return [attention(bench, crops, name, size) for size in sizes for name in names]
+
+
+def attention(bench: Bench, crops: int, name: str, size: int) -> dict[str, object]:
+    """Measure one attention on heads in the layout of the projection, padded to `size`."""
+    vision = bench.config.vision
+    head = vision.dim // vision.num_heads
+    heads_NT3HE = bench.random(crops, vision.num_tokens, 3, vision.num_heads, size)
+    heads_NT3HE[..., head:] = 0
+    q_NHTE, k_NHTE, v_NHTE = heads_NT3HE.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def work() -> torch.Tensor:
+        if name == FUSED:
+            return _fused(heads_NT3HE)
+        with sdpa_kernel(BACKENDS[name]):
+            return F.scaled_dot_product_attention(q_NHTE, k_NHTE, v_NHTE, scale=head**-0.5)
+
+    row: dict[str, object] = {"attention": name, "head": size}
+    try:
+        work()
+        row["ms"] = milliseconds = bench.timed(work)
+    except RuntimeError as error:  # what SDPA raises for sizes that a backend does not take
+        row["failed"] = str(error).partition("\n")[0][:200]
+        return row
+    row["tflops"] = 4 * crops * vision.num_tokens**2 * vision.dim / milliseconds / 1e9
+    return row
+
+
+def _fused(heads_NT3HE: torch.Tensor) -> torch.Tensor:
+    heads = heads_NT3HE.unbind(2)
+    if not fused_attention.can_attend(*heads):
+        raise RuntimeError("not a size of ours")
+    return fused_attention.attend(*heads)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, record; 1 if fp8's error is more than the limit times bf16's."""
+    arguments = _parse(argv)
+    device = open_device(arguments.device)
+    on_cpu = device.torch_device.type == "cpu"
+    config = tiny_random_config() if on_cpu else moondream2_config()
+    crop_counts = arguments.crops or ([3, 5] if on_cpu else [9, 13])
+    bench = Bench(device, config, 2 if on_cpu else arguments.repeats)
+    with torch.inference_mode():
+        figures: dict[str, Any] = {"towers": towers(bench, crop_counts)}
+        print(_table(figures["towers"]), flush=True)
+        for name, part in (("layers", layers), ("steps", steps), ("attentions", attentions)):
+            figures[name] = part(bench, crop_counts[0])
+    device.close()
+    rows = figures["towers"]
+    failed = [row for row in rows if not row["fp8_error"] <= arguments.limit * row["bf16_error"]]
+    figures |= {"limit": arguments.limit, "failed": [row["crops"] for row in failed]}
+    title = f"The vision tower in fp8: {config.name} on {device.name}, random weights"
+    tables = [_table(figures[part]) for part in ("towers", "layers", "steps", "attentions")]
+    record.write(arguments.name, title, figures, tables)
+    for row in failed:
+        print(f"FAILED: the error with {row['crops']} crops is over {arguments.limit} times bf16's")
+    return int(bool(failed))
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> str:
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    return record.table(heads, [[_text(row.get(head)) for head in heads] for row in rows])
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fp8", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cpu: a dry run at sizes of no meaning")
+    parser.add_argument("--name", default="fp8", help="of the record")
+    parser.add_argument(
+        "--crops", type=shared_options.numbers, help="e.g. 9,13; the parts are of the first"
+    )
+    parser.add_argument("--repeats", type=int, default=20, help="replays in a round")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="times the error of bf16")
+    return parser.parse_args(argv)

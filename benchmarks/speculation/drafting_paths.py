@@ -1,0 +1,203 @@
+"""Drafting steps in loops beside a launch for each, with speculation and without; one model.
+
+    python -m benchmarks drafting_paths --device cuda --model moondream2 --random-weights
+
+Without `--texts`, `--streams` equal answers of `--length` tokens are drafted by an oracle, right at
+`--rate`. With it, the prompts of each file are answered greedily, one at a time or `--streams` at
+once, with the engine's own draft; times include the prompts. Runs of all settings and paths are in
+turns, and figures are medians.
+
+`host`: microseconds of CPU of the whole process for a token. `launches`: decodes; `waits`: of the
+host for one to end. `same`: tokens are those of single steps without speculation, block sizes those
+of single steps. An answer that ends by itself is fed for some steps more, which `budget` counts
+among all requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
+from legato_engine.bench.workload import Workload
+from legato_engine.config import SPECULATION_OFF
+from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.speculative.proposer import Proposer
+
+from benchmarks import record, shared_options
+from benchmarks.speculation.decode_paths import PATHS, Paths, answer, both_paths, oracle, teach
+from benchmarks.speculation.workloads import read_texts, text_requests
+
+_US, _MS = 1e6, 1e3
+_HEADS = (
+    *("workload", "streams", "setting", "path", "tokens/s", "step ms", "host us a token"),
+    *("tokens a verify", "launches", "waits", "same tokens", "same blocks"),
+)
+_TIMES = ("tokens_per_second", "step_ms", "host_us")
+
+Make = Callable[[Assembly], list[EngineSequence]]
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    most = max(arguments.streams)
+    config = msgspec.structs.replace(
+        model_config(arguments), max_running=most, max_waiting=2 * most, crops_per_launch=0
+    )
+    assembly = assemble(config)
+    texts = read_texts(arguments.texts) if arguments.texts else {}
+    rows = _texts(assembly, texts, arguments) if texts else _equal_answers(assembly, arguments)
+    assembly.device.close()
+    figures = {"model": msgspec.to_builtins(assembly.info), "rows": rows}
+    table = record.table(_HEADS, _cells(rows))
+    record.write(arguments.name, "Loops of drafting steps", figures, [table])
+    return 0 if all(row["same_tokens"] for row in rows) else 1
+
+
+def _equal_answers(assembly: Assembly, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    known_by, proposer = oracle(assembly, max(arguments.streams))
+    paths = _all_paths(assembly, arguments.settings, proposer)
+    rows = []
+    for streams in arguments.streams:
+        workload = Workload(
+            assembly,
+            kind="query",
+            count=streams,
+            length=arguments.length,
+            context=arguments.context,
+        )
+        asked, lengths = workload.sequences(), [arguments.length] * streams
+        teach(known_by, asked, answer(assembly, asked, lengths), arguments.rate)
+        name = f"right at {arguments.rate}"
+
+        def make(of: Assembly, workload: Workload = workload) -> list[EngineSequence]:
+            del of  # all have one frontend
+            return workload.sequences()
+
+        rows += _rows(name, streams, make, streams, paths, arguments)
+    return rows
+
+
+def _texts(
+    assembly: Assembly, texts: dict[str, tuple[str, ...]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    paths = _all_paths(assembly, arguments.settings, None)
+    rows = []
+    for streams in arguments.streams:
+        for name, prompts in texts.items():
+
+            def make(of: Assembly, prompts: Sequence[str] = prompts) -> list[EngineSequence]:
+                return text_requests(of, prompts, length=arguments.length)
+
+            rows += _rows(name, streams, make, min(streams, len(prompts)), paths, arguments)
+    return rows
+
+
+def _all_paths(
+    assembly: Assembly, settings: Sequence[str], proposer: Proposer | None
+) -> dict[str, Paths]:
+    named = (SPECULATION_OFF, *settings)
+    return {
+        each: both_paths(assembly, each, None if each == SPECULATION_OFF else proposer)
+        for each in named
+    }
+
+
+def _rows(
+    workload: str,
+    streams: int,
+    make: Make,
+    at_once: int,
+    paths: dict[str, Paths],
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Medians of runs in turns; the first run of each is a warm-up."""
+    ways = [(setting, path) for setting in paths for path in PATHS]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in ways}
+    for repeat in range(arguments.repeats + 1):
+        for way in ways if repeat % 2 else reversed(ways):
+            setting, path = way
+            assembly = getattr(paths[setting], path)
+            runs[way].append(_run(assembly, make, at_once, arguments.length))
+    plain = runs[SPECULATION_OFF, "graph"][0]["tokens"]
+    rows = []
+    for way in ways:
+        setting, path = way
+        kept = runs[way][1:]
+        single = runs[setting, "graph"][-1]
+        same_tokens = all(each["tokens"] == plain for each in runs[way])
+        same = {"same_tokens": same_tokens, "same_blocks": kept[-1]["blocks"] == single["blocks"]}
+        row = {name: statistics.median(each[name] for each in kept) for name in _TIMES}
+        row |= {f"all_{name}": [each[name] for each in kept] for name in _TIMES}
+        counts = {name: kept[-1][name] for name in ("launches", "waits", "verified", "num_tokens")}
+        named = {"workload": workload, "streams": streams, "setting": setting, "path": path}
+        rows.append({**named, **row, **counts, **same})
+    return rows
+
+
+def _run(assembly: Assembly, make: Make, at_once: int, length: int) -> dict[str, Any]:
+    requests = make(assembly)
+    tokens: list[list[int]] = []
+    blocks: list[list[int]] = []
+    launches = waits = steps = 0
+    cpu, begin = time.process_time(), time.perf_counter()
+    for first in range(0, len(requests), at_once):
+        wave = requests[first : first + at_once]
+        answers = answer(assembly, wave, [length] * len(wave))
+        tokens += answers.tokens
+        blocks += answers.blocks
+        launches += answers.run.launches
+        waits += answers.run.waits
+        steps += answers.run.steps
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    num_tokens = sum(map(len, tokens))
+    verified = sum(map(len, blocks)) or num_tokens - len(requests)
+    return {
+        "tokens_per_second": num_tokens / seconds,
+        "step_ms": seconds / steps * _MS,
+        "host_us": cpu * _US / num_tokens,
+        "launches": launches,
+        "waits": waits,
+        "verified": verified,
+        "num_tokens": num_tokens - len(requests),  # the first comes with the prompt
+        "tokens": tokens,
+        "blocks": blocks,
+    }
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    return [
+        (
+            *(row[name] for name in ("workload", "streams", "setting", "path")),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['step_ms']:.3f}",
+            f"{row['host_us']:.0f}",
+            f"{row['num_tokens'] / row['verified']:.2f}",
+            row["launches"],
+            row["waits"],
+            *("yes" if row[name] else "no" for name in ("same_tokens", "same_blocks")),
+        )
+        for row in rows
+    ]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    prog = "python -m benchmarks drafting_paths"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="drafting_paths", help="of the record")
+    parser.add_argument("--streams", default=[1, 8], type=shared_options.numbers, help="e.g. 1,8")
+    parser.add_argument("--settings", default=("seed", "budget"), type=shared_options.names)
+    shared_options.add_equal_answers(parser)
+    parser.add_argument("--rate", default=0.7, type=float, help="of the oracle's right tokens")
+    parser.add_argument(
+        "--texts", type=Path, help="a folder of real prompts, as benchmarks/speculation/texts"
+    )
+    return parser.parse_args(argv)
