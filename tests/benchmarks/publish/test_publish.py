@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import publish
-from benchmarks.publish import tables
+from benchmarks.publish import claims, tables
 from benchmarks.publish.peers import peers
 from benchmarks.publish.records import Records
+from benchmarks.publish.summary import SOURCES
 
 ROOT = publish.ROOT
 OUTPUTS = publish.outputs(ROOT)
+SUMMARISED = set(SOURCES.values())
 RECORD = re.compile(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)")
 
 # Records from before the rule that a record names a commit; the page says so beside their links.
@@ -115,3 +117,43 @@ def test_a_stale_document_is_found(tmp_path: Path) -> None:
     assert filled.startswith("before\n<!-- table: gain -->\n\n| two launches")
     assert filled.endswith("<!-- end of table -->\nafter\n")
     assert "old" not in filled
+
+
+def unread() -> list[str]:
+    """Return the files of results that no page, table, figure, script or test reads."""
+    read = {f"{folder}/{name}" for folder in ("h100", "h200") for name in ("summary", *SUMMARISED)}
+    with pytest.MonkeyPatch.context() as patch:
+        of_name = Records._document
+        patch.setattr(Records, "_document", lambda own, name: read.add(name) or of_name(own, name))
+        publish.outputs(ROOT)
+        claims.check(ROOT)
+    files = git("ls-files", "-co", "--exclude-standard").stdout.splitlines()
+    results = "benchmarks/results/"
+    texts = "".join(
+        (ROOT / name).read_text()
+        for name in files
+        if name.endswith((".md", ".py", ".toml", ".sh")) and not name.startswith(results)
+        if (ROOT / name).exists()
+    )
+    mentioned = set(re.findall(r"results/((?:h\d+/)?[\w-]+)(?:\.(?:md|json|txt|svg))\b", texts))
+    mentioned |= {name for name in stems(files) if re.search(rf"[\"'`]{name}[\"'`]", texts)}
+    return [
+        name
+        for name in files
+        if name.startswith(results) and (ROOT / name).exists()
+        if name.removeprefix(results).rpartition(".")[0] not in read | mentioned
+    ]
+
+
+def stems(files: list[str]) -> set[str]:
+    """Return the records of a list of files, as the tables name them."""
+    results = "benchmarks/results/"
+    names = (name.removeprefix(results) for name in files if name.startswith(results))
+    return {name.rpartition(".")[0] for name in names if "/" in name}
+
+
+def test_every_record_is_read() -> None:
+    """`results/` keeps no record that nothing reads; git has the others."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs git")
+    assert not unread(), "delete them"
