@@ -13,7 +13,7 @@ NAMES = {
     "blocking": "blocking loop",
     "graph": "two launches in flight",
     "loop": "decode loop",
-    "resident": "resident kernel",
+    "resident": "megakernel",
 }
 _LAUNCHES = "h200/loops"  # one run of all paths
 _ADAPTING = ("fixed:3", "seed", "budget")
