@@ -19,7 +19,7 @@ from legato_engine.config import DECODE_PATHS
 from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.runtime import model_runner
 
-from benchmarks import record
+from benchmarks import record, shared_options
 
 _MIB = 2**20
 _SLOTS = (2, 6)
@@ -31,17 +31,24 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="memory", help="of the record")
-    parser.add_argument("--streams", default="8,32", help="largest batches")
-    parser.add_argument("--settings", default="graph,loop,seed", help="speculation or decode path")
+    parser.add_argument(
+        "--streams", default=[8, 32], type=shared_options.numbers, help="largest batches"
+    )
+    parser.add_argument(
+        "--settings",
+        default=("graph", "loop", "seed"),
+        type=shared_options.names,
+        help="speculation or decode path",
+    )
     arguments = parser.parse_args(argv)
     rows = []
     alive: list[Assembly] = []  # the driver keeps memory of graphs that are destroyed
-    for streams in map(int, arguments.streams.split(",")):
+    for streams in arguments.streams:
         config = msgspec.structs.replace(
             model_config(arguments), max_running=streams, kv_memory_fraction=_KV_FRACTION
         )
         assembly = assemble(config)
-        for setting in arguments.settings.split(","):
+        for setting in arguments.settings:
             _used(assembly, setting, _SLOTS[0], alive)  # what the process takes once
             few, many = (_used(assembly, setting, slots, alive) for slots in _SLOTS)
             rows.append(

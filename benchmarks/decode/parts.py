@@ -29,7 +29,7 @@ from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks import record, shared_options
 from benchmarks.decode.loops.arrivals import ask_again
-from benchmarks.decode.loops.requests import question
+from benchmarks.decode.loops.decodes import question
 
 HEADS = (
     *("callers", "prompt tokens", "prompts", "tokens/s", "of whole", "first token ms"),

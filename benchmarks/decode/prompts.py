@@ -19,7 +19,7 @@ from legato_engine.bench.workload import Workload
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.scheduler.output import SilentSink
 
-from benchmarks import record
+from benchmarks import record, shared_options
 
 HEADS = ("prompt tokens", "first token ms", "host CPU ms")
 
@@ -41,13 +41,20 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks prompts", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="prompts", help="of the record")
-    parser.add_argument("--lengths", default="100,320,400,700,1000,1300,2000", help="positions")
-    parser.add_argument("--repeats", default=9, type=int, help="questions of each length")
+    parser.add_argument(
+        "--lengths",
+        default=[100, 320, 400, 700, 1000, 1300, 2000],
+        type=shared_options.numbers,
+        help="positions",
+    )
+    parser.add_argument(
+        "--repeats", default=9, type=shared_options.positive, help="questions of each length"
+    )
     arguments = parser.parse_args(argv)
     config = msgspec.structs.replace(model_config(arguments), max_running=8)
     assembly = assemble(config)
     rows = []
-    for length in map(int, arguments.lengths.split(",")):
+    for length in arguments.lengths:
         taken = [first_token(assembly, length) for _ in range(arguments.repeats + 2)][2:]
         wall, host = (statistics.median(each) for each in zip(*taken, strict=True))
         rows.append({"length": length, "first_token_ms": wall, "host_ms": host, "all": taken})

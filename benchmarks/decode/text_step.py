@@ -166,15 +166,15 @@ def floor_ms(config: DecoderConfig, streams: int, position: int) -> float:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks text_step", description=__doc__)
     parser.add_argument("--models", type=shared_options.names_of(MODELS), default=list(MODELS))
-    parser.add_argument("--streams", default="1,4,8,32")
+    parser.add_argument("--streams", default=[1, 4, 8, 32], type=shared_options.numbers)
     parser.add_argument("--position", type=int, default=850)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=shared_options.positive, default=7)
     parser.add_argument("--alone", action="store_true", help="without transformers")
     parser.add_argument("--name", default="text_step")
     options = parser.parse_args(arguments)
     device, rows, figures = CudaDevice(0), [], []
     for name in options.models:
-        for streams in map(int, options.streams.split(",")):
+        for streams in options.streams:
             place = MODELS[name], streams, options.position
             steps: dict[str, Step] = {}
             if not options.alone:  # first: its compiler frees the memory that libraries work in

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import shared_options
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
@@ -129,17 +131,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that the parent passes on."""
-    parser.add_argument("--streams", type=numbers, default=[1, 8, 32], help="e.g. 1,8,32")
+    parser.add_argument(
+        "--streams", type=shared_options.numbers, default=[1, 8, 32], help="e.g. 1,8,32"
+    )
     parser.add_argument("--context", type=int, default=850, help="positions before the first step")
     parser.add_argument("--steps", type=int, default=60, help="timed steps")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: does the code run?")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-
-
-def numbers(text: str) -> list[int]:
-    """Parse numbers with commas between them."""
-    return [int(part) for part in text.split(",")]
 
 
 def versions(*modules: str) -> dict[str, str]:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.publish.decode_paths import NAMES, counts
-from benchmarks.publish.peers import peers
 from benchmarks.publish.records import STREAMS, Records
 from benchmarks.publish.svg import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
-from benchmarks.publish.tables import LONE_STAGES
+from benchmarks.publish.tables import LONE_STAGES, peers
 
 _LEFT, _BAR, _GAP = 270, 18, 6
 _WIDTH, _PLOT = 780, 440

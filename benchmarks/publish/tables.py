@@ -6,13 +6,94 @@ table whose figures come from several commits names the record of each row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.publish import decode_paths, sizing
-from benchmarks.publish.peers import peers, reference_total
 from benchmarks.publish.records import STREAMS, Records, Row, sources
-from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
+
+# ---------------------------------------------------------------- peers
+
+# Figures of peers, each with its version and its source.
+
+
+def peers(records: Records) -> Iterator[tuple[str, list[str], str]]:
+    """Yield name, steps by number of streams, and source of each peer."""
+    for peer in records.figures("h200/peers")["peers"]:
+        rows, name, source = peer["rows"], peer["name"], records.link("h200/peers")
+        if not rows:
+            rows, source = peer["not_of_this_run"], "none"
+        if peer["peer"] == "moondream":
+            rows, name = [row for row in rows if row["compiled"]], f"{name}, compiled"
+        if not rows:
+            continue
+        for package, version in peer["versions"].items():
+            if name.startswith(package):
+                name = f"{package} {version.partition('+')[0]}{name.removeprefix(package)}"
+        if source == "none":
+            version, date = rows[0].get("version", ""), records.date("h200/peers")
+            name = f"{name} {version}".strip() + f", another H200, by {date}, **not of this run**"
+        steps = {row["streams"]: f"{row['step_ms']:.2f}" for row in rows}
+        yield name, [steps.get(n, "-") for n in STREAMS], source
+
+
+def reference_total(records: Records) -> str:
+    """Return what the reference implementation takes for an image and three tokens."""
+    found = {peer["peer"]: peer for peer in records.figures("h200/peers")["peers"]}
+    totals = [row["total_ms"] for row in found["moondream"]["rows"] if row["compiled"]]
+    return f"{totals[0]:.1f}, without a server" if totals else "-"
+
+
+# ---------------------------------------------------------------- service
+
+# Tables of what the service costs around an engine without a model.
+
+
+def service(records: Records) -> str:
+    """Throughput of the service around an engine without a model, as shares of a bare server."""
+    name = records.newest("serve_2cores_*", "cases", "processes")
+    figures, rows = records.figures(name), []
+    scaled = {(each["case"], each["processes"]): each["share"] for each in figures["processes"]}
+    for case, turns in figures["cases"].items():
+        rates = [turn["per_second"] for turn in turns["bare"]]
+        shares = [_paired_share(turns["bare"], turns[server]) for server in ("inside", "legato")]
+        shares += [scaled[case, processes] for processes in (1, 2)]
+        rows.append([case, f"{statistics.median(rates):,.0f}", *(f"{each:.0%}" for each in shares)])
+    heads = (
+        "two cores, clients included",
+        "bare grpc.aio server, calls or messages/s",
+        "engine inside the service process",
+        "engine process beside it",
+        "eight callers, one service process",
+        "eight callers, two service processes",
+    )
+    return table(heads, rows) + sources(records, name)
+
+
+def idle_sessions(records: Records) -> str:
+    """What idle sessions cost a Query."""
+    name = records.newest("serve_2cores_*", "idle_sessions")
+    rows = [
+        [
+            f"{each['sessions']:,}",
+            *(f"{each[field]:.2f}" for field in ("p50", "p99", "max")),
+            f"{each['bytes_each'] / 1024:.0f}" if each["sessions"] else "-",
+        ]
+        for each in records.figures(name)["idle_sessions"]
+    ]
+    heads = ("idle sessions", "Query P50 ms", "P99 ms", "max ms", "KiB a session")
+    return table(heads, rows) + sources(records, name)
+
+
+def _paired_share(bare: Sequence[Row], own: Sequence[Row]) -> float:
+    """Return the median of the ratios of turns that were taken in pairs."""
+    pairs = zip(bare, own, strict=True)
+    ratios = [float(mine["per_second"] / theirs["per_second"]) for theirs, mine in pairs]
+    return statistics.median(ratios)
+
+
+# ---------------------------------------------------------------- tables
 
 LONE_STAGES = {
     "there": "client to engine",

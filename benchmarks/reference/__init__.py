@@ -21,7 +21,7 @@ from legato_engine.types import QueryTask
 from PIL import Image
 
 from benchmarks import record
-from benchmarks.image.photos import Photographer
+from benchmarks.image.files import Photographer
 from benchmarks.peers.moondream_reference import sources
 from benchmarks.reference import report
 from benchmarks.reference.cases import SIZES, Case, Size, cases

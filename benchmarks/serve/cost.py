@@ -17,8 +17,17 @@ from collections.abc import Sequence
 from benchmarks import record
 from benchmarks.serve import ghz_check, processes, sessions
 from benchmarks.serve.cases import Case, cases
-from benchmarks.serve.contenders import Contender, echo_server, inside_server, null_server, recorded
-from benchmarks.serve.turns import Sample, median, share_of, take_turn
+from benchmarks.serve.contenders import (
+    Contender,
+    Sample,
+    echo_server,
+    inside_server,
+    median,
+    null_server,
+    recorded,
+    share_of,
+    take_turn,
+)
 
 
 def compare(

@@ -47,7 +47,7 @@ from legato_engine.types import (
 from msgspec import structs
 
 from benchmarks import record, shared_options
-from benchmarks.image.photos import Photographer
+from benchmarks.image.files import Photographer
 from benchmarks.serve.contenders import echo_server
 from benchmarks.serve.echo import Answers
 

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from legato_client import AsyncClient, DetectResult, QueryResult, Sampling
 
-from benchmarks.image.photos import stamped
+from benchmarks.image.files import stamped
 
 # ---------------------------------------------------------------- workloads
 

@@ -30,7 +30,7 @@ from legato_engine.telemetry.timeline import LANES, timeline_path
 
 from benchmarks import record
 from benchmarks.image import files
-from benchmarks.image.photos import stamped
+from benchmarks.image.files import stamped
 from benchmarks.serve import process_stats
 
 STAGES = ("there", "picture", "launch", "prefill", "decode", "back")

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from benchmarks import record
 from benchmarks.serve.cases import Case
-from benchmarks.serve.contenders import Contender
-from benchmarks.serve.turns import Sample, median, share_of, take_turn
+from benchmarks.serve.contenders import Contender, Sample, median, share_of, take_turn
 
 SENDERS = 4
 """Connections for each process of the largest number: the kernel spreads these, not calls."""

@@ -20,7 +20,7 @@ from legato_engine.sequence import Sequence
 from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 from benchmarks.decode.loops import picture, recorded, skilled, values_of
-from benchmarks.decode.loops.requests import NUM_SKILLS
+from benchmarks.decode.loops.decodes import NUM_SKILLS
 from benchmarks.decode.parts import prompts
 from tests.engine.models.moondream.outlines import scripted
 from tests.gpu.decodes import ROWS, Decodes, close, decoding

@@ -18,8 +18,15 @@ from legato_engine.scheduler.interfaces import Pause
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import RequestKey
 
-from benchmarks.decode.loops.decodes import Decodes, recorded, values_of
-from benchmarks.decode.loops.requests import NUM_SKILLS, picture, question, skilled
+from benchmarks.decode.loops.decodes import (
+    NUM_SKILLS,
+    Decodes,
+    picture,
+    question,
+    recorded,
+    skilled,
+    values_of,
+)
 from benchmarks.speculation.run import RecordedTask
 
 MAX_LIVE = 6

@@ -14,8 +14,7 @@ from legato_engine.core.requests import make_sequence
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import CachedImage, DetectTask, Request, RequestKey, SamplingParams
 
-from benchmarks.decode.loops.decodes import Decodes, recorded
-from benchmarks.decode.loops.requests import picture
+from benchmarks.decode.loops.decodes import Decodes, picture, recorded
 
 _MS = 1e3
 

@@ -8,7 +8,7 @@ import numpy as np
 from legato_engine.images.decoding import content_key, decode_encoded
 from PIL import Image
 
-from benchmarks.image.photos import Photographer, stamped
+from benchmarks.image.files import Photographer, stamped
 
 SIZE = (160, 120)
 

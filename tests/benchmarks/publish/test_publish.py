@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks import publish
 from benchmarks.publish import claims, tables
-from benchmarks.publish.peers import peers
 from benchmarks.publish.records import Records
 from benchmarks.publish.summary import SOURCES
+from benchmarks.publish.tables import peers
 
 ROOT = publish.ROOT
 OUTPUTS = publish.outputs(ROOT)
@@ -124,7 +124,12 @@ def unread() -> list[str]:
     read = {f"{folder}/{name}" for folder in ("h100", "h200") for name in ("summary", *SUMMARISED)}
     with pytest.MonkeyPatch.context() as patch:
         of_name = Records._document
-        patch.setattr(Records, "_document", lambda own, name: read.add(name) or of_name(own, name))
+
+        def noted(own: Records, name: str) -> object:
+            read.add(name)
+            return of_name(own, name)
+
+        patch.setattr(Records, "_document", noted)
         publish.outputs(ROOT)
         claims.check(ROOT)
     files = git("ls-files", "-co", "--exclude-standard").stdout.splitlines()

@@ -7,11 +7,10 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 
 from benchmarks.serve.cases import Case, cases
-from benchmarks.serve.contenders import echo_server, one_each
+from benchmarks.serve.contenders import Sample, echo_server, one_each
 from benchmarks.serve.cost import row
 from benchmarks.serve.echo import Answers
 from benchmarks.serve.processes import _scaled, text
-from benchmarks.serve.turns import Sample
 
 STREAM = [
     pb.GenerateResponse(index=0, started=pb.Started(model="null")),
