@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,11 @@ def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[st
     path.write_text("\n".join(lines))
     print(f"written: {name}.json, {name}.md")
     return path
+
+
+def quantiles(values: Sequence[float], n: int) -> list[float]:
+    """Return the n - 1 cuts of values; of a single value, all are that value."""
+    return statistics.quantiles(values, n=n) if len(values) > 1 else list(values) * (n - 1)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -63,7 +63,7 @@ def load(assembly: Assembly, callers: int, num_tokens: int, words: int) -> Figur
         answers.tokens_per_second,
         statistics.mean(each.task.times[0] - each.asked for each in ended) * 1e3,
         statistics.mean(gaps) * 1e3,
-        statistics.quantiles(gaps, n=100)[-1] * 1e3,
+        record.quantiles(gaps, n=100)[-1] * 1e3,
         statistics.mean(len(each.sequence.prompt) for each in ended),
     )
 

@@ -142,7 +142,7 @@ def _compare(
                 start = time.perf_counter()
                 stub.Query(request, metadata=metadata)
                 times[way].append((time.perf_counter() - start) * 1e3)
-    tenths = {way: statistics.quantiles(spent, n=10)[0] for way, spent in times.items()}
+    tenths = {way: record.quantiles(spent, n=10)[0] for way, spent in times.items()}
     return {
         way: {
             "p10_ms": tenths[way],

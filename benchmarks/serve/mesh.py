@@ -131,7 +131,7 @@ def _row(name: str, turns: Turns) -> tuple[str, ...]:
 
 
 def _spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = record.quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 

@@ -78,7 +78,7 @@ async def timed(call: Callable[[int], Awaitable[object]], count: int, callers: i
     start = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(callers)))
     seconds = time.perf_counter() - start
-    p95 = statistics.quantiles(durations, n=20)[-1] if len(durations) > 1 else durations[0]
+    p95 = record.quantiles(durations, n=20)[-1]
     return Latency(count, failures, statistics.median(durations), p95, max(durations), seconds)
 
 

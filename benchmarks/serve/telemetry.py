@@ -118,7 +118,7 @@ def _cpu(pid: int) -> float:
 
 def _row(name: str, turns: list[dict[str, tuple[float, float]]]) -> tuple[str, ...]:
     differences = [turn[name][0] / turn["off"][0] - 1 for turn in turns]
-    low, middle, high = statistics.quantiles(differences, n=4)
+    low, middle, high = record.quantiles(differences, n=4)
     cpu = statistics.median(turn[name][0] for turn in turns)
     p50 = statistics.median(turn[name][1] for turn in turns)
     spread = f"{low:+.1%} to {high:+.1%}"

@@ -14,16 +14,18 @@ RUNS = {
     "decode": f"{MODEL} --streams 1 --length 24 --repeats 1",
     "drafting_paths": f"{MODEL} --streams 1 --length 16 --context 40 --repeats 1",
     "fp8": "--device cpu --crops 2 --repeats 1",
-    "hop": f"{MODEL} {SIZE} --calls 2 --block 1 --tokens 1",
+    "hop": f"{MODEL} {SIZE} --calls 1 --block 1 --tokens 1",
     "image": f"{MODEL} --sizes 128x96 --repeats 1 --device-stages",
-    "intake": f"{SIZE} --calls 2 --block 1",
-    "lone": f"{SIZE} --calls 2 --tokens 3 -- --model random-tiny --device cpu",
+    "intake": f"{SIZE} --calls 1 --block 1",
+    "lone": f"{SIZE} --calls 1 --tokens 1 -- --model random-tiny --device cpu",
     "loops": f"{MODEL} --streams 1 --length 12 --context 40 --repeats 1"
     " --joins 1 --load 8 --steps 20",
     "loops alone": f"{MODEL} --streams 1 --length 3 --context 20 --repeats 1"
     " --joins 0 --load 0 --steps 0",
     "parts": f"{MODEL} --callers 2 --words 20 --tokens 16 --turns 1",
     "prompts": f"{MODEL} --lengths 32 --repeats 1",
+    "telemetry": "--turns 1 --calls 1 --name telemetry",
+    "access": "--blocks 1 --calls 1",
     "tick": "--ticks 1",
     "rpc": f"{SIZE} --alone 1 --callers 1 --calls 1 -- --model null",
 }
