@@ -66,10 +66,8 @@ def commit(root):
 def grow(root):
     """Add a field to the contract."""
     path = root / "proto/legato/v1/geometry.proto"
-    field = "  float y = 2;\n"
-    text = path.read_text()
-    assert text.count(field) == 1
-    path.write_text(text.replace(field, f"{field}  // How far.\n  float z = 99;\n"))
+    end = "}\n"  # of the first message
+    path.write_text(path.read_text().replace(end, f"  // How far.\n  float z = 99;\n{end}", 1))
 
 
 def test_a_release_is_prepared_in_all_places(tree):
@@ -157,7 +155,7 @@ def test_the_revision_grows_with_the_contract(tree):
 def test_a_broken_contract_is_not_prepared(tree):
     """A release cannot make a break the new baseline."""
     path = tree / "proto/legato/v1/geometry.proto"
-    path.write_text(path.read_text().replace("  float y = 2;\n", "", 1))
+    path.write_text(path.read_text().replace("float y = 2 ", "float z = 3 ", 1))
     with pytest.raises(ReleaseError, match="breaks clients of revision-"):
         publish.prepare(tree, "0.7.0", "2026-11-23")
     assert versions.version(tree) == versions.version(ROOT)

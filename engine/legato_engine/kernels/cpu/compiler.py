@@ -35,7 +35,7 @@ class _Built:
     """A library that is compiled beforehand, for any processor with some features."""
 
     file: str
-    option: str
+    options: tuple[str, ...]
     needed: frozenset[str]
 
 
@@ -50,16 +50,23 @@ class _Architecture:
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {f"avx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "_vnni", "_bf16")}
 _X86 = _Architecture(
-    _AVX2, (), "-march=native", (_Built("any-avx2.so", "-march=x86-64-v3", _AVX2),)
+    _AVX2,
+    (),
+    "-march=native",
+    (
+        _Built("any-avx512.so", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _AVX512),
+        _Built("any-avx2.so", ("-march=x86-64-v3",), _AVX2),
+    ),
 )
 _ARM64 = _Architecture(
     frozenset(),  # each has NEON
     ("-fno-schedule-insns",),  # GCC's spills sums that fit into registers; Clang has none
     "-mcpu=native",  # Apple's Clang knows no -march=native
     (
-        _Built("any-dotprod.so", "-march=armv8.2-a+dotprod", frozenset({"asimddp"})),
-        _Built("any-neon.so", "-march=armv8-a", frozenset()),
+        _Built("any-dotprod.so", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+        _Built("any-neon.so", ("-march=armv8-a",), frozenset()),
     ),
 )
 _ARCHITECTURES = {"x86_64": _X86, "aarch64": _ARM64, "arm64": _ARM64}
@@ -114,7 +121,7 @@ def build_for_any() -> None:
     """
     architecture = _architecture()
     for built in architecture.built:
-        options = (*_FLAGS, *architecture.options, built.option)
+        options = (*_FLAGS, *architecture.options, *built.options)
         _beside(built).write_bytes(_compile(_compiler(), options, sources()))
 
 

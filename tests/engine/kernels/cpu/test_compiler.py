@@ -20,6 +20,7 @@ echo compiled >> "$LOG"
 echo library > "$2"
 """
 AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {f"avx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "_vnni", "_bf16")}
 
 
 @pytest.fixture
@@ -122,6 +123,8 @@ def test_a_library_is_for_the_machines_own_processor(folder, monkeypatch, machin
     ("machine", "flags", "file", "option"),
     [
         ("x86_64", AVX2, "any-avx2.so", "-march=x86-64-v3"),
+        ("x86_64", AVX512 - {"avx512_bf16"}, "any-avx2.so", "-march=x86-64-v3"),
+        ("x86_64", AVX512, "any-avx512.so", "-mavx512bf16"),
         ("aarch64", {"asimd"}, "any-neon.so", "-march=armv8-a"),
         ("aarch64", {"asimd", "asimddp"}, "any-dotprod.so", "-march=armv8.2-a+dotprod"),
     ],
@@ -164,7 +167,7 @@ def test_a_start_names_the_instructions_of_its_layers(library, monkeypatch):
         assert found is not None
         assert found.instructions == library.instructions
     assert logged == [{"instructions": library.instructions}]
-    assert library.instructions.split()[0] in ("AVX2", "NEON")
+    assert library.instructions.split()[0] in ("AVX2", "AVX-512", "NEON")
 
 
 def test_torch_is_a_choice():

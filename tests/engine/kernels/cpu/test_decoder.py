@@ -199,6 +199,19 @@ def test_a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads(librar
         together(made, sequences, alone)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_avx512_has_the_bits_of_avx2(library, avx2_library, name):
+    """Whole layers of a prompt, then of a token."""
+    found = []
+    for each in (library, avx2_library):
+        made = Made(each, FORMS[name])
+        x_TD, rows, pages_M = made.noise(60, DIM), made.rows(), pages_of(60)
+        found.append(made.decoder.span(x_TD[:59], 0, pages_M, rows, bidirectional=False))
+        found.append(made.decoder.decode(x_TD[59:], torch.tensor([59]), pages_M[None], rows))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 def together(made, sequences, alone):
     """Steps of all sequences, drafts of one and padding among them."""
     rows, width = made.rows(), 7

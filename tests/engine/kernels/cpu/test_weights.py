@@ -39,13 +39,17 @@ def packed(library, kind, weight_OI):
 def test_products_are_those_of_the_packed_weight(
     library, kind, rows, inputs, outputs, threads, biased
 ):
-    """Any shape: within the rounding of float32, and of inputs of 16 bits for int8 and int4."""
+    """Any shape: within the rounding of float32, and of inputs of 16 bits for int8 and int4.
+
+    With weights in bfloat16 inputs are rounded to that first.
+    """
     torch.set_num_threads(threads)
     weight = packed(library, kind, random(outputs, inputs, 1))
     x_TI = random(rows, inputs)
     bias_O = random(1, outputs, 2)[0] if biased else None
     exact_OI = weight.rows(torch.arange(outputs)).double()
-    expected_TO = F.linear(x_TI.double(), exact_OI, None if bias_O is None else bias_O.double())
+    read_TI = x_TI.bfloat16() if kind == "bfloat16" else x_TI
+    expected_TO = F.linear(read_TI.double(), exact_OI, None if bias_O is None else bias_O.double())
     found_TO = weight.multiply(x_TI, bias_O).double()
     bound = 1e-6 if kind in ("float32", "bfloat16") else 1e-4
     size = x_TI.double().norm(dim=1, keepdim=True) * exact_OI.norm(dim=1) + 1.0
@@ -63,6 +67,20 @@ def test_rows_have_the_same_bits_in_any_batch_and_on_any_number_of_threads(libra
         for first, count in ((0, 1), (3, 2), (1, 3), (7, 4), (2, 5), (9, 6), (5, 7), (6, 130)):
             rows = slice(first, first + count)
             assert torch.equal(weight.multiply(x_TI[rows].clone(), None), whole_TO[rows])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("inputs", [590, 33])
+def test_avx512_has_the_bits_of_avx2(library, avx2_library, kind, inputs):
+    """One row and many, and weights that come back; values far apart among the inputs."""
+    x_TI = random(150, inputs) * torch.logspace(-6, 6, 150)[:, None]
+    x_TI[5, 7], x_TI[6, 8], x_TI[7] = torch.nan, torch.inf, 0.0
+    ours, plain = (packed(each, kind, random(90, inputs, 1)) for each in (library, avx2_library))
+    for rows in (1, 2, 6, 7, 150):
+        found_TO, expected_TO = (each.multiply(x_TI[-rows:], None) for each in (ours, plain))
+        assert torch.equal(found_TO.nan_to_num(7.0), expected_TO.nan_to_num(7.0))
+    outputs = torch.arange(90)
+    assert torch.equal(ours.rows(outputs), plain.rows(outputs))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

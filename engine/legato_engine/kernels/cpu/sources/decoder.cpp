@@ -80,7 +80,7 @@ class Run {
         float* up = pool_.up.room<float>(rows * layer.up.outputs);
         float* heads = pool_.heads.room<float>(rows * queries_);
 
-        norm(layer.norm, normed, layer.qkv.rounds() || layer.up.rounds());
+        norm(layer.norm, normed, layer.qkv.rounding() | layer.up.rounding());
         multiply(layer.qkv, normed, {qkv, fused_, false}, parallel ? &layer.up : nullptr,
                  {up, layer.up.outputs, false});
         pool_.share(rows, [&](long row) { place(layer, pages, qkv + row * fused_, row); });
@@ -88,9 +88,9 @@ class Run {
         attend_all(pages, qkv, heads);
         Prepared seen(pool_.normed, rows, queries_, heads, queries_);
         Prepared active(pool_.active, rows, decoder_.inner);
-        if (parallel || layer.out.rounds()) {
+        if (parallel || layer.out.rounding() != 0) {
             pool_.share(rows, [&](long row) {
-                if (layer.out.rounds()) seen.round(row);
+                seen.round(row, layer.out.rounding());
                 if (!parallel) return;
                 adapt_row(adapters.up, index, row, normed.row(row), up + row * layer.up.outputs);
                 activate_row(layer, up, active, row);
@@ -99,7 +99,7 @@ class Run {
         multiply(layer.out, seen, {step_.x, decoder_.dim, true});
         if (!parallel) {
             Prepared again(pool_.normed, rows, decoder_.dim);
-            norm(layer.next_norm, again, layer.up.rounds());
+            norm(layer.next_norm, again, layer.up.rounding());
             multiply(layer.up, again, {up, layer.up.outputs, false});
             pool_.share(rows, [&](long row) { activate_row(layer, up, active, row); });
         }
@@ -115,10 +115,10 @@ class Run {
         if (step_.adapters.slots != nullptr) adapt(thread_, step_.adapters, map, layer, row, x, to);
     }
 
-    void norm(const Norm& norm, const Prepared& to, bool rounds) {
+    void norm(const Norm& norm, const Prepared& to, int rounding) {
         pool_.share(step_.rows, [&](long row) {
             norm_row(norm, step_.x + row * decoder_.dim, decoder_.dim, to.row(row));
-            if (rounds) to.round(row);
+            to.round(row, rounding);
         });
     }
 
@@ -138,7 +138,7 @@ class Run {
 
     void activate_row(const Layer& layer, const float* up, const Prepared& to, long row) {
         activate(up + row * layer.up.outputs, decoder_.inner, decoder_.gated, to.row(row));
-        if (layer.down.rounds()) to.round(row);
+        to.round(row, layer.down.rounding());
     }
 
     // Norm and rotate a row's queries and keys, and write its keys and values to their page.
@@ -216,7 +216,8 @@ void legato_multiply(Pool* pool, const Linear* linear, const float* x, int64_t r
     const long width = linear->inputs;
     pool->run([&] { Prepared(pool->normed, rows, width); }, [&](Thread& thread) {
         Prepared inputs(pool->normed, rows, width, x, width);
-        if (linear->rounds()) pool->share(rows, [&](long row) { inputs.round(row); });
+        if (const int rounding = linear->rounding())
+            pool->share(rows, [&](long row) { inputs.round(row, rounding); });
         Product product(*linear, inputs.inputs(), rows, {out, linear->outputs, false}, pool->size());
         pool->share(product.count(), [&](long task) { product(thread, task); });
     });

@@ -30,9 +30,9 @@ class Scratch {
     size_t bytes_ = 0;
 };
 
-// Inputs of products: floats, integers, scales and totals of blocks.
+// Inputs of products: floats, also rounded, integers, scales and totals of blocks.
 struct InputRoom {
-    Scratch floats, values, scales, totals;
+    Scratch floats, narrow, values, scales, totals;
 };
 
 class Pool;

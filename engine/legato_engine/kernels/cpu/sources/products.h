@@ -2,8 +2,9 @@
 //
 // An output of a row is a sum over inputs in ascending order: of single products in float32, and for
 // int8 and int4 of blocks of 32, whose sums of integers are exact. So its bits depend neither on the
-// other rows nor on who computes it. Inputs of int8 and int4 are rounded to 16 bits with a scale for
-// each row and block.
+// other rows nor on who computes it, nor on the processor. Inputs of int8 and int4 are rounded to 16 bits
+// with a scale for each row and block, inputs of bfloat16 to bfloat16, whose products are exact in float32.
+// (vdpbf16ps takes what is below 2^-126 for zero; others do not.)
 #pragma once
 
 #include "pool.h"
@@ -13,21 +14,25 @@ namespace legato {
 
 constexpr int MOST = 6;         // rows that share one pass over a panel in registers
 constexpr int DEPTH = 320;      // inputs of a part of a panel that stays in the first cache, at most
+constexpr long SLAB = long(DEPTH) * WIDTH;  // weights of such a part
 constexpr int TALL = 126;       // rows whose parts stay in the second cache
 constexpr int PANELS = 4;       // panels of a task of many rows
 
-// Rows as a product reads them: floats, or integers of 16 bits with scales and sums of blocks.
+// Rows as a product reads them: floats, floats rounded to bfloat16, or integers of 16 bits with scales and
+// sums of blocks.
 struct Inputs {
     const float* floats;
-    long stride;  // of floats
+    long stride;           // of floats
+    const Narrow* narrow;  // as `put_narrow` has them
+    long narrow_stride;
     const int16_t* values;  // of a block as `put_inputs` has them
     const float* scales;
     const float* totals;  // of the rounded values
-    long blocks;          // of a row, for all three
+    long blocks;          // of a row, for the last three
 
     Inputs from(long row) const {
-        return {floats + row * stride, stride, values + row * blocks * BLOCK, scales + row * blocks,
-                totals + row * blocks, blocks};
+        return {floats + row * stride, stride, narrow + row * narrow_stride, narrow_stride,
+                values + row * blocks * BLOCK, scales + row * blocks, totals + row * blocks, blocks};
     }
 };
 
@@ -63,72 +68,118 @@ inline Block16 round_inputs(const float* from, int count, int16_t* to) {
 
 using Sums = float[WIDTH];  // of one row and panel
 
-template <int ROWS>
-inline void take(Floats to[ROWS][2], const Sums* from) {
+// Panels side by side, each `stride` bytes behind the one before, with sums `sums_stride` apart.
+struct Across {
+    const uint8_t* weights;
+    long stride;
+    Sums* sums;
+    long sums_stride;
+};
+
+template <int ROWS, int COUNT>
+inline void take(Sixteen to[COUNT][ROWS], const Across& panels) {
+#pragma GCC unroll 2
+    for (int p = 0; p < COUNT; ++p)
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; ++row) to[p][row] = load16(panels.sums[p * panels.sums_stride + row]);
+}
+
+template <int ROWS, int COUNT>
+inline void put(const Across& panels, const Sixteen from[COUNT][ROWS]) {
+#pragma GCC unroll 2
+    for (int p = 0; p < COUNT; ++p)
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; ++row) store(panels.sums[p * panels.sums_stride + row], from[p][row]);
+}
+
+template <int ROWS, int COUNT>
+inline void add_products(Sixteen acc[COUNT][ROWS], const Sixteen weights[COUNT], const float* const rows[ROWS], long input) {
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row) {
-        to[row][0] = load(from[row]);
-        to[row][1] = load(from[row] + LANES);
+        Sixteen value = all16(rows[row][input]);
+#pragma GCC unroll 2
+        for (int p = 0; p < COUNT; ++p) acc[p][row] = fma(value, weights[p], acc[p][row]);
     }
 }
 
-template <int ROWS>
-inline void put(Sums* to, const Floats from[ROWS][2]) {
-#pragma GCC unroll 6
-    for (int row = 0; row < ROWS; ++row) {
-        store(to[row], from[row][0]);
-        store(to[row] + LANES, from[row][1]);
-    }
-}
-
-// Add the products of `count` inputs.
-template <int ROWS, int KIND>
-inline void add_floats(const uint8_t* weights, const Inputs& x, long first, long count, Sums* sums) {
-    Floats acc[ROWS][2];
-    take<ROWS>(acc, sums);
+// Add the products of `count` inputs from `x` on, whose rows are `stride` apart.
+template <int ROWS, int COUNT>
+inline void add_floats(const Across& panels, const float* x, long stride, long count) {
+    Sixteen acc[COUNT][ROWS];
+    take<ROWS, COUNT>(acc, panels);
     const float* rows[ROWS];
-    for (int row = 0; row < ROWS; ++row) rows[row] = x.floats + row * x.stride + first;
+    for (int row = 0; row < ROWS; ++row) rows[row] = x + row * stride;
     for (long input = 0; input < count; ++input) {
-        Floats low, high;
-        if constexpr (KIND == FLOAT32) {
-            const float* at = reinterpret_cast<const float*>(weights) + input * WIDTH;
-            low = load(at);
-            high = load(at + LANES);
-        } else {
-            split_bf16(weights + input * WIDTH * 2, low, high);
-        }
+        Sixteen weights[COUNT];
+#pragma GCC unroll 2
+        for (int p = 0; p < COUNT; ++p)
+            weights[p] = load16(reinterpret_cast<const float*>(panels.weights + p * panels.stride) + input * WIDTH);
+        add_products<ROWS, COUNT>(acc, weights, rows, input);
+    }
+    put<ROWS, COUNT>(panels, acc);
+}
+
+// The same of `count` pairs of inputs with weights in bfloat16.
+template <int ROWS, int COUNT>
+inline void add_pairs(const Across& panels, const Narrow* x, long stride, long count) {
+    Sixteen acc[COUNT][ROWS];
+    take<ROWS, COUNT>(acc, panels);
+    const Narrow* rows[ROWS];
+    for (int row = 0; row < ROWS; ++row) rows[row] = x + row * stride;
+    for (long pair = 0; pair < count; ++pair) {
+        const uint8_t* at = panels.weights + pair * WIDTH * 4;
+#ifdef __AVX512BF16__
+        __m512bh weights[COUNT];
+#pragma GCC unroll 2
+        for (int p = 0; p < COUNT; ++p) weights[p] = (__m512bh)_mm512_loadu_si512(at + p * panels.stride);
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row) {
-            Floats value = all(rows[row][input]);
-            acc[row][0] = fma(value, low, acc[row][0]);
-            acc[row][1] = fma(value, high, acc[row][1]);
+            int32_t both;
+            std::memcpy(&both, rows[row] + 2 * pair, sizeof both);
+#pragma GCC unroll 2
+            for (int p = 0; p < COUNT; ++p)
+                acc[p][row] = _mm512_dpbf16_ps(acc[p][row], weights[p], (__m512bh)_mm512_set1_epi32(both));
         }
+#else
+        Sixteen weights[COUNT];
+#pragma GCC unroll 2
+        for (int p = 0; p < COUNT; ++p) weights[p] = half_words<true>(at + p * panels.stride);
+        add_products<ROWS, COUNT>(acc, weights, rows, 2 * pair);
+#pragma GCC unroll 2
+        for (int p = 0; p < COUNT; ++p) weights[p] = half_words<false>(at + p * panels.stride);
+        add_products<ROWS, COUNT>(acc, weights, rows, 2 * pair + 1);
+#endif
     }
-    put<ROWS>(sums, acc);
+    put<ROWS, COUNT>(panels, acc);
 }
 
 // Add the products of `count` blocks. `wide`: their values unpacked, instead of those in `weights`.
-template <int ROWS, int KIND, bool WIDE>
-inline void add_blocks(const uint8_t* weights, const Wide* wide, const Inputs& x, long first,
-                       long count, Sums* sums) {
+template <int ROWS, int COUNT, int KIND, bool WIDE>
+inline void add_blocks(Across panels, const Wide* wide, const Inputs& x, long first, long count) {
     const long stride = x.blocks * BLOCK;
-    for (long block = 0; block < count; ++block, weights += block_bytes(KIND)) {
+    for (long block = 0; block < count; ++block, panels.weights += block_bytes(KIND)) {
         const int16_t* values = x.values + (first + block) * BLOCK;
-        const Wide* unpacked = WIDE ? wide + block * BLOCK * WIDTH : nullptr;
-        Ints acc[ROWS][2];
-        multiply_block<ROWS, KIND, WIDE>(weights + scale_bytes(KIND), unpacked, values, stride, acc);
+        const uint8_t* blocks[COUNT];
+        const Wide* unpacked[COUNT];
+        for (int p = 0; p < COUNT; ++p) {
+            blocks[p] = panels.weights + p * panels.stride + scale_bytes(KIND);
+            unpacked[p] = WIDE ? wide + p * SLAB + block * BLOCK * WIDTH : nullptr;
+        }
+        Ints16 acc[COUNT][ROWS];
+        multiply_blocks<ROWS, COUNT, KIND, WIDE>(blocks, unpacked, values, stride, acc);
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            Floats scale = load_half(weights + half * 2 * LANES);
-            Floats minimum = zero();
-            if constexpr (KIND == INT4) minimum = load_half(weights + 2 * WIDTH + half * 2 * LANES);
+        for (int p = 0; p < COUNT; ++p) {
+            const uint8_t* scales = panels.weights + p * panels.stride;
+            const Sixteen scale = load_half16(scales);
+            Sixteen minimum = all16(0.0f);
+            if constexpr (KIND == INT4) minimum = load_half16(scales + 2 * WIDTH);
 #pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row) {
                 long at = row * x.blocks + first + block;
-                float* to = sums[row] + half * LANES;
-                Floats factor = scale * all(x.scales[at]);
-                Floats next = fma(to_floats(acc[row][half]), factor, load(to));
-                if constexpr (KIND == INT4) next = fma(minimum, all(x.totals[at]), next);
+                float* to = panels.sums[p * panels.sums_stride + row];
+                Sixteen factor = scale * all16(x.scales[at]);
+                Sixteen next = fma(to_floats(acc[p][row]), factor, load16(to));
+                if constexpr (KIND == INT4) next = fma(minimum, all16(x.totals[at]), next);
                 store(to, next);
             }
         }
@@ -136,51 +187,68 @@ inline void add_blocks(const uint8_t* weights, const Wide* wide, const Inputs& x
 }
 
 template <int ROWS>
-inline void add(const Linear& w, const uint8_t* panel, const Inputs& x, Sums* sums) {
+inline void add(const Linear& w, const Across& panel, const Inputs& x) {
     switch (w.kind) {
-        case FLOAT32: return add_floats<ROWS, FLOAT32>(panel, x, 0, w.inputs, sums);
-        case BFLOAT16: return add_floats<ROWS, BFLOAT16>(panel, x, 0, w.inputs, sums);
-        case INT8: return add_blocks<ROWS, INT8, false>(panel, nullptr, x, 0, w.blocks(), sums);
-        default: return add_blocks<ROWS, INT4, false>(panel, nullptr, x, 0, w.blocks(), sums);
+        case FLOAT32: return add_floats<ROWS, 1>(panel, x.floats, x.stride, w.inputs);
+        case BFLOAT16: return add_pairs<ROWS, 1>(panel, x.narrow, x.narrow_stride, w.pairs());
+        case INT8: return add_blocks<ROWS, 1, INT8, false>(panel, nullptr, x, 0, w.blocks());
+        default: return add_blocks<ROWS, 1, INT4, false>(panel, nullptr, x, 0, w.blocks());
     }
 }
 
-// Part of a panel, unpacked for many rows.
+// Parts of panels side by side, unpacked for many rows where that helps.
 struct Slab {
-    const uint8_t* weights;  // floats, or the panel's blocks for their scales
+    const uint8_t* weights;  // floats, pairs, or the panel's blocks for their scales
+    long stride;             // bytes between panels
     const Wide* wide;
     long first, count;  // inputs, or blocks
 };
 
-inline Slab unpack(const Linear& w, const uint8_t* panel, long input, long depth, Scratch& scratch) {
-    long count = std::min(depth, w.inputs - input);
-    if (w.kind == FLOAT32) return {panel + input * WIDTH * 4, nullptr, input, count};
+inline Slab unpack(const Linear& w, long panel, long panels, long input, long depth, Scratch& scratch) {
+    const long count = std::min(depth, w.inputs - input);
+    const uint8_t* start = w.panel(panel);
+    if (w.kind == FLOAT32) return {start + input * WIDTH * 4, w.panel_bytes(), nullptr, input, count};
     if (w.kind == BFLOAT16) {
-        float* to = scratch.room<float>(DEPTH * WIDTH);
-        for (long i = 0; i < count; ++i) {
-            Floats low, high;
-            split_bf16(panel + (input + i) * WIDTH * 2, low, high);
-            store(to + i * WIDTH, low);
-            store(to + i * WIDTH + LANES, high);
+        start += input * WIDTH * 2;
+#ifdef __AVX512BF16__
+        return {start, w.panel_bytes(), nullptr, input, count};
+#else
+        float* to = scratch.room<float>(ACROSS * SLAB);
+        for (long p = 0; p < panels; ++p) {
+            for (long i = 0; i < count; i += 2) {
+                const uint8_t* from = start + p * w.panel_bytes() + i * WIDTH * 2;
+                store(to + p * SLAB + i * WIDTH, half_words<true>(from));
+                store(to + p * SLAB + (i + 1) * WIDTH, half_words<false>(from));
+            }
         }
-        return {reinterpret_cast<uint8_t*>(to), nullptr, input, count};
+        return {reinterpret_cast<uint8_t*>(to), SLAB * 4, nullptr, input, count};
+#endif
     }
-    long first = input / BLOCK, blocks = (count + BLOCK - 1) / BLOCK;
-    Wide* to = scratch.room<Wide>(DEPTH * WIDTH);
-    const uint8_t* start = panel + first * block_bytes(w.kind);
-    for (long block = 0; block < blocks; ++block)
-        widen(w.kind, start + block * block_bytes(w.kind) + scale_bytes(w.kind), to + block * BLOCK * WIDTH);
-    return {start, to, first, blocks};
+    const long first = input / BLOCK, blocks = (count + BLOCK - 1) / BLOCK;
+    Wide* to = scratch.room<Wide>(ACROSS * SLAB);
+    start += first * block_bytes(w.kind);
+    for (long p = 0; p < panels; ++p) {
+        const uint8_t* from = start + p * w.panel_bytes() + scale_bytes(w.kind);
+        for (long block = 0; block < blocks; ++block)
+            widen(w.kind, from + block * block_bytes(w.kind), to + p * SLAB + block * BLOCK * WIDTH);
+    }
+    return {start, w.panel_bytes(), to, first, blocks};
 }
 
-template <int ROWS>
-inline void add_slab(const Linear& w, const Slab& slab, const Inputs& x, Sums* sums) {
-    if (!w.rounds())
-        add_floats<ROWS, FLOAT32>(slab.weights, x, slab.first, slab.count, sums);
-    else if (w.kind == INT8)
-        add_blocks<ROWS, INT8, true>(slab.weights, slab.wide, x, slab.first, slab.count, sums);
-    else
-        add_blocks<ROWS, INT4, true>(slab.weights, slab.wide, x, slab.first, slab.count, sums);
+template <int ROWS, int COUNT>
+inline void add_slab(const Linear& w, const Slab& slab, const Inputs& x, Sums* sums, long sums_stride) {
+    const Across panels{slab.weights, slab.stride, sums, sums_stride};
+    switch (w.kind) {
+        case FLOAT32: return add_floats<ROWS, COUNT>(panels, x.floats + slab.first, x.stride, slab.count);
+#ifdef __AVX512BF16__
+        case BFLOAT16:
+            return add_pairs<ROWS, COUNT>(panels, x.narrow + slab.first, x.narrow_stride, (slab.count + 1) / 2);
+#else
+        case BFLOAT16: return add_floats<ROWS, COUNT>(panels, x.narrow + slab.first, x.narrow_stride, slab.count);
+#endif
+        case INT8: return add_blocks<ROWS, COUNT, INT8, true>(panels, slab.wide, x, slab.first, slab.count);
+        default: return add_blocks<ROWS, COUNT, INT4, true>(panels, slab.wide, x, slab.first, slab.count);
+    }
 }
 
 // Call `add(rows, first row)` with compile-time numbers of rows that differ by one at most.
@@ -199,6 +267,14 @@ inline void by_groups(long rows, const Add& add) {
         }
         row += count;
     }
+}
+
+// Call `add(panels, first panel)` with compile-time numbers of panels, as many at a time as there may be.
+template <typename Add>
+inline void by_panels(long panels, const Add& add) {
+    long panel = 0;
+    for (; panel + ACROSS <= panels; panel += ACROSS) add(std::integral_constant<int, ACROSS>(), panel);
+    for (; panel < panels; ++panel) add(std::integral_constant<int, 1>(), panel);
 }
 
 // Where a product goes: `values` plus bias, or added to what is there.
@@ -226,9 +302,11 @@ inline void finish(const Linear& w, long panel, const Sums* sums, long rows, lon
     }
 }
 
+// One panel after the other: side by side they are read from memory more slowly.
 inline void few_rows(const Linear& w, const Inputs& x, long rows, const Outputs& out, long panel) {
-    alignas(32) Sums sums[MOST] = {};
-    by_groups(rows, [&](auto count, long) { add<count>(w, w.panel(panel), x, sums); });
+    alignas(64) Sums sums[MOST] = {};
+    const Across one{w.panel(panel), 0, sums, 0};
+    by_groups(rows, [&](auto count, long) { add<count>(w, one, x); });
     finish(w, panel, sums, rows, 0, out);
 }
 
@@ -238,12 +316,12 @@ inline void many_rows(Thread& thread, const Linear& w, const Inputs& all_rows, l
     std::memset(sums, 0, sizeof(Sums) * panels * rows);
     const long parts = (w.inputs + DEPTH - 1) / DEPTH, blocks = (w.blocks() + parts - 1) / parts;
     for (long input = 0; input < w.inputs; input += blocks * BLOCK) {
-        for (long panel = 0; panel < panels; ++panel) {
-            Slab slab = unpack(w, w.panel(first_panel + panel), input, blocks * BLOCK, thread.slab);
+        by_panels(panels, [&](auto across, long panel) {
+            Slab slab = unpack(w, first_panel + panel, across, input, blocks * BLOCK, thread.slab);
             by_groups(rows, [&](auto count, long row) {
-                add_slab<count>(w, slab, all_rows.from(first + row), sums + panel * rows + row);
+                add_slab<count, across>(w, slab, all_rows.from(first + row), sums + panel * rows + row, rows);
             });
-        }
+        });
     }
     for (long panel = 0; panel < panels; ++panel)
         finish(w, first_panel + panel, sums + panel * rows, rows, first, out);

@@ -96,18 +96,23 @@ class Prepared {
     Prepared(InputRoom& room, long rows, long width, const float* floats = nullptr, long stride = 0)
         : width_(width), blocks_((width + BLOCK - 1) / BLOCK) {
         own_ = floats == nullptr ? room.floats.room<float>(rows * width) : nullptr;
+        narrow_width_ = (width + 1) / 2 * 2;
+        narrow_ = room.narrow.room<Narrow>(rows * narrow_width_);
         values_ = room.values.room<int16_t>(rows * blocks_ * BLOCK);
         scales_ = room.scales.room<float>(rows * blocks_);
         totals_ = room.totals.room<float>(rows * blocks_);
         const float* start = own_ != nullptr ? own_ : floats;
-        inputs_ = {start, own_ != nullptr ? width : stride, values_, scales_, totals_, blocks_};
+        inputs_ = {start,   own_ != nullptr ? width : stride, narrow_, narrow_width_, values_, scales_,
+                   totals_, blocks_};
     }
 
     float* row(long index) const { return own_ + index * width_; }
     const Inputs& inputs() const { return inputs_; }
 
-    void round(long row) const {
+    void round(long row, int rounding) const {
         const float* from = inputs_.floats + row * inputs_.stride;
+        if (rounding & TO_BF16) put_narrow(from, width_, narrow_ + row * narrow_width_);
+        if ((rounding & TO_INTEGERS) == 0) return;
         for (long block = 0; block < blocks_; ++block) {
             long at = row * blocks_ + block;
             int count = int(std::min<long>(BLOCK, width_ - block * BLOCK));
@@ -118,7 +123,8 @@ class Prepared {
     }
 
    private:
-    long width_, blocks_;
+    long width_, blocks_, narrow_width_;
+    Narrow* narrow_;
     float* own_;
     int16_t* values_;
     float *scales_, *totals_;

@@ -59,11 +59,12 @@ inline Floats load_bf16(const uint16_t* from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }
 
-// The low and the high halves of eight words, each a bfloat16.
-inline void split_bf16(const uint8_t* from, Floats& low, Floats& high) {
+// The low or the high halves of eight words, each a bfloat16.
+template <bool HIGH>
+inline Floats half_words8(const uint8_t* from) {
     Ints both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+    if constexpr (HIGH) return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+    else return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
 }
 
 inline void transpose(Floats v[LANES]) {

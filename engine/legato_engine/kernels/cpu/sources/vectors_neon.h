@@ -79,12 +79,15 @@ inline Floats load_bf16(const uint16_t* from) {
             vreinterpretq_f32_u32(vshll_high_n_u16(narrow, 16))};
 }
 
-// The low and the high halves of eight words, each a bfloat16.
-inline void split_bf16(const uint8_t* from, Floats& low, Floats& high) {
+// The low or the high halves of eight words, each a bfloat16.
+template <bool HIGH>
+inline Floats half_words8(const uint8_t* from) {
     const uint32x4_t upper = vdupq_n_u32(0xffff0000);
     uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(from)), second = vreinterpretq_u32_u8(vld1q_u8(from + 16));
-    low = {vreinterpretq_f32_u32(vshlq_n_u32(first, 16)), vreinterpretq_f32_u32(vshlq_n_u32(second, 16))};
-    high = {vreinterpretq_f32_u32(vandq_u32(first, upper)), vreinterpretq_f32_u32(vandq_u32(second, upper))};
+    if constexpr (HIGH)
+        return {vreinterpretq_f32_u32(vandq_u32(first, upper)), vreinterpretq_f32_u32(vandq_u32(second, upper))};
+    else
+        return {vreinterpretq_f32_u32(vshlq_n_u32(first, 16)), vreinterpretq_f32_u32(vshlq_n_u32(second, 16))};
 }
 
 inline void transpose(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {

@@ -1,7 +1,7 @@
 // Weights [outputs, inputs] in panels of 16 outputs, of which each input is one vector or two.
 //
 // float32   an input: 16 floats
-// bfloat16  an input: 8 words of two outputs, o in the low half and o + 8 in the high one
+// bfloat16  two inputs: a word of each output, the first input in the high half
 // int8      32 inputs: 16 scales (half), then 512 bytes in the order that the processor's products want
 // int4      32 inputs: 16 scales, 16 minima (half), then 256 bytes, likewise
 //
@@ -19,23 +19,31 @@ namespace legato {
 constexpr long scale_bytes(int kind) { return kind == INT8 ? 2 * WIDTH : 4 * WIDTH; }
 constexpr long block_bytes(int kind) { return scale_bytes(kind) + WIDTH * BLOCK / (kind == INT8 ? 1 : 2); }
 
+enum Rounding : int { TO_BF16 = 1, TO_INTEGERS = 2 };
+
 struct Linear {
     const uint8_t* data;
     const float* bias;  // or null
     int32_t kind, inputs, outputs;
 
     bool rounds() const { return kind == INT8 || kind == INT4; }
+    // How inputs are rounded for it: flags, 0 if they are not.
+    int rounding() const { return rounds() ? TO_INTEGERS : kind == BFLOAT16 ? TO_BF16 : 0; }
     long panels() const { return (outputs + WIDTH - 1) / WIDTH; }
     long blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
+    long pairs() const { return (inputs + 1) / 2; }
     long panel_bytes() const {
         switch (kind) {
             case FLOAT32: return 4L * WIDTH * inputs;
-            case BFLOAT16: return 2L * WIDTH * inputs;
+            case BFLOAT16: return 2L * WIDTH * pairs() * 2;
             default: return block_bytes(kind) * blocks();
         }
     }
     const uint8_t* panel(long index) const { return data + index * panel_bytes(); }
 };
+
+// The place of a bfloat16 in a panel. The order of a pair is that in which vdpbf16ps adds: high, then low.
+inline long bf16_place(int column, long input) { return input / 2 * 2 * WIDTH + 2 * column + (1 - input % 2); }
 
 // A weight as it comes, float32 or bfloat16; zero beyond its size.
 struct Plain {
@@ -104,13 +112,12 @@ inline void pack_panel(const Plain& plain, const Linear& to, long panel, uint8_t
                 pack_block(plain, to.kind, output, block * BLOCK, start + block * block_bytes(to.kind));
             continue;
         }
-        for (long input = 0; input < to.inputs; ++input) {
-            float value = plain.at(output, input);
-            if (to.kind == FLOAT32)
-                reinterpret_cast<float*>(start)[input * WIDTH + column] = value;
-            else
-                reinterpret_cast<uint16_t*>(start)[input * WIDTH + column % 8 * 2 + column / 8] =
-                    float_to_bf16(value);
+        if (to.kind == FLOAT32) {
+            for (long input = 0; input < to.inputs; ++input)
+                reinterpret_cast<float*>(start)[input * WIDTH + column] = plain.at(output, input);
+        } else {
+            for (long input = 0; input < 2 * to.pairs(); ++input)
+                reinterpret_cast<uint16_t*>(start)[bf16_place(column, input)] = float_to_bf16(plain.at(output, input));
         }
     }
 }
@@ -123,8 +130,7 @@ inline void unpack_row(const Linear& from, long output, float* to) {
         if (from.kind == FLOAT32) {
             to[input] = reinterpret_cast<float*>(start)[input * WIDTH + column];
         } else if (from.kind == BFLOAT16) {
-            long at = input * WIDTH + column % 8 * 2 + column / 8;
-            to[input] = bf16_to_float(reinterpret_cast<uint16_t*>(start)[at]);
+            to[input] = bf16_to_float(reinterpret_cast<uint16_t*>(start)[bf16_place(column, input)]);
         } else {
             int inner = int(input % BLOCK), shift;
             uint8_t* block = start + input / BLOCK * block_bytes(from.kind);
