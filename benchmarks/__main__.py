@@ -44,6 +44,7 @@ BENCHMARKS = (
     "parts",
     "paths",
     "peers",
+    "portable",
     "prompts",
     "reference",
     "rounding",
