@@ -43,6 +43,9 @@ QUESTIONS = {
         "confidence": Benchmark(
             "decode.confidence", "What do confidences add to a step, between two trees?"
         ),
+        "portable": Benchmark(
+            "decode.portable", "How long is a step by GPU generation and weight format?"
+        ),
         "text_step": Benchmark(
             "decode.text_step", "How long is a text model's step beside transformers'?"
         ),

@@ -13,6 +13,7 @@ import torch
 from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
+from legato_engine.kernels.step import KINDS
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -107,8 +108,10 @@ class Bench:
     @classmethod
     def make(cls, name: str) -> Bench:
         """Build everything on the GPU, with pages in random order."""
-        config = MODELS[name]()
+        config = MODELS[name.removesuffix("-kv8").partition("-")[0]]()
         network = random_weights(config, 0, DEVICE, torch.bfloat16)
+        if (weights := next((kind for kind in KINDS if kind in name), None)) is not None:
+            network.quantise(weights)
         if "e4m3" in name:
             _quantise_experts(network)
         if name.endswith("kv8"):

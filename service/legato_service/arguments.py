@@ -159,7 +159,9 @@ def add_model(
         "--weight-dtype",
         default=engine.weight_dtype,
         choices=WEIGHT_DTYPES,
-        help="of linear layers on a CPU: int8 and int4 need less memory; auto: as --dtype",
+        help="of a decoder's layers: fp8 (GPU), int8 and int4 need less memory and time; packed: "
+        "as --dtype, one copy on a GPU; auto: packed on a GPU without the resident kernel, else "
+        "as model",
     )
     add(
         "--cpu-kernels",

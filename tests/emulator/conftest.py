@@ -6,6 +6,7 @@ import pytest
 from legato_engine.kernels.cuda import (
     adapters,
     attention,
+    capability,
     decoder,
     drafting,
     sampling,
@@ -13,11 +14,14 @@ from legato_engine.kernels.cuda import (
     tau_decoder,
     value_heads,
 )
+from legato_engine.kernels.cuda.capability import Gpu
 
 from tests.emulator.build import compiler
 from tests.emulator.module import EmulatedModule
 
 PROCESSORS = 12
+PORTABLE = [(8, 6), pytest.param((8, 0), marks=pytest.mark.slow)]
+"""Compute capabilities of GPUs before Hopper, with the least shared memory and with more."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +31,14 @@ def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (*of_single_steps, adapters, drafting, tau_decoder, tau_decoder):
         monkeypatch.setattr(module, "Module", EmulatedModule)
     monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
+
+
+@pytest.fixture(params=PORTABLE, ids=str)
+def portable_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU without bulk copies, clusters and overlapping launches."""
+    gpu = Gpu(request.param)
+    monkeypatch.setattr(capability, "current_gpu", lambda: gpu)
+    return gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 import torch
+from legato_engine.kernels.cuda import capability
 from legato_engine.kernels.cuda.module import Argument
 
 from tests.emulator.build import Patch, compiled
@@ -85,8 +86,9 @@ class EmulatedModule:
 
         A module is compiled when its first kernel is launched.
         """
+        constants = {**capability.macros(capability.current_gpu().arch()), **defines}
         self._library = functools.cache(
-            lambda: ctypes.CDLL(str(compiled(name, defines, folder, patches)))
+            lambda: ctypes.CDLL(str(compiled(name, constants, folder, patches)))
         )
         self._schedule = schedule or Schedule()
 

@@ -129,6 +129,14 @@ inline float power_of_two(float x) { return host::flushed(exp2f(host::flushed(x)
 inline float logarithm_of_two(float x) { return log2f(host::flushed(x)); }
 inline float reciprocal(float x) { return host::flushed(1.f / host::flushed(x)); }
 
+inline u32 multiply_add(u32 a, u32 b, u32 c) {
+  const auto of = [&](int shift) {
+    const auto value = [&](u32 pair) { return (double)host::float_of_bf16(pair >> shift & 0xffffu); };
+    return (float)(value(a) * value(b) + value(c));
+  };
+  return pack(of(0), of(16));
+}
+
 inline u32 transposed(u32 pair) {
   using Lanes = host::Together<u32, u32>;
   return Lanes::with("movmatrix", ~0u, pair, [](emulator::Warp& warp, unsigned) {

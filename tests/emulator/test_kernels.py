@@ -52,6 +52,13 @@ def test_sampled_tokens_are_those_of_the_definition(vocab: int, batch: int, offs
     tokens_are_those_of_the_definition(vocab, batch, offsets, CPU)
 
 
+@pytest.mark.usefixtures("portable_gpu")
+@pytest.mark.parametrize("vocab", [256, pytest.param(36000, marks=pytest.mark.slow)])
+def test_tokens_sampled_without_clusters_are_those_of_the_definition(vocab: int) -> None:
+    """By one thread block a row, whose values are in global memory where shared memory is full."""
+    tokens_are_those_of_the_definition(vocab, 2, range(0, 8, 4), CPU)
+
+
 @pytest.mark.parametrize(
     "name", ["budget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fixed", "seed"))]
 )

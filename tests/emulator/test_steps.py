@@ -91,6 +91,49 @@ def test_a_step_is_as_exact_as_torch(name: str, batch: int) -> None:
     test_kernels.a_step_is_as_exact_as_torch(world(name), batch)
 
 
+@pytest.mark.usefixtures("portable_gpu")
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("plain-parts", 13),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("plain", 5), ("routed", 5), ("routed-e4m3", 13), ("routed-kv8", 32))
+        ),
+    ],
+)
+def test_a_step_without_hoppers_features_is_as_exact_as_torch(name: str, batch: int) -> None:
+    """By copies of 16 bytes, without clusters; a token's bits are those that it has alone."""
+    portable = world_of(CONFIGS[name], CPU, e4m3="e4m3" in name, kv8=name.endswith("kv8"))
+    test_kernels.a_step_is_as_exact_as_torch(portable, batch)
+    test_kernels.a_row_has_the_same_bits_in_any_batch(portable, (9,))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "batch"),
+    [
+        ("plain", "fp8", 5),
+        ("plain-parts", "int4", 9),
+        *(
+            pytest.param(name, weights, batch, marks=pytest.mark.slow)
+            for name, weights, batch in (
+                ("plain", "int8", 5),
+                ("plain-parts", "fp8", 13),
+                ("plain-parts", "int8", 5),
+                ("plain", "int4", 32),
+            )
+        ),
+    ],
+)
+def test_a_step_of_quantised_weights_is_as_exact_as_torch(
+    name: str, weights: str, batch: int
+) -> None:
+    """Against the quantised weights in float32, keys and values in e4m3 beside them."""
+    quantised = world_of(CONFIGS[name], CPU, kv8=weights != "int8", weights=weights)
+    test_kernels.a_step_is_as_exact_as_torch(quantised, batch)
+    test_kernels.a_row_has_the_same_bits_in_any_batch(quantised, (batch,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("batch", [5, 13, 32])

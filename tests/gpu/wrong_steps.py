@@ -62,7 +62,7 @@ def _passes_of(tokens: int) -> Callable[[], None]:
     """Narrower passes over the weights; 24 needs no kernel of four tiles."""
 
     def change() -> None:
-        decode_step._passes = lambda batch: [
+        decode_step.MoondreamStep._passes = lambda self, batch: [
             slice(first, min(first + tokens, batch)) for first in range(0, batch, tokens)
         ]
 

@@ -12,6 +12,7 @@ import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
 from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.kernels.cuda.capability import HOPPER, Gpu
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
 from legato_engine.kernels.decode_loop import BatchKind, ResidentRows
@@ -340,7 +341,7 @@ SIZES = DecoderSizes(
     page_size=16,
     max_pages=128,
 )
-WISH = KernelTarget(SIZES, 24, True, torch.bfloat16, (9, 0), 132, 10_000_000_000)
+WISH = KernelTarget(SIZES, 24, True, torch.bfloat16, HOPPER, 132, 10_000_000_000)
 
 
 def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
@@ -386,8 +387,8 @@ def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: st
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"capability": (10, 0)}, "compute capability"),
-        ({"capability": None}, "compute capability"),
+        ({"gpu": Gpu((10, 0))}, "compute capability"),
+        ({"gpu": None}, "compute capability"),
         ({"dtype": torch.float32}, "computes in bf16"),
         ({"plain": False}, "without gains"),
         ({"processors": 100}, "multiprocessor"),

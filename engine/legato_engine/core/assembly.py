@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from PIL import Image
 
@@ -26,6 +27,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
 from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_quota
 from legato_engine.ipc.messages import EngineOutput, ModelInfo
+from legato_engine.kernels.accelerated import missing_kernels
 from legato_engine.kernels.cpu.library import take_threads
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
@@ -233,6 +235,8 @@ class Assembly:
 
 # Loads a model and assembles its engine, from a configuration.
 
+_log = structlog.get_logger()
+
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6
@@ -248,6 +252,8 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     check(config)
     progress("device", 0.0)
     device = open_device(config.device, config.threads)
+    if missing := missing_kernels(device.torch_device):
+        _log.info("missing_kernels", device=device.name, reasons=missing)
     bundle = registry.resolve(
         config.model,
         weights=config.weights,
@@ -389,8 +395,9 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
 
 
 def _weight_dtype(name: str, device: Device) -> str:
-    if name in ("int8", "int4") and device.torch_device.type != "cpu":
-        raise InvalidField(f"{name} runs on a CPU only, not on {device.name}", field="weight_dtype")
+    if name in ("packed", "fp8") and device.torch_device.type == "cpu":
+        problem = f"weights in {name} need a GPU, not {device.name}: use int8 or model"
+        raise InvalidField(problem, field="weight_dtype")
     return name
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from legato_engine.device.base import CapturedGraph
-from legato_engine.kernels.cuda import draft_layer
+from legato_engine.kernels.cuda import capability, draft_layer
 from legato_engine.kernels.cuda.control_flow import Switch, WhileLoop
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, DraftWeights
 from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, LookupKernel
@@ -35,7 +35,16 @@ __all__ = [
     "draft_kernels",
     "draft_layer_proposer",
     "lookup_proposer",
+    "missing_kernels",
 ]
+
+
+def missing_kernels(device: torch.device) -> dict[str, str] | None:
+    """Return the groups of kernels that a GPU does not run, each with the reason; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    gpu = capability.gpu_of(device)
+    return {each.title: reason for each in capability.Kernels if (reason := gpu.lacks(each))}
 
 
 def draft_kernels(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from legato_engine.kernels.cuda.packed_layers import QuantisedLayer
 
 E4M3 = torch.float8_e4m3fn
 
@@ -149,3 +152,4 @@ class DecoderLayer:
     proj: Affine
     mlp: DenseMlp | ExpertMlp
     tau: TauWeights | None = None
+    quantised: QuantisedLayer | None = None  # which the other weights, but the norm, are part of

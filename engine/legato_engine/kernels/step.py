@@ -12,16 +12,28 @@ import torch
 
 from legato_engine.kernels.cuda import decoder, tau_decoder
 from legato_engine.kernels.cuda.adapters import LowRankMaps, Slots, StepAdapters
-from legato_engine.kernels.cuda.attention import GROUP, MAX_TOKENS, StepPositions
+from legato_engine.kernels.cuda.attention import GROUP, HEAD_DIM, MAX_TOKENS, StepPositions
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     CudaDecoder,
     DecoderSizes,
+    HeadWeights,
     LayerBoundary,
     Part,
     Stages,
 )
-from legato_engine.kernels.cuda.packed_layers import packed_head, packed_layer, packed_tau_layer
+from legato_engine.kernels.cuda.packed_layers import (
+    QuantisedHead,
+    QuantisedLayer,
+    packed_head,
+    packed_layer,
+    packed_tau_layer,
+    quantised_head,
+    quantised_layer,
+)
+from legato_engine.kernels.cuda.skinny_gemm import GROUP as GROUP_INPUTS
+from legato_engine.kernels.cuda.skinny_gemm import KINDS, WeightKind
 from legato_engine.kernels.cuda.tau_decoder import (
     ExpertLowRank,
     ExpertSizes,
@@ -34,6 +46,9 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, ExpertSlots, 
 __all__ = [
     "DEFAULT_STAGES",
     "GROUP",
+    "GROUP_INPUTS",
+    "HEAD_DIM",
+    "KINDS",
     "MAX_TOKENS",
     "AdapterStep",
     "DecoderSizes",
@@ -41,11 +56,19 @@ __all__ = [
     "ExpertSizes",
     "ExpertSlotSet",
     "Part",
+    "QuantisedHead",
+    "QuantisedLayer",
     "Stages",
     "StepAdapters",
     "StepCache",
     "StepPositions",
     "TauSizes",
+    "WeightKind",
+    "has_resident_kernel",
+    "has_step_kernels",
+    "packs_narrow_maps",
+    "quantised_head",
+    "quantised_layer",
     "supports_decoder",
     "supports_experts",
 ]
@@ -68,7 +91,20 @@ def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dty
     return decoder.supported(sizes, device, dtype)
 
 
-def supports_experts(sizes: ExpertSizes) -> bool:
+def has_step_kernels(device: torch.device) -> bool:
+    return runs(Kernels.STEPS, device)
+
+
+def packs_narrow_maps(device: torch.device) -> bool:
+    """Whether packed maps may leave some warps of a stage without inputs."""
+    return runs(Kernels.GROUPED_EXPERTS, device)
+
+
+def has_resident_kernel(device: torch.device) -> bool:
+    return runs(Kernels.RESIDENT, device)
+
+
+def supports_experts(sizes: TauSizes) -> bool:
     return tau_decoder.supported(sizes)
 
 
@@ -87,7 +123,7 @@ class StepCache:
 
 
 class DecoderStep:
-    """A decoder's layers and head for up to `MAX_TOKENS` tokens at a time.
+    """A decoder's layers and head for up to `max_tokens` tokens at a time.
 
     Steps share scratch memory and must not overlap. `expert_LBK` is that of `TauDecoder`; None
     without experts.
@@ -101,11 +137,14 @@ class DecoderStep:
         head_norm: Affine,
         cache: StepCache,
         stages: Stages = DEFAULT_STAGES,
+        quantised: HeadWeights | None = None,
     ) -> None:
+        """`quantised` stands for head and norm."""
         self._cache = cache
-        self._head = packed_head([head], head_norm)
+        self._head = packed_head([head], head_norm) if quantised is None else quantised
         self._decoder, self._run_layers = _decoder(sizes, layers, cache, stages)
         self.parts = self._decoder.parts
+        self.max_tokens = self._decoder.max_tokens
         self.expert_LBK: torch.Tensor | None = None
         if isinstance(self._decoder, TauDecoder):
             self.expert_LBK = self._decoder.expert_LBK
@@ -138,7 +177,8 @@ def _decoder(
         tau_layers = [packed_tau_layer(layer, sizes.decoder) for layer in layers]
         return tau, lambda x_BD, *rest: tau.layers(x_BD, tau_layers, *rest)
     boundary = LayerBoundary(sizes, len(layers), device)
-    plain = CudaDecoder(sizes, device, stages, boundary)
+    scales = None if cache.scale_L2 is None else [*cache.scale_L2]
+    plain = CudaDecoder(sizes, device, stages, boundary, scales)
     plain_layers = [packed_layer(layer, sizes, rotated=True) for layer in layers]
     return plain, lambda x_BD, *rest: plain.layers(x_BD, plain_layers, *rest)
 

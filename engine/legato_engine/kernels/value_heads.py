@@ -53,7 +53,7 @@ class NormedDecoders:
 
 
 class ValueHeads:
-    """Encoders and decoders of values, for up to `step.MAX_TOKENS` tokens at a time.
+    """Encoders and decoders of values, for up to `max_tokens` tokens at a time.
 
     Steps share memory and must not overlap.
     """
@@ -70,6 +70,7 @@ class ValueHeads:
         self._embedder = Embedder(sizes, scalar, pair)
         self._bins = _bins(sizes, decoders, words_VD.device)
         self._reader = ValueReader(sizes)
+        self.max_tokens = self._bins.max_tokens
         self.two_layers: TwoLayerValues | None = None
         """Their weights, where decoders have two layers."""
         if isinstance(self._bins, MlpBins):

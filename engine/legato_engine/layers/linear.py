@@ -34,6 +34,12 @@ class Linear(nn.Linear):
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
+    def take(self, packed: PackedWeight, bias_O: torch.Tensor) -> None:
+        """Replace the loaded weight and the bias, of any dtype that `packed` takes."""
+        self.packed = packed
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+        self.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
+
     @property
     def panels(self) -> PanelWeight:
         """The packed weight of a layer that was packed for a library."""
@@ -52,7 +58,7 @@ class Linear(nn.Linear):
             counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
             if counted is not None:
                 return counted
-        if not self._fuses_gelu(x):
+        if self.packed is not None or not self._fuses_gelu(x):
             return activations.gelu(self(x))
         rows = x.reshape(-1, self.in_features)
         out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)

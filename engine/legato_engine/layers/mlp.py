@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import activations, ops
-from legato_engine.kernels.parameters import ExpertAdapters, ExpertWeights
+from legato_engine.kernels.parameters import Affine, ExpertAdapters, ExpertWeights
 from legato_engine.layers.linear import Linear, PackedLinear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
@@ -18,13 +18,18 @@ class MLP(nn.Module):
         super().__init__()
         self.fc1 = Linear(dim, inner_dim)
         self.fc2 = Linear(inner_dim, out_dim)
+        self.adapter_norm: Affine | None = None
+        """What adapters' inputs still are to be multiplied by and added, if `fc1` has it."""
 
     def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
         """Apply the MLP; with adapters, x is [T, dim]."""
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
             return out
-        hidden = activations.gelu(adapters.add_fc1(self.fc1(x), x))
+        own = x
+        if self.adapter_norm is not None:
+            own = x * self.adapter_norm.weight + self.adapter_norm.bias
+        hidden = activations.gelu(adapters.add_fc1(self.fc1(x), own))
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:

@@ -45,7 +45,10 @@ def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, 
         ({"dtype": "f16"}, "unknown dtype 'f16'; use auto, f32 or bf16"),
         ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
         ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
-        ({"weight_dtype": "fp8"}, "unknown weight_dtype 'fp8'; use auto, model, int8 or int4"),
+        (
+            {"weight_dtype": "fp9"},
+            "unknown weight_dtype 'fp9'; use auto, model, packed, fp8, int8 or int4",
+        ),
         ({"cpu_kernels": "own"}, "unknown cpu_kernels 'own'; use auto or torch"),
         ({"max_prefill_rows": 33}, "0 to 32"),
         ({"pictures_per_launch": 0}, "1 to 4"),
@@ -77,14 +80,14 @@ def test_torch_has_one_thread_beside_the_kernels_own(kernels, threads):
     assert found == [threads]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_rounded_weights_are_refused_beyond_a_cpu(kind):
-    """By name of the setting and of the device."""
-    gpu = types.SimpleNamespace(torch_device=torch.device("cuda"), name="cuda:0 (H100)")
-    with pytest.raises(InvalidField, match=f"{kind} runs on a CPU only, not on cuda:0") as caught:
-        assembly._weight_dtype(kind, gpu)
+@pytest.mark.parametrize("kind", ["packed", "fp8"])
+def test_weights_that_only_gpus_have_are_refused_on_a_cpu(kind):
+    """By name of the setting, of the device and of what to use instead."""
+    cpu = types.SimpleNamespace(torch_device=torch.device("cpu"), name="cpu")
+    with pytest.raises(InvalidField, match=f"{kind} need a GPU, not cpu: use int8") as caught:
+        assembly._weight_dtype(kind, cpu)
     assert caught.value.metadata["field"] == "weight_dtype"
-    assert assembly._weight_dtype("auto", gpu) == "auto"
+    assert assembly._weight_dtype("auto", cpu) == "auto"
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):

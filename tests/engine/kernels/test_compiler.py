@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cache import cache_folder
-from legato_engine.kernels.cuda import module
+from legato_engine.kernels.cuda import capability, module
 
 TEXTS = {
     "good.cu": """#include "part.cuh"
@@ -66,6 +66,33 @@ def test_a_changed_constant_is_compiled(cache):
     assert code(N=3) != MARK
     assert module.compile_source("good.cu", {"N": 2}, "sm_100") != MARK
     assert code() == MARK
+
+
+def test_code_of_a_virtual_architecture_is_ptx(cache):
+    """Which the driver compiles; it comes from the cache as machine code does."""
+    text = module.compile_source("good.cu", {"N": 2}, "compute_80")
+    assert b".target sm_80" in text
+    mark(cache)
+    assert module.compile_source("good.cu", {"N": 2}, "compute_80") == MARK
+
+
+@pytest.mark.parametrize(
+    ("arch", "macros", "lacking"),
+    [
+        ("sm_80", {"HAS_BULK_COPIES": 0, "HAS_E4M3": 0, "HAS_OVERLAP": 0}, 5),
+        ("sm_89", {"HAS_BULK_COPIES": 0, "HAS_E4M3": 1, "HAS_OVERLAP": 0}, 4),
+        ("sm_90a", {"HAS_BULK_COPIES": 1, "HAS_E4M3": 1, "HAS_OVERLAP": 1}, 0),
+        ("sm_120", {"HAS_BULK_COPIES": 1, "HAS_E4M3": 1, "HAS_OVERLAP": 1}, 3),
+        ("compute_75", {"HAS_BULK_COPIES": 0, "HAS_E4M3": 0, "HAS_OVERLAP": 0}, 6),
+    ],
+)
+def test_the_table_says_what_an_architecture_has(arch, macros, lacking):
+    """Sources learn it by macros, people by the groups of kernels that do not run and why."""
+    gpu = capability.gpu_of_arch(arch)
+    assert capability.macros(arch) == macros
+    reasons = [reason for kernels in capability.Kernels if (reason := gpu.lacks(kernels))]
+    assert len(reasons) == lacking
+    assert all(gpu.name in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("file", ["good.cu", "part.cuh"])

@@ -10,18 +10,26 @@ import struct
 from collections.abc import Callable
 
 import pytest
+from legato_engine.kernels.cuda import capability, module, skinny_gemm, tau_decoder, token_rows
 from legato_engine.kernels.cuda import decoder as layer_boundary
-from legato_engine.kernels.cuda import module, skinny_gemm, token_rows
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
     MAX_TOKENS,
-    SPLITS,
     AttentionSizes,
     attend_defines,
+    attention_forms,
 )
-from legato_engine.kernels.cuda.decoder import decode_defines, decode_forms, head_defines
+from legato_engine.kernels.cuda.capability import gpu_of_arch
+from legato_engine.kernels.cuda.decoder import (
+    DEFAULT_STAGES,
+    decode_defines,
+    decode_forms,
+    fitting_stages,
+    head_defines,
+)
 from legato_engine.kernels.cuda.sampling import sampling_defines
+from legato_engine.kernels.cuda.skinny_gemm import WeightKind, unpack_defines
 from legato_engine.kernels.cuda.tau_decoder import (
     TauRows,
     expert_adapter_defines,
@@ -41,18 +49,25 @@ from tests.engine.kernels.test_skinny_gemm import (
     EXPERT_DTYPES,
     EXPERT_STATIC,
     GAINS_STATIC,
-    MOST,
     PAGE,
     RESERVED,
     dynamic_shared,
     expert_shared,
     expert_sizes,
+    most_tokens,
     sizes_of,
 )
 
 pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 
-ARCHS = ("sm_90", pytest.param("sm_100", marks=pytest.mark.slow))  # the latter was never run
+ARCHS = (
+    *("sm_80", "sm_90"),
+    *(
+        pytest.param(arch, marks=pytest.mark.slow)
+        for arch in ("sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+    ),
+)
+"""One of each; only sm_90 and PTX of compute_80 have run."""
 MODELS = [
     pytest.param(model, marks=[pytest.mark.slow] if model != "moondream2" else [])
     for model in CONFIGS
@@ -62,7 +77,21 @@ TILES = [  # the largest batch takes the most registers
     for tiles in skinny_gemm.TILES
 ]
 MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
-FRAME_SIZE = 0x11  # the number of that note
+FRAME_SIZE, REGISTERS = 0x11, 0x2F  # the numbers of these notes
+MOST_REGISTERS = {
+    "layer_in": 128,
+    "layer_out": 168,
+    "layer_boundary": 168,
+    "attend": 176,
+    "head": 128,
+    "embed": 40,
+    "value_inner": 128,
+    "value_bins": 144,
+    "unpack": 40,
+}
+"""A thread's, reviewed: on any architecture, for any number of tokens."""
+SPILLS_OF_INT4 = {"layer_in": 96, "head": 96}
+"""Bytes of stack, reviewed: of 24 and 32 tokens, whose sums and scales take all registers."""
 KERNELS = {
     "layer_maps.cu": {"layer_in", "layer_out"},
     "layer_boundary.cu": {"layer_boundary"},
@@ -75,10 +104,11 @@ KERNELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a kernel takes: bytes of stack per thread, and of static shared memory."""
+    """What a kernel takes: bytes of stack and registers per thread, and static shared memory."""
 
     stack: int
     static: int
+    registers: int
 
 
 def usages(code: bytes) -> dict[str, Usage]:
@@ -86,16 +116,22 @@ def usages(code: bytes) -> dict[str, Usage]:
     found = {section.name: section for section in sections(code)}
     notes, symbols = found[".nv.info"], found[".symtab"]
     stacks: dict[str, int] = {}
+    registers: dict[str, int] = {}
     at, end = notes.start, notes.start + notes.size
     while at < end:
         form, attribute, value = struct.unpack_from("<BBH", code, at)
-        if attribute == FRAME_SIZE:  # of a symbol's function
-            symbol, stack = struct.unpack_from("<II", code, at + 4)
+        if attribute in (FRAME_SIZE, REGISTERS):  # of a symbol's function
+            symbol, count = struct.unpack_from("<II", code, at + 4)
             (name,) = struct.unpack_from("<I", code, symbols.start + symbol * 24)
-            stacks[text_at(code, found[".strtab"].start + name)] = stack
+            notes_of = stacks if attribute == FRAME_SIZE else registers
+            notes_of[text_at(code, found[".strtab"].start + name)] = count
         at += 4 + (value if form == 4 else 0)
     return {
-        name: Usage(stack, found[shared].size if (shared := f".nv.shared.{name}") in found else 0)
+        name: Usage(
+            stack,
+            found[shared].size if (shared := f".nv.shared.{name}") in found else 0,
+            registers[name],
+        )
         for name, stack in stacks.items()
         if not name.startswith("$")  # a division's slow path is no kernel
     }
@@ -104,17 +140,21 @@ def usages(code: bytes) -> dict[str, Usage]:
 def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     """Constants of all forms of a source, and the most tokens of each."""
     decode, region = sizes_of(model)
+    most = most_tokens(model)
     if source == "layer_maps.cu":
-        return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
+        made_forms = decode_forms(decode, most)
+        return [(decode_defines(decode, form), 8 * form.tiles) for form in made_forms]
     if source == "layer_boundary.cu":
-        served = layer_boundary.boundary_supported(decode)
+        served = layer_boundary.fits(decode)
         return (
             [(layer_boundary.layer_boundary_defines(decode), layer_boundary.MOST_TOKENS)]
             if served
             else []
         )
     if source == "paged_attention.cu":
-        return [(attend_defines(decode.attention, splits), MAX_TOKENS) for splits in SPLITS]
+        found = attention_forms(DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
+        defines = (attend_defines(decode.attention, *form[:2]) for form in found)
+        return [(each, MAX_TOKENS) for each in defines]
     if source == "embed.cu":
         return [(embed_defines(region), MAX_TOKENS)]
     vocab_size = CONFIGS[model].text.vocab_size
@@ -122,7 +162,14 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
         "head.cu": lambda tiles: head_defines(decode.dim, vocab_size, tiles),
         "value_bins.cu": lambda tiles: value_bins_defines(region, tiles),
     }
-    return [(made[source](tiles), 8 * tiles) for tiles in skinny_gemm.TILES]
+    return [(made[source](tiles), 8 * tiles) for tiles in skinny_gemm.tiles_up_to(most)]
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request, monkeypatch):
+    """An architecture, which launches are laid out for."""
+    monkeypatch.setattr(capability, "current_gpu", lambda: gpu_of_arch(request.param))
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +181,6 @@ def cache(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("batches", ["largest", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("source", KERNELS)
@@ -147,18 +193,45 @@ def test_kernels_compile_without_spills(cache, source, model, batches, arch):
             continue
         found = usages(module.compile_source(source, constants, arch))
         assert set(found) == KERNELS[source]
-        dynamic = dynamic_shared(model, batch)
+        dynamic = dynamic_shared(model, min(batch, most_tokens(model)))
         for kernel, usage in found.items():
             assert usage.stack <= MOST_STACK, kernel
-            assert usage.static + dynamic.get(kernel, 0) <= MOST + RESERVED, kernel
+            most_shared = gpu_of_arch(arch).shared + RESERVED
+            assert usage.static + dynamic.get(kernel, 0) <= most_shared, kernel
+            assert usage.registers <= MOST_REGISTERS[kernel], kernel
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "kind", [WeightKind.INT4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2))]
+)
+def test_quantised_weights_compile_without_spills(cache, kind, arch):
+    """The kernels of Moondream 2's maps in each format, for the most tokens of each launch."""
+    kind = WeightKind(kind)
+    kinds = {"weight_kind": kind, "head_kind": kind, "kv_bytes": 1}
+    decode = dataclasses.replace(sizes_of("moondream2")[0], **kinds)
+    stages = fitting_stages(decode, DEFAULT_STAGES)
+    most = skinny_gemm.most_tokens(stages.layer_in, stages.layer_out, stages.head)
+    compiled = [
+        ("layer_maps.cu", decode_defines(decode, decode_forms(decode, most)[-1])),
+        ("head.cu", head_defines(decode.dim, decode.vocab_size, most // 8, kind)),
+        ("unpack.cu", unpack_defines(kind, skinny_gemm.chunk(decode.dim))),
+    ]
+    if layer_boundary.fits(decode):
+        compiled.append(("layer_boundary.cu", layer_boundary.layer_boundary_defines(decode)))
+    for source, defines in compiled:
+        for kernel, usage in usages(module.compile_source(source, defines, arch)).items():
+            most_stack = SPILLS_OF_INT4.get(kernel, 0) if kind is WeightKind.INT4 else 0
+            assert usage.stack <= max(most_stack, MOST_STACK), kernel
+            assert usage.registers <= MOST_REGISTERS[kernel], kernel
+
+
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("tiles", TILES)
 def test_experts_compile_without_spills(cache, tiles, dtype, arch):
     """So do the kernels of Moondream 3's layers; those of gains run beside those of experts."""
     sizes = expert_sizes(dtype)
+    if 8 * tiles > tau_decoder.max_tokens(sizes):
+        pytest.skip("more tokens than fit the architecture's shared memory")
     for routed in (False, True):
         kv_bytes = 1 if routed else 2
         decoder = dataclasses.replace(sizes.decoder, kv_bytes=kv_bytes)
@@ -175,7 +248,6 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
         assert usage.static <= EXPERT_STATIC + RESERVED, kernel
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("room", [1, 8, 64])
 def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
@@ -193,7 +265,6 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
             assert usage.static <= GAINS_STATIC + 2 * RESERVED
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("context", "kv_bytes"),
     [
@@ -203,23 +274,24 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
         pytest.param(MAX_CONTEXT, 2, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("splits", SPLITS)
-def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arch):
+def test_attention_compiles_without_spills(cache, context, kv_bytes, arch):
     """In short contexts and in long ones, over keys and values of both kinds."""
     sizes = dataclasses.replace(
         sizes_of("moondream2")[0].attention, max_pages=context // PAGE, kv_bytes=kv_bytes
     )
-    found = usages(module.compile_source("paged_attention.cu", attend_defines(sizes, splits), arch))
-    assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
+    attention_fits(sizes, arch)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "splits",
-    [pytest.param(each, marks=[pytest.mark.slow] if each < max(SPLITS) else []) for each in SPLITS],
-)
+def attention_fits(sizes, arch):
+    """Every form of the architecture stays in registers."""
+    for form in attention_forms(DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split):
+        defines = attend_defines(sizes, form.splits, form.line_warps)
+        found = usages(module.compile_source("paged_attention.cu", defines, arch))
+        assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
+
+
 @pytest.mark.parametrize(("num_heads", "share"), [(3, 3), (8, 4)])
-def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, splits, arch):
+def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, arch):
     """As text models have them, within the rows of all heads."""
     sizes = AttentionSizes(
         num_heads=num_heads,
@@ -229,12 +301,9 @@ def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, sha
         share=share,
         in_stride=num_heads * (share + 2) * HEAD_DIM,
     )
-    defines = attend_defines(sizes, splits)
-    found = usages(module.compile_source("paged_attention.cu", defines, arch))
-    assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
+    attention_fits(sizes, arch)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("heads", "head_dim", "half"), [((9, 3), 64, 32), ((32, 32), 80, 16)])
 def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
     """With whole and with partly rotated heads."""
@@ -244,12 +313,11 @@ def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
     assert all(u.stack == 0 for u in found.values())
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", MODELS)
 def test_sampling_compiles(cache, model, arch):
     """The choice of a token and the reading of its value compile at every model's sizes."""
     config = CONFIGS[model]
-    constants = sampling_defines(config.text.vocab_size)
+    constants = sampling_defines(config.text.vocab_size, gpu_of_arch(arch))
     assert "sample" in usages(module.compile_source("sample.cu", constants, arch))
     constants = value_argmax_defines(sizes_of(model)[1])
     assert "value_argmax" in usages(module.compile_source("value_argmax.cu", constants, arch))

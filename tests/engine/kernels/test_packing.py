@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.kernels.cuda.skinny_gemm import fold_norm, pack, pack_beside, pair_rotated
+from legato_engine.kernels.cuda.skinny_gemm import KINDS, fold_norm, pack, packed_map, pair_rotated
 
 WARPS = 8
 
@@ -43,13 +43,6 @@ def test_every_weight_stands_where_it_is_read(blocks, groups, parts):
     packed = pack(weights_OI, parts)
     assert packed.is_contiguous()
     assert torch.equal(read_back(packed, outputs, inputs, parts), weights_OI)
-
-
-def test_maps_beside_each_other_share_their_rows():
-    """The inputs of the second map follow those of the first."""
-    first, second = torch.arange(64 * 128).view(64, 128), -torch.arange(64 * 384).view(64, 384)
-    packed = pack_beside([first, second], 4)
-    assert torch.equal(read_back(packed, 64, 512, 4), torch.cat([first, second], dim=1))
 
 
 @pytest.mark.parametrize("heads", [1, 5, 32])
@@ -99,3 +92,20 @@ def test_a_mean_falls_out_of_rounded_weights():
     torch.testing.assert_close(
         folded_map(x_BI, scaled_OI, folded_O2)[0], expected_O, rtol=0, atol=0.05
     )
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8", 0.03), ("int8", 0.01), ("int4", 0.1)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_quantised_maps_are_near_their_weights(name, most, parts):
+    """Read back in their own order, rows and columns are those of the map; zeros stay zeros."""
+    torch.manual_seed(0)
+    weights_OI = torch.randn(48, 256).bfloat16()
+    weights_OI[5] = 0.0
+    order_O = torch.randperm(48)
+    packed = packed_map(weights_OI, KINDS[name], parts, order_O)
+    read_OI = packed.dequantised()
+    assert (read_OI - weights_OI.float()).norm() < most * weights_OI.float().norm()
+    assert (read_OI[5] == 0).all()
+    assert packed.data.nbytes <= weights_OI.nbytes * packed.kind.stage_bytes(64) // 2048
+    rows, columns = slice(0, 48), slice(64, 192)
+    assert torch.equal(packed.part(rows, columns), read_OI[:, columns].bfloat16())

@@ -8,11 +8,18 @@ import re
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import attention, decoder, skinny_gemm, tau_decoder
-from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, DecoderSizes, decode_form, out_shared
+from legato_engine.kernels.cuda import attention, capability, decoder, skinny_gemm, tau_decoder
+from legato_engine.kernels.cuda.attention import MAX_TOKENS, attention_forms
+from legato_engine.kernels.cuda.capability import Gpu
+from legato_engine.kernels.cuda.decoder import (
+    DEFAULT_STAGES,
+    DecoderSizes,
+    decode_form,
+    fitting_stages,
+    out_shared,
+)
 from legato_engine.kernels.cuda.tau_decoder import TauSizes
-from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, ValueSizes
+from legato_engine.kernels.cuda.value_heads import ValueSizes, value_stages
 from legato_engine.models.moondream.decode_step import tau_sizes, value_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
@@ -73,19 +80,27 @@ def dynamic_shared(name, batch):
     decode, region = sizes_of(name)
     assert region.inner_dim is not None
     tiles = skinny_gemm.tiles_for(batch)
+    fitted = fitting_stages(decode, DEFAULT_STAGES)
+    inner_stages, bins_stages = value_stages(region)
     whole = {
-        "layer_in": DEFAULT_STAGES.layer_in[tiles],
-        "head": DEFAULT_STAGES.head[tiles],
-        "value_inner": INNER_STAGES[tiles],
+        "layer_in": fitted.layer_in[tiles],
+        "head": fitted.head[tiles],
+        "value_inner": inner_stages[tiles],
     }
     shared = {name: skinny_gemm.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
-    form, stages = decode_form(decode, batch), DEFAULT_STAGES.layer_out[tiles]
+    form, stages = decode_form(decode, batch), fitted.layer_out[tiles]
     shared["layer_out"] = out_shared(decode, form, batch, stages)
-    bins = region.inner_dim, region.parts, batch, BINS_STAGES[tiles]
+    bins = region.inner_dim, region.parts, batch, bins_stages[tiles]
     shared["value_bins"] = skinny_gemm.parts_shared(*bins)
-    if batch <= decoder.MOST_TOKENS and decoder.boundary_supported(decode):
+    if batch <= decoder.MOST_TOKENS and decoder.fits(decode):
         shared["layer_boundary"] = decoder.shared_bytes(decode)
     return shared
+
+
+def most_tokens(name: str) -> int:
+    """Of a launch that fits the current GPU."""
+    stages = fitting_stages(sizes_of(name)[0], DEFAULT_STAGES)
+    return skinny_gemm.most_tokens(stages.layer_in, stages.layer_out, stages.head)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -215,3 +230,22 @@ def test_attention_has_the_same_numbers():
     assert 2 * source["TILE"] * source["HEAD"] * 2 == STAGE
     assert attention.shared_bytes(4, 1, 1) == source["LINES"] * (STAGE + 8)
     assert attention.shared_bytes(1, 0, 3) == 2 * 2 * source["LINES"] * 3 * PART
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("gpu", "tokens"), [((8, 0), 24), ((8, 6), 8), ((8, 9), 8), ((9, 0), 32), ((12, 0), 8)]
+)
+def test_launches_are_cut_to_the_shared_memory_of_each_gpu(monkeypatch, name, gpu, tokens):
+    """Rings get shallower and launches of Moondream 2 smaller; on Hopper nothing changes."""
+    monkeypatch.setattr(capability, "current_gpu", lambda: Gpu(gpu))
+    decode, _ = sizes_of(name)
+    stages = fitting_stages(decode, DEFAULT_STAGES)
+    if gpu == (9, 0):
+        assert stages == DEFAULT_STAGES
+    assert most_tokens(name) == (tokens if name == "moondream2" else MAX_TOKENS)
+    for form in attention_forms(DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split):
+        shared = attention.shared_bytes(form.splits, form.stages, 8, form.line_warps)
+        assert shared <= Gpu(gpu).shared
+    has_room = Gpu(gpu).shared > 100 * 1024  # Moondream 3's experts have no room in less
+    assert (tau_decoder.max_tokens(expert_sizes(torch.float8_e4m3fn)) >= 8) == has_room

@@ -9,10 +9,12 @@ Shape legend as in `decoder`, but F stride of the output.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
-from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda import capability, skinny_gemm
+from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 HEAD_DIM = 64
@@ -30,11 +32,14 @@ A decoder's pass over its weights has as many.
 SPLITS = (1, 2, 4)
 """Numbers of thread blocks per head of a group that the kernel is compiled for."""
 
-_WARPS = {1: 16, 2: 8, 4: 8}
-"""Warps of a thread block, by splits."""
+_LINES = 8
+"""Lines of a head, whose warps a thread block has."""
+_LINE_WARPS = {1: 2, 2: 1, 4: 1}
+"""Warps of a line, by splits, where shared memory holds their rings."""
 _STAGE = 2 * TILE * HEAD_DIM * 2 + 8
 """Bytes of a step's keys and values (one tile of bf16, two of e4m3) and a barrier."""
 
+_MOST_STAGES = 3  # where they fill shared memory
 _PART = (HEAD_DIM + 4) * 4  # bytes of a token's softmax over some positions
 
 
@@ -71,14 +76,26 @@ class AttentionSizes:
     in_stride: int = 0
 
 
+class Form(NamedTuple):
+    """What the kernel is compiled for, and the depth of its rings in steps per warp."""
+
+    splits: int
+    line_warps: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.line_warps * _LINES
+
+
 class PagedAttention:
-    """The kernel, compiled for each of `SPLITS`."""
+    """The kernel, compiled for each of `SPLITS`, or for one on GPUs without clusters."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
         """`stages` is the ring's depth in steps per warp, `split_stages` that of a cluster."""
         self._sizes = sizes
-        self._stages = {splits: stages if splits == 1 else split_stages for splits in SPLITS}
-        self._kernels = {splits: self._kernel(splits) for splits in SPLITS}
+        self._forms = {form.splits: form for form in attention_forms(stages, split_stages)}
+        self._kernels = {splits: self._kernel(form) for splits, form in self._forms.items()}
 
     def launch(
         self,
@@ -101,41 +118,62 @@ class PagedAttention:
         splits = splits_for(groups * heads)
         # The next kernel begins once all thread blocks run, so there are no more than needed.
         grid = heads * groups if splits > 1 else skinny_gemm.even_grid(heads * batch)
-        stages = self._stages[splits]
+        form = self._forms[splits]
         self._kernels[splits].launch(
             (grid * splits, 1, 1),
-            32 * _WARPS[splits],
+            form.threads,
             (
                 *(q_BD, k_NHSE, v_NHSE, scale_2),
                 *(positions.row_B, positions.position_B, positions.fresh_B, positions.table_RM),
-                *(out_BF, batch, stages),
+                *(out_BF, batch, form.stages),
             ),
-            shared=shared_bytes(splits, stages, batch),
+            shared=shared_bytes(splits, form.stages, batch, form.line_warps),
             cluster=splits,
             overlap=True,
         )
 
-    def _kernel(self, splits: int) -> Kernel:
-        module = Module("paged_attention.cu", attend_defines(self._sizes, splits))
-        return module.kernel("attend", shared=shared_bytes(splits, self._stages[splits], GROUP))
+    def _kernel(self, form: Form) -> Kernel:
+        defines = attend_defines(self._sizes, form.splits, form.line_warps)
+        shared = shared_bytes(form.splits, form.stages, GROUP, form.line_warps)
+        return Module("paged_attention.cu", defines).kernel("attend", shared=shared)
+
+
+def attention_forms(stages: int, split_stages: int) -> list[Form]:
+    """What fits the current GPU: without clusters a head has one thread block, with little shared
+    memory a line has one warp.
+    """
+    gpu = capability.current_gpu()
+    whole = Form(1, _LINE_WARPS[1], stages)
+    if shared_bytes(1, stages, GROUP) > gpu.shared:
+        depths = range(_MOST_STAGES, 0, -1)
+        depth = next(each for each in depths if shared_bytes(1, each, GROUP, 1) <= gpu.shared)
+        whole = Form(1, 1, depth)
+    if not gpu.has(Feature.CLUSTERS):
+        return [whole]
+    return [whole, *(Form(splits, _LINE_WARPS[splits], split_stages) for splits in SPLITS[1:])]
 
 
 def splits_for(pairs: int) -> int:
-    """The most splits for which all `pairs` fit the GPU at once."""
+    """The most splits for which all `pairs` fit the GPU at once; 1 without clusters."""
+    if not capability.current_gpu().has(Feature.CLUSTERS):
+        return 1
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
-def shared_bytes(splits: int, stages: int, batch: int) -> int:
+def shared_bytes(splits: int, stages: int, batch: int, line_warps: int | None = None) -> int:
     """Return the bytes of shared memory with rings of `stages` steps per warp.
 
     Warps' results have memory of their own, twice; with splits they reuse the rings.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
-    return _WARPS[splits] * (stages * _STAGE + parts)
+    return _LINES * (line_warps or _LINE_WARPS[splits]) * (stages * _STAGE + parts)
 
 
-def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
+def attend_defines(
+    sizes: AttentionSizes, splits: int, line_warps: int | None = None
+) -> dict[str, int]:
     return {
+        "LINE_WARPS": line_warps or _LINE_WARPS[splits],
         "DIM": sizes.in_stride or sizes.num_heads * sizes.share * HEAD_DIM,
         "MIXED": sizes.out_stride,
         "HEADS": sizes.num_heads,

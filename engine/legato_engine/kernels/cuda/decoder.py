@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda import capability, skinny_gemm
 from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
@@ -20,7 +20,9 @@ from legato_engine.kernels.cuda.attention import (
     PagedAttention,
     StepPositions,
 )
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.cuda.skinny_gemm import WeightKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class DecoderSizes:
     page_size: int
     max_pages: int
     kv_bytes: int = 2
+    weight_kind: WeightKind = WeightKind.BF16
+    head_kind: WeightKind = WeightKind.BF16
 
     @property
     def mixed_dim(self) -> int:
@@ -59,13 +63,17 @@ class DecoderSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, bf16 but `folded_in`; maps are packed, the norm is folded into the first."""
+    """One layer; maps are packed, the norm is folded into the first. Other tensors are bf16, and
+    float32 `folded_in` and the scales of rows, which only some kinds of weights have.
+    """
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
     weights_out: torch.Tensor
     proj_bias: torch.Tensor
     fc2_bias: torch.Tensor
+    scales_in: torch.Tensor | None = None
+    scales_out: torch.Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -98,6 +106,8 @@ def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
         "PAGE": sizes.page_size,
         "PAGES": sizes.max_pages,
         "PARTS": sizes.parts,
+        "KV_BYTES": sizes.kv_bytes,
+        "WEIGHTS": int(sizes.weight_kind),
         "TILES": tiles,
     }
 
@@ -114,24 +124,34 @@ HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The packed bf16 map, with the preceding norm folded in."""
+    """The packed map, with the preceding norm folded in; `scales` where rows have them."""
 
     weights: torch.Tensor
     folded: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class LogitsHead:
     """Kernels for up to 32 tokens."""
 
-    def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
-        self._dim = dim
-        self._stages = stages
+    def __init__(
+        self,
+        dim: int,
+        num_outputs: int,
+        stages: Mapping[int, int] = HEAD_STAGES,
+        kind: WeightKind = WeightKind.BF16,
+    ) -> None:
+        self._dim, self._kind = dim, kind
+        self._stages = stages = skinny_gemm.fitting(
+            stages, lambda tiles, depth: skinny_gemm.whole_shared(dim, 8 * tiles, depth, kind), kind
+        )
+        self.max_tokens = skinny_gemm.most_tokens(stages)
         self._grid = skinny_gemm.even_grid(num_outputs // 16)
         self._kernels = {
-            tiles: Module("head.cu", head_defines(dim, num_outputs, tiles)).kernel(
-                "head", shared=skinny_gemm.whole_shared(dim, 8 * tiles, stages[tiles])
+            tiles: Module("head.cu", head_defines(dim, num_outputs, tiles, kind)).kernel(
+                "head", shared=skinny_gemm.whole_shared(dim, 8 * tiles, stages[tiles], kind)
             )
-            for tiles in skinny_gemm.TILES
+            for tiles in stages
         }
 
     def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
@@ -141,14 +161,16 @@ class LogitsHead:
         self._kernels[tiles].launch(
             (self._grid, 1, 1),
             skinny_gemm.FINISHING,
-            (x_BD, weights.weights, weights.folded, logits_BV, batch, stages),
-            shared=skinny_gemm.whole_shared(self._dim, batch, stages),
+            (x_BD, weights.weights, weights.scales, weights.folded, logits_BV, batch, stages),
+            shared=skinny_gemm.whole_shared(self._dim, batch, stages, self._kind),
             overlap=True,
         )
 
 
-def head_defines(dim: int, num_outputs: int, tiles: int) -> dict[str, int]:
-    return {"DIM": dim, "VOCAB": num_outputs, "TILES": tiles}
+def head_defines(
+    dim: int, num_outputs: int, tiles: int, kind: WeightKind = WeightKind.BF16
+) -> dict[str, int]:
+    return {"DIM": dim, "VOCAB": num_outputs, "WEIGHTS": int(kind), "TILES": tiles}
 
 
 # ---------------------------------------------------------------- layer boundary
@@ -164,10 +186,12 @@ FEWEST_TOKENS = 2
 MOST_TOKENS = 8
 """One token, and more than this, take a kernel for each end of a layer."""
 STAGES = 8
-"""Depth of the ring of weights."""
+"""Depth of the ring of weights in bf16; of fewer bits it is as many times deeper."""
 
 _THREADS = skinny_gemm.WORKERS + 64
 """The workers, a warp that reads weights and one that finishes blocks."""
+_STATIC = 256  # bytes of shared memory beside the dynamic ones
+_Cache = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are read
 
 
@@ -177,7 +201,8 @@ class LayerBoundary:
     def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
         blocks = (3 * sizes.dim + sizes.ff_dim) // 16
-        self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.CLUSTER), sizes.dim // 16)
+        self._stages = STAGES * 16 // sizes.weight_kind.bits
+        self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.clusters()), sizes.dim // 16)
         self._kernel = _kernel(sizes) if num_layers >= _FEWEST_LAYERS else None
         shape = num_layers, 2, 32
         self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -194,20 +219,27 @@ class LayerBoundary:
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
+        scales: Sequence[torch.Tensor | None],
         attention: PagedAttention,
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
-        """Run the layers; `q_BD` and `mixed_BF` are scratch memory."""
+        """As `Decoder.layers`; `scales` are each layer's units of e4m3.
+
+        `q_BD` and `mixed_BF` are scratch memory.
+        """
         last, heads_BD = self._num_layers, mixed_BF[:, -q_BD.shape[1] :]
         assert len(layers) == last
         for index in range(last + 1):
             previous = layers[index - 1] if index > 0 else None
             following = layers[index] if index < last else None
-            cache = (k_LNHSE[index], v_LNHSE[index]) if following else (None, None)
+            cache: _Cache = (None, None, None)
+            if following:
+                cache = (k_LNHSE[index], v_LNHSE[index], scales[index])
             self._launch(index, x_BD, previous, following, positions, cache, angles, q_BD, mixed_BF)
             if following:
-                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, heads_BD)
+                keys, values = k_LNHSE[index], v_LNHSE[index]
+                attention.launch(q_BD, keys, values, positions, heads_BD, scales[index])
 
     def _launch(
         self,
@@ -216,18 +248,20 @@ class LayerBoundary:
         previous: LayerWeights | None,
         following: LayerWeights | None,
         positions: StepPositions,
-        cache: tuple[torch.Tensor | None, torch.Tensor | None],
+        cache: _Cache,
         angles: tuple[torch.Tensor, torch.Tensor],
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
         assert self._kernel is not None
         out = (
-            (previous.weights_out, previous.proj_bias, previous.fc2_bias)
+            (previous.weights_out, previous.scales_out, previous.proj_bias, previous.fc2_bias)
             if previous
-            else (None,) * 3
+            else (None,) * 4
         )
-        into = (following.weights_in, following.folded_in) if following else (None,) * 2
+        into: tuple[torch.Tensor | None, ...] = (None,) * 3
+        if following:
+            into = (following.weights_in, following.scales_in, following.folded_in)
         self._kernel.launch(
             (self._grid, 1, 1),
             _THREADS,
@@ -235,7 +269,7 @@ class LayerBoundary:
                 *(mixed_BF, *out, x_BD, *into),
                 *(*angles, positions.row_B, positions.position_B, positions.table_RM),
                 *(q_BD, *cache, self._progress),
-                *(index, self._num_layers, x_BD.shape[0], STAGES),
+                *(index, self._num_layers, x_BD.shape[0], self._stages),
             ),
             overlap=True,
         )
@@ -243,6 +277,14 @@ class LayerBoundary:
 
 def boundary_supported(sizes: DecoderSizes) -> bool:
     return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
+
+
+def fits(sizes: DecoderSizes) -> bool:
+    """Whether a thread block fits the GPU's shared memory."""
+    return (
+        boundary_supported(sizes)
+        and shared_bytes(sizes) + _STATIC <= capability.current_gpu().shared
+    )
 
 
 def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
@@ -254,12 +296,14 @@ def shared_bytes(sizes: DecoderSizes) -> int:
     width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
-    return skinny_gemm.ring(16 * width, STAGES) + skinny_gemm.SUM_BARRIERS + sums
+    kind = sizes.weight_kind
+    ring = skinny_gemm.weight_ring(width, STAGES * 16 // kind.bits, kind)
+    return ring + skinny_gemm.SUM_BARRIERS + sums
 
 
 def _kernel(sizes: DecoderSizes) -> Kernel | None:
-    """Return the kernel, or None if thread blocks would share a multiprocessor."""
-    if not boundary_supported(sizes):
+    """None if thread blocks would share a multiprocessor, or do not fit one."""
+    if not fits(sizes):
         return None
     module = Module("layer_boundary.cu", layer_boundary_defines(sizes))
     kernel = module.kernel("layer_boundary", shared=shared_bytes(sizes))
@@ -279,7 +323,6 @@ def _kernel(sizes: DecoderSizes) -> Kernel | None:
 # the page table, M pages per row, N pages, S positions per page, P positions.
 
 _ROTARY_DIM = 32
-_MIN_CAPABILITY = (9, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -317,12 +360,10 @@ class Part(enum.Enum):
 
 
 def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype is not torch.bfloat16:
-        return False
-    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
-        return False
     return (
-        sizes.dim == sizes.num_heads * HEAD_DIM
+        dtype is torch.bfloat16
+        and runs(Kernels.STEPS, device)
+        and sizes.dim == sizes.num_heads * HEAD_DIM
         and sizes.rotary_dim == _ROTARY_DIM
         and sizes.dim % skinny_gemm.GROUP == 0
         and sizes.ff_dim % skinny_gemm.GROUP == 0
@@ -339,14 +380,17 @@ class _Kernels:
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
         most = 8 * tiles
-        shared = skinny_gemm.whole_shared(sizes.dim, most, self.in_stages)
+        shared = skinny_gemm.whole_shared(sizes.dim, most, self.in_stages, sizes.weight_kind)
         self.layer_in: Kernel = module.kernel("layer_in", shared=shared)
         shared = out_shared(sizes, form, most, self.out_stages)
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
 
 
 class CudaDecoder:
-    """The kernels and their scratch memory; steps share it and must not overlap."""
+    """The kernels and their scratch memory; steps share it and must not overlap.
+
+    `max_tokens` of a step fit the GPU's shared memory.
+    """
 
     parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
 
@@ -356,16 +400,24 @@ class CudaDecoder:
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
         boundary: LayerBoundary | None = None,
+        scales: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """`boundary` runs the layers of the batches that it takes."""
+        """`boundary` runs the layers of the batches that it takes.
+
+        `scales`: float32 units of each layer's keys and of its values in e4m3.
+        """
+        self._scales = scales
         self._sizes = sizes
         self._boundary = boundary
-        self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
+        stages_in_bf16, stages = stages, fitting_stages(sizes, stages)
+        self.max_tokens = skinny_gemm.most_tokens(stages.layer_in, stages.layer_out, stages.head)
+        forms = decode_forms(sizes, self.max_tokens)
+        self._kernels = {form: _Kernels(sizes, form, stages) for form in forms}
         self._attention = PagedAttention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = skinny_gemm.even_grid(
-            (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.CLUSTER
+            (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.clusters()
         )
-        self._head = LogitsHead(sizes.dim, sizes.vocab_size, stages.head)
+        self._head = LogitsHead(sizes.dim, sizes.vocab_size, stages_in_bf16.head, sizes.head_kind)
         # Results between a layer's kernels; other decoders fill them too.
         self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
         self.mixed_BF = torch.zeros(
@@ -398,17 +450,20 @@ class CudaDecoder:
         if boundary is not None and whole and boundary.takes(x_BD.shape[0]):
             cache = k_LNHSE, v_LNHSE
             scratch = self.q_BD, self.mixed_BF
-            boundary.run(x_BD, layers, positions, *cache, angles, self._attention, *scratch)
+            scales = self._scales or [None] * len(layers)
+            run = boundary.run
+            run(x_BD, layers, positions, *cache, angles, scales, self._attention, *scratch)
             return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
+            scale_2 = None if self._scales is None else self._scales[layer]
             inner_BF = outer_BD = None
             if adapters is not None:
                 inner_BF = adapters.inner(layer, x_BD, positions.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights, positions, keys, values, angles, inner_BF)
+                self._layer_in(x_BD, weights, positions, (keys, values, scale_2), angles, inner_BF)
             if Part.ATTEND in parts:
-                self.attend(positions, keys, values)
+                self.attend(positions, keys, values, scale_2)
             if adapters is not None:
                 outer_BD = adapters.outer(layer, self.mixed_BF, positions.row_B)
             if Part.LAYER_OUT in parts:
@@ -422,8 +477,7 @@ class CudaDecoder:
         x_BD: torch.Tensor,
         weights: LayerWeights,
         positions: StepPositions,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         angles: tuple[torch.Tensor, torch.Tensor],
         change_BF: torch.Tensor | None,
     ) -> None:
@@ -433,12 +487,14 @@ class CudaDecoder:
             (self._grid_in, 1, 1),
             skinny_gemm.FINISHING,
             (
-                *(x_BD, weights.weights_in, weights.folded_in),
+                *(x_BD, weights.weights_in, weights.scales_in, weights.folded_in),
                 *(*angles, positions.row_B, positions.position_B, positions.table_RM),
-                *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
+                *(self.q_BD, self.mixed_BF, *cache, change_BF, batch, kernels.in_stages),
             ),
             cluster=kernels.form.x_cluster,
-            shared=skinny_gemm.whole_shared(self._sizes.dim, batch, kernels.in_stages),
+            shared=skinny_gemm.whole_shared(
+                self._sizes.dim, batch, kernels.in_stages, self._sizes.weight_kind
+            ),
             overlap=True,
         )
 
@@ -462,7 +518,8 @@ class CudaDecoder:
             (sizes.dim // 16, 1, 1),
             skinny_gemm.THREADS,
             (
-                *(self.mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
+                *(self.mixed_BF, weights.weights_out, weights.scales_out),
+                *(weights.proj_bias, weights.fc2_bias),
                 *(x_BD, change_BD, self._sums, self._counts, batch, stages),
             ),
             cluster=kernels.form.out_cluster,
@@ -474,11 +531,34 @@ class CudaDecoder:
 def out_shared(sizes: DecoderSizes, form: Form, batch: int, stages: int) -> int:
     """Bytes of shared memory of `layer_out`."""
     parts, elsewhere = sizes.parts, form.spread > 1
-    return skinny_gemm.parts_shared(sizes.mixed_dim, parts, batch, stages, beside=not elsewhere)
+    return skinny_gemm.parts_shared(
+        sizes.mixed_dim, parts, batch, stages, sizes.weight_kind, beside=not elsewhere
+    )
 
 
-def decode_forms(sizes: DecoderSizes) -> list[Form]:
-    return sorted({decode_form(sizes, batch) for batch in range(1, MAX_TOKENS + 1)})
+def fitting_stages(sizes: DecoderSizes, stages: Stages) -> Stages:
+    """Cut the rings of the maps to the GPU's shared memory."""
+    kind, head_kind = sizes.weight_kind, sizes.head_kind
+
+    def into(tiles: int, depth: int) -> int:
+        return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth, kind)
+
+    def head(tiles: int, depth: int) -> int:
+        return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth, head_kind)
+
+    def out(tiles: int, depth: int) -> int:
+        return out_shared(sizes, decode_form(sizes, 8 * tiles), 8 * tiles, depth)
+
+    return dataclasses.replace(
+        stages,
+        layer_in=skinny_gemm.fitting(stages.layer_in, into, kind),
+        layer_out=skinny_gemm.fitting(stages.layer_out, out, kind),
+        head=skinny_gemm.fitting(stages.head, head, head_kind),
+    )
+
+
+def decode_forms(sizes: DecoderSizes, max_tokens: int = MAX_TOKENS) -> list[Form]:
+    return sorted({decode_form(sizes, batch) for batch in range(1, max_tokens + 1)})
 
 
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:

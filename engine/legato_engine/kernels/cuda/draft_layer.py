@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.parameters import Affine
 from legato_engine.speculative.proposer import RowHistory
@@ -16,7 +17,6 @@ from legato_engine.speculative.proposer import RowHistory
 SOURCE = "draft_layer.cu"
 _ROWS, _WARPS, _READERS = 4, 8, 32
 _HEAD_DIM = 64
-_MIN_CAPABILITY = (9, 0)
 
 WIDEST = 3072
 """The most inputs of the next stream, D + F: four rows of them fit shared memory as float32."""
@@ -67,11 +67,11 @@ class DraftSizes:
 def supported(
     sizes: DraftSizes, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    if device.type != "cuda" or {dtype, kv_dtype} != {torch.bfloat16}:
+    if {dtype, kv_dtype} != {torch.bfloat16}:
         return False
     fits = sizes.dim == sizes.num_heads * _HEAD_DIM and sizes.dim + sizes.inner <= WIDEST
     whole = not (sizes.inner % _WARPS or sizes.vocab_size % _WARPS)
-    return fits and whole and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+    return fits and whole and runs(Kernels.STEPS, device)
 
 
 class DraftLayerKernels:

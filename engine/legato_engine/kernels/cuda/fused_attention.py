@@ -9,11 +9,11 @@ import functools
 
 import torch
 
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Module, TensorMap, tensor_map
 
 SOURCE = "fused_attention.cu"
 
-_HOPPER = (9, 0)
 _HEAD_DIMS = (64, 72)
 _ALIGNMENT = 16  # bytes of a copy
 _VALUES_PER_COPY = 8
@@ -101,7 +101,7 @@ def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, i
 
 def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> bool:
     device = q_BTHE.device
-    if device.type != "cuda" or q_BTHE.dtype is not torch.bfloat16 or not _is_hopper(device):
+    if q_BTHE.dtype is not torch.bfloat16 or not runs(Kernels.TOWER_ATTENTION, device):
         return False
     tokens, _, head_dim = q_BTHE.shape[1:]
     strides = q_BTHE.stride()
@@ -123,11 +123,6 @@ def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> 
 def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     same = x.shape == other.shape and x.stride() == other.stride() and x.dtype is other.dtype
     return same and x.data_ptr() % _ALIGNMENT == 0
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _HOPPER
 
 
 @functools.cache

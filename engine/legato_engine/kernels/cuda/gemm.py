@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from legato_engine.errors import InternalError
+from legato_engine.kernels.cuda.capability import Kernels, runs
 
 
 class LibraryLauncher:
@@ -146,7 +147,6 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 _ALIGNMENT = 256  # bytes; what the library's heuristic takes for granted
 _STEP = 16  # bytes; from row to row
-_HOPPER = (9, 0)
 _LEAST_ROWS = 128  # below, a product is bound by reading its weights
 _WORKSPACE = 32 << 20  # bytes, without a counter
 
@@ -176,7 +176,7 @@ def can_multiply(*operands: torch.Tensor) -> bool:
         x.device.type == "cuda"
         and x.numel() >= _LEAST_ROWS * weight_OI.shape[1]
         and all(_is_plain(each) for each in operands)
-        and _is_hopper(x.device)
+        and runs(Kernels.TOWER_PRODUCTS, x.device)
         and _library() is not None
     )
 
@@ -379,11 +379,6 @@ class _Plan:
 @functools.cache
 def _plan(shape: _Shape, device: torch.device) -> _Plan:
     return _Plan(shape, device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _HOPPER
 
 
 @functools.cache

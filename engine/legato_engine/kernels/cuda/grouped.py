@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.parameters import (
     AdapterRows,
     ExpertAdapters,
@@ -19,7 +20,6 @@ from legato_engine.kernels.parameters import (
 )
 from legato_engine.kernels.reference import gate, own_low_rank
 
-_CAPABILITY = (9, 0)
 _ALIGNMENT = 8  # values of 16 bytes, at multiples of which rows begin
 _MANY = 64  # tokens from which widening pays off
 
@@ -27,11 +27,10 @@ _MANY = 64  # tokens from which widening pays off
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     """Return whether each product is one kernel and widening pays off."""
     return (
-        x_TD.is_cuda
-        and x_TD.dtype is torch.bfloat16
+        x_TD.dtype is torch.bfloat16
         and ((up.scale_XO is None and down.scale_XO is None) or len(x_TD) >= _MANY)
         and all(size % _ALIGNMENT == 0 for size in down.weight_XOI.shape[1:])
-        and torch.cuda.get_device_capability(x_TD.device) >= _CAPABILITY
+        and runs(Kernels.GROUPED_EXPERTS, x_TD.device)
     )
 
 

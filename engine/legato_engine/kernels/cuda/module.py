@@ -17,6 +17,8 @@ import torch
 
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cache import cache_folder, store
+from legato_engine.kernels.cuda import capability
+from legato_engine.kernels.cuda.capability import Feature, gpu_of_arch, macros
 
 _SOURCES = "sources"
 _ahead: dict[str, bytes] = {}  # compiled and not taken yet, where the cache may not be writable
@@ -25,22 +27,23 @@ _ahead: dict[str, bytes] = {}  # compiled and not taken yet, where the cache may
 def compile_source(
     name: str, defines: Mapping[str, int], arch: str, *, folder: Traversable | None = None
 ) -> bytes:
-    """Compile the file `name` for an `arch` such as sm_90, or read the cache.
+    """Compile the file `name` for an `arch` such as sm_90 or compute_80, or read the cache.
 
-    `folder` is by default `sources`. `#include "x"` finds the headers of both; there are no system
-    headers.
+    The code of a virtual architecture is PTX, which the driver compiles. `folder` is by default
+    `sources`. `#include "x"` finds the headers of both; there are no system headers.
 
     Raises:
         InternalError: the source does not compile; the text has the compiler's log.
     """
     texts, options = _texts(folder), _options(defines, arch)
     key = _key(name, texts, options)
-    path = cache_folder() / f"{key}.cubin"
+    is_virtual = gpu_of_arch(arch).is_virtual
+    path = cache_folder() / f"{key}.{'ptx' if is_virtual else 'cubin'}"
     if (ready := _ahead.pop(key, None)) is not None:
         return ready
     if path.is_file():
         return path.read_bytes()
-    code = _compile(name, texts, options)
+    code = _compile(name, texts, options, is_virtual=is_virtual)
     store(path, code)
     return code
 
@@ -73,7 +76,7 @@ def _options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
         "--std=c++17",
         "--device-as-default-execution-space",
         "--extra-device-vectorization",
-        *(f"-D{key}={value}" for key, value in sorted(defines.items())),
+        *(f"-D{key}={value}" for key, value in sorted({**macros(arch), **defines}.items())),
     )
 
 
@@ -96,7 +99,9 @@ def _key(name: str, texts: Mapping[str, str], options: tuple[str, ...]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _compile(name: str, texts: Mapping[str, str], options: tuple[str, ...]) -> bytes:
+def _compile(
+    name: str, texts: Mapping[str, str], options: tuple[str, ...], *, is_virtual: bool
+) -> bytes:
     from cuda.bindings import nvrtc
 
     headers = {file: header for file, header in texts.items() if file.endswith(".cuh")}
@@ -115,8 +120,11 @@ def _compile(name: str, texts: Mapping[str, str], options: tuple[str, ...]) -> b
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise InternalError(f"{name} does not compile: {log.decode().strip()}")
-    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    size, read = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+    if is_virtual:
+        size, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+    code: bytes = b" " * _checked(size(program))
+    _checked(read(program, code))
     nvrtc.nvrtcDestroyProgram(program)
     return code
 
@@ -143,7 +151,6 @@ class TensorMap:
 
 
 Argument = torch.Tensor | TensorMap | int | float | None
-_OVERLAPS = (9, 0)  # compute capability from which launches may overlap
 
 
 class Launches(Protocol):
@@ -191,8 +198,9 @@ class Module:
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # the context exists from here on
-        self.can_overlap = torch.cuda.get_device_capability() >= _OVERLAPS
-        self._code = compile_source(name, defines, current_arch(own=own), folder=folder)
+        gpu = capability.current_gpu()
+        self.can_overlap = gpu.has(Feature.OVERLAP)
+        self._code = compile_source(name, defines, gpu.arch(own=own), folder=folder)
         self._module = checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
@@ -249,12 +257,6 @@ class Kernel:
 
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
         return int(checked(count(self._function, threads, self._shared)))
-
-
-def current_arch(*, own: bool = False) -> str:
-    """The current device's; `own` has instructions that later architectures do not have."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}{'a' if own else ''}"
 
 
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:

@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import nn
 
-from legato_engine.kernels.cuda import quantise
+from legato_engine.kernels.cuda import capability, quantise
+from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.quantise import RowModule
 from legato_engine.kernels.parameters import Quantised
 
@@ -23,7 +24,7 @@ class NormKernels:
         self._plain = self._module.kernel("add_norm")
         self._plain3 = self._module.kernel("add3_norm")
         self._rms = self._module.kernel("add_rms_norm")
-        has_e4m3 = torch.cuda.get_device_capability() >= quantise.FIRST_WITH_E4M3
+        has_e4m3 = capability.current_gpu().has(Feature.E4M3)
         self._quantised = self._module.kernel("add_norm_quantise") if has_e4m3 else None
 
     def add_norm(

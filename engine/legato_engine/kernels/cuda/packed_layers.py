@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights, LayerWeights
-from legato_engine.kernels.cuda.skinny_gemm import fold_norm, pack, pack_beside, pair_rotated
+from legato_engine.kernels.cuda.skinny_gemm import (
+    PackedMap,
+    WeightKind,
+    fold_norm,
+    num_parts,
+    pack,
+    packed_map,
+    pair_rotated,
+)
 from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, TauLayer
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 
@@ -17,6 +27,8 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
 
     `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
     """
+    if layer.quantised is not None:
+        return layer.quantised.weights
     assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
     weights, folded = folded_first(layer, layer.mlp)
     if rotated:
@@ -27,10 +39,104 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
     return LayerWeights(
         weights_in=pack(weights),
         folded_in=folded,
-        weights_out=pack_beside([layer.mlp.fc2.weight, layer.proj.weight], sizes.parts),
+        weights_out=pack(torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1), sizes.parts),
         proj_bias=layer.proj.bias,
         fc2_bias=layer.mlp.fc2.bias,
     )
+
+
+class MapPart:
+    """Rows and columns of a packed map, as a `PackedWeight` of products of many tokens."""
+
+    def __init__(self, packed: PackedMap, rows: slice, columns: slice) -> None:
+        self._packed, self._rows, self._columns = packed, rows, columns
+        self.out_features = rows.stop - rows.start
+        self.in_features = columns.stop - columns.start
+
+    def dense(self) -> torch.Tensor:
+        """Return a copy in bf16, [O, I]."""
+        return self._packed.part(self._rows, self._columns)
+
+    def exact(self) -> torch.Tensor:
+        """Return a copy in float32."""
+        return self._packed.dequantised()[self._rows, self._columns]
+
+    def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """Multiply by a copy in the dtype of the rows; only bf16 rounds the weights once more."""
+        weight_OI = self.dense() if rows_TI.dtype is torch.bfloat16 else self.exact()
+        return F.linear(rows_TI, weight_OI, None if bias_O is None else bias_O.to(rows_TI.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class QuantisedLayer:
+    """One copy of a layer's weights, for decode steps and for products of many tokens.
+
+    The norm's scale is in `qkv` and `fc1`, its shift in their biases, float32.
+    """
+
+    weights: LayerWeights
+    qkv: MapPart
+    fc1: MapPart
+    fc2: MapPart
+    proj: MapPart
+    qkv_bias: torch.Tensor
+    fc1_bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class QuantisedHead:
+    """A head likewise, with the norm before it."""
+
+    weights: HeadWeights
+    map: MapPart
+    bias: torch.Tensor
+
+
+def quantised_layer(layer: DecoderLayer, num_heads: int, kind: WeightKind) -> QuantisedLayer:
+    """Quantise a layer with an MLP and without gains."""
+    assert isinstance(layer.mlp, DenseMlp), "experts are quantised by their checkpoint"
+    scaled, folded = folded_first(layer, layer.mlp)
+    order = torch.arange(len(scaled), device=scaled.device)
+    paired = pair_rotated(num_heads, scaled.device)
+    order[: len(paired)] = paired
+    into = packed_map(scaled, kind, order_O=order)
+    folded = _of_rounded(folded, into)
+    beside = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
+    dim, mixed = beside.shape
+    out = packed_map(beside, kind, num_parts(mixed, dim))
+    weights = LayerWeights(
+        weights_in=into.data,
+        folded_in=folded,
+        weights_out=out.data,
+        proj_bias=layer.proj.bias,
+        fc2_bias=layer.mlp.fc2.bias,
+        scales_in=into.scale_O,
+        scales_out=out.scale_O,
+    )
+    first, whole, inner = 3 * dim, slice(0, dim), mixed - dim
+    return QuantisedLayer(
+        weights=weights,
+        qkv=MapPart(into, slice(0, first), whole),
+        fc1=MapPart(into, slice(first, first + inner), whole),
+        fc2=MapPart(out, whole, slice(0, inner)),
+        proj=MapPart(out, whole, slice(inner, mixed)),
+        qkv_bias=folded[:first, 1],
+        fc1_bias=folded[first:, 1],
+    )
+
+
+def quantised_head(head: Affine, norm: Affine, kind: WeightKind) -> QuantisedHead:
+    scaled, folded = fold_norm(*head, norm)
+    packed = packed_map(scaled, kind)
+    folded = _of_rounded(folded, packed)
+    outputs, inputs = scaled.shape
+    part = MapPart(packed, slice(0, outputs), slice(0, inputs))
+    return QuantisedHead(HeadWeights(packed.data, folded, packed.scale_O), part, folded[:, 1])
+
+
+def _of_rounded(folded: torch.Tensor, packed: PackedMap) -> torch.Tensor:
+    """Corrections with the sums of the weights as they are read."""
+    return torch.stack([packed.dequantised().sum(1), folded[:, 1]], dim=1).contiguous()
 
 
 def folded_first(layer: DecoderLayer, mlp: DenseMlp) -> tuple[torch.Tensor, torch.Tensor]:

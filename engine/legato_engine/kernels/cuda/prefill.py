@@ -19,7 +19,6 @@ _ROTATED_PAIRS = 16
 _THREADS = 256
 _VALUES_PER_LOAD = 8
 _ALIGNMENT = 16  # bytes of an access
-_CONVERTS = (8, 9)  # compute capability from which e4m3 is converted
 _MAX_VALUES = 1 << 30  # that int indices can address
 
 
@@ -112,12 +111,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def _is_e4m3(x: torch.Tensor) -> bool:
-    return (
-        x.device.type == "cuda"
-        and x.dtype is torch.float8_e4m3fn
-        and x.is_contiguous()
-        and torch.cuda.get_device_capability(x.device) >= _CONVERTS
-    )
+    return x.device.type == "cuda" and x.dtype is torch.float8_e4m3fn and x.is_contiguous()
 
 
 class _Kernels:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
 from legato_engine.kernels.parameters import E4M3, Quantised
 
 SOURCE = "quantise.cu"
 MAX_DIM = 8192
-FIRST_WITH_E4M3 = (8, 9)  # compute capability
 
 _VALUES_PER_LOAD = 8
 _ALIGNMENT = 16  # bytes of a load
@@ -30,7 +30,7 @@ def defines(dim: int) -> dict[str, int]:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= FIRST_WITH_E4M3
+    return runs(Kernels.TOWER_FP8, device)
 
 
 def fits(x: torch.Tensor) -> bool:

@@ -12,12 +12,15 @@ from typing import Protocol
 import torch
 
 from legato_engine.errors import InternalError
+from legato_engine.kernels.cuda import capability
+from legato_engine.kernels.cuda.capability import Feature, Gpu
 from legato_engine.kernels.cuda.module import Argument, Module
 
 MAX_VOCAB = 1 << 16  # the kernel keeps a token id in 16 bits
 
 _THREADS = 1024
 _VECTOR = 4  # values of one 16-byte load
+_BLOCK = _THREADS * _VECTOR
 _MAX_CLUSTER = 4  # 32 rows then fill the GPU once
 _FIXED_SHARED = 34 * 1024  # what the kernel keeps beside the logits
 
@@ -77,8 +80,9 @@ class Sampler:
         """
         if vocab_size % _VECTOR or not 0 < vocab_size <= MAX_VOCAB:
             raise InternalError(f"no sampling kernel for a vocabulary of {vocab_size}")
-        defines = sampling_defines(vocab_size)
+        defines = sampling_defines(vocab_size, capability.current_gpu())
         self._cluster = defines["CLUSTER"]
+        self._spilled = 0 if defines["HELD"] else _groups(vocab_size, 1) * _BLOCK
         self._kernel = Module("sample.cu", defines).kernel("sample", shared=defines["SHARED"])
 
     def sample(
@@ -99,23 +103,36 @@ class Sampler:
         A token's constraint is at its index, or at `entry_B` of it. Logits and constraints are
         float32, the others int64; all are contiguous. Padding (`scratch_row`) gets token 0.
         """
+        count = len(tokens_B)
+        spilled = logits_BV.new_empty(count, self._spilled) if self._spilled else None
         arguments: list[Argument] = [logits_BV, constraints_CV, constraint_S, entry_B]
         arguments += [row_B, position_B]
         arguments += [state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R]
         self._kernel.launch(
-            (len(tokens_B) * self._cluster, 1, 1),
+            (count * self._cluster, 1, 1),
             _THREADS,
-            [*arguments, state.token_R, tokens_B, state.scratch_row],
+            [*arguments, state.token_R, tokens_B, spilled, state.scratch_row],
             cluster=self._cluster,
             overlap=overlap,
         )
 
 
-def sampling_defines(vocab_size: int) -> dict[str, int]:
-    block = _THREADS * _VECTOR
+def sampling_defines(vocab_size: int, gpu: Gpu) -> dict[str, int]:
+    """A row has one thread block where there are no clusters; what its shared memory cannot hold
+    (unless `HELD`) is in global memory.
+    """
     cluster = 1
-    while cluster < _MAX_CLUSTER and cluster * block < vocab_size:
+    while gpu.has(Feature.CLUSTERS) and cluster < _MAX_CLUSTER and cluster * _BLOCK < vocab_size:
         cluster *= 2
-    groups = -(-vocab_size // (cluster * block))
-    shared = _FIXED_SHARED + groups * block * 4
-    return {"VOCAB": vocab_size, "CLUSTER": cluster, "SHARED": shared}
+    shared = _FIXED_SHARED + _groups(vocab_size, cluster) * _BLOCK * 4
+    held = shared <= gpu.shared
+    return {
+        "VOCAB": vocab_size,
+        "CLUSTER": cluster,
+        "SHARED": shared if held else _FIXED_SHARED,
+        "HELD": int(held),
+    }
+
+
+def _groups(vocab_size: int, cluster: int) -> int:
+    return -(-vocab_size // (cluster * _BLOCK))

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
+
+from legato_engine.kernels.cuda import capability
+from legato_engine.kernels.cuda.capability import Feature
+from legato_engine.kernels.cuda.module import Kernel, Module
+
+
+class WeightKind(enum.IntEnum):
+    """How a map's weights are packed; the values are those of `stage_ring.cuh`.
+
+    e4m3 and int8 have a float32 scale for each row, int4 a bf16 scale for each 64 inputs of a row.
+    """
+
+    BF16 = 0
+    E4M3 = 1
+    INT8 = 2
+    INT4 = 3
+
+    @property
+    def bits(self) -> int:
+        return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
+
+    @property
+    def has_row_scales(self) -> bool:
+        return self in (WeightKind.E4M3, WeightKind.INT8)
+
+    def stage_bytes(self, chunk: int) -> int:
+        """Bytes of 16 rows of `chunk` inputs."""
+        scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0
+        return 16 * chunk * self.bits // 8 + scales
+
 
 WARPS = 8
 WORKERS = 32 * WARPS
@@ -36,6 +69,8 @@ INPUT_BARRIERS = 128
 """Bytes of those that chunks of inputs arrive at, in kernels that hold all inputs."""
 
 _MOMENT = 8
+_STATIC = 384  # bytes of shared memory, at most, that kernels have beside the dynamic ones
+_FEWEST_STAGES = 2
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
@@ -43,6 +78,10 @@ _LONG = 4096  # inputs from which cutting pays off
 
 def tiles_for(batch: int) -> int:
     return next(tiles for tiles in TILES if batch <= 8 * tiles)
+
+
+def tiles_up_to(tokens: int) -> tuple[int, ...]:
+    return tuple(tiles for tiles in TILES if 8 * tiles <= tokens)
 
 
 def chunk(inputs: int) -> int:
@@ -56,27 +95,66 @@ def num_parts(inputs: int, outputs: int) -> int:
 
 
 def cluster(batch: int) -> int:
-    return CLUSTER if batch >= _SHARED_FROM else 1
+    """Thread blocks that share inputs; 1 on GPUs without clusters."""
+    return clusters() if batch >= _SHARED_FROM else 1
 
 
-def whole_shared(inputs: int, batch: int, stages: int) -> int:
+def clusters() -> int:
+    return CLUSTER if capability.current_gpu().has(Feature.CLUSTERS) else 1
+
+
+def fitting(
+    stages: Mapping[int, int],
+    size: Callable[[int, int], int],
+    kind: WeightKind = WeightKind.BF16,
+) -> dict[int, int]:
+    """Cut the depths of rings to the GPU's shared memory.
+
+    `stages` are the depths in bf16 by tiles, of fewer bits as many more; `size(tiles, depth)` are
+    the bytes that a kernel takes. Tiles that do not fit are left out.
+    """
+    most = capability.current_gpu().shared - _STATIC
+    fit = {}
+    for tiles, depth_in_bf16 in stages.items():
+        wanted = depth_in_bf16 * 16 // kind.bits
+        depths = range(wanted, min(wanted, _FEWEST_STAGES) - 1, -1)
+        depth = next((each for each in depths if size(tiles, each) <= most), 0)
+        if depth:
+            fit[tiles] = depth
+    return fit
+
+
+def most_tokens(*fitted: Mapping[int, int]) -> int:
+    """Tokens of a launch that all kernels of these depths fit."""
+    return 8 * min(max(each) for each in fitted)
+
+
+def whole_shared(inputs: int, batch: int, stages: int, kind: WeightKind = WeightKind.BF16) -> int:
     """Return the bytes of shared memory for all tokens' inputs and their moments."""
     held = INPUT_BARRIERS + columns(batch) * (inputs + PAD) * 2
     beside = SUM_BARRIERS + block_sums(batch) + 8 * tiles_for(batch) * _MOMENT
-    return ring(16 * chunk(inputs), stages) + held + beside
+    return weight_ring(chunk(inputs), stages, kind) + held + beside
 
 
-def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:
+def parts_shared(
+    inputs: int,
+    parts: int,
+    batch: int,
+    stages: int,
+    kind: WeightKind = WeightKind.BF16,
+    *,
+    beside: bool = True,
+) -> int:
     """Return the bytes of shared memory for inputs that stream through a ring.
 
-    The warps' sums reuse the memory of the weights; the thread block's are `beside` it, or
+    The warps' sums reuse the memory of both rings; the thread block's are `beside` it, or
     elsewhere.
     """
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
-    assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
-    rings = ring(16 * width, stages)
+    rings = weight_ring(width, stages, kind)
     rings += ring(columns(batch) * (width + PAD), INPUT_STAGES[tiles])
+    assert rings - _barriers(stages) >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
     return rings + (parts * tiles * SUM if beside else 0)
 
 
@@ -88,6 +166,11 @@ def block_sums(batch: int, blocks: int = 2) -> int:
 def columns(batch: int) -> int:
     tiles = tiles_for(batch)
     return batch if tiles == 1 else 8 * tiles
+
+
+def weight_ring(width: int, stages: int, kind: WeightKind = WeightKind.BF16) -> int:
+    """Bytes of a ring of stages of 16 rows of `width` inputs."""
+    return _barriers(stages) + stages * kind.stage_bytes(width)
 
 
 def ring(elements: int, stages: int) -> int:
@@ -110,24 +193,193 @@ def _barriers(stages: int) -> int:
 
 # ---------------------------------------------------------------- packing
 
-# Weight layouts of the kernels of `skinny_gemm.cuh`.
+# Weight layouts of the kernels of `skinny_gemm.cuh`, in bf16 or quantised.
 #
-# Shape legend: O outputs, I inputs.
+# Shape legend: O outputs, I inputs, G groups of 64 inputs.
+
+_GROUP = GROUP
+_E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
+_LEAST_SCALE = 1e-12
+_INT4_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Fractions of the scale that reaches a group's largest weight; the one with the least error."""
+
+
+KINDS = {
+    "packed": WeightKind.BF16,
+    "fp8": WeightKind.E4M3,
+    "int8": WeightKind.INT8,
+    "int4": WeightKind.INT4,
+}
+"""By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PackedMap:
+    """A packed map; `scale_O` are float32 scales of its rows.
+
+    Packed row r is row `order_O[r]` (int32) of the map, or r without it.
+    """
+
+    kind: WeightKind
+    data: torch.Tensor
+    scale_O: torch.Tensor | None
+    outputs: int
+    inputs: int
+    chunk: int
+    order_O: torch.Tensor | None = None
+
+    def part(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Return rows and columns of the map in bf16: multiples of 16 and of 64.
+
+        Rows that `order_O` moves stay among them.
+        """
+        if self.data.device.type == "cuda":
+            return _unpacked(self, rows, columns)
+        return self.dequantised()[rows, columns].bfloat16().contiguous()
+
+    def dequantised(self) -> torch.Tensor:
+        """Undo the packing in torch, float32 [O, I]."""
+        stages = self.data.view(torch.uint8).view(self.outputs // 16, self.inputs // self.chunk, -1)
+        num_bytes = self.kind.stage_bytes(self.chunk)
+        assert stages.shape[2] == num_bytes, "stages are as long as the kernels count them"
+        if self.kind is WeightKind.BF16:
+            codes = stages.contiguous().view(torch.bfloat16)
+            return self._ordered(codes.view(-1)).float()
+        if self.kind is WeightKind.INT4:
+            codes = stages[..., : 8 * self.chunk]
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1)
+            scales = stages[..., 8 * self.chunk :].contiguous().view(torch.bfloat16)
+            scales = scales.view(*stages.shape[:2], self.chunk // _GROUP, 8, 2)
+            scale_OG = self._own(scales.permute(0, 4, 3, 1, 2).reshape(self.outputs, -1).float())
+            exact_OI = self._ordered(codes).float() - 8.0
+            return (torch.unflatten(exact_OI, 1, (-1, _GROUP)) * scale_OG[..., None]).flatten(1)
+        assert self.scale_O is not None, "8 bits have scales"
+        own = torch.float8_e4m3fn if self.kind is WeightKind.E4M3 else torch.int8
+        return self._ordered(stages).view(own).float() * self.scale_O[:, None]
+
+    def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return fragments as [O, I]."""
+        shape, order = _fragments(self.outputs, self.inputs, self.chunk), _ORDERS[self.kind]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        there = codes.reshape([shape[dim] for dim in order])
+        return self._own(there.permute(back).reshape(self.outputs, self.inputs))
+
+    def _own(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return packed rows in the map's order."""
+        if self.order_O is None:
+            return packed
+        return torch.empty_like(packed).index_copy_(0, self.order_O.long(), packed)
+
+
+_ORDERS = {
+    WeightKind.BF16: (0, 3, 4, 1, 5, 2, 6, 7, 8, 9),
+    WeightKind.E4M3: (0, 3, 4, 1, 2, 6, 5, 7, 9, 8),
+    WeightKind.INT8: (0, 3, 4, 1, 2, 6, 5, 7, 9, 8),
+    WeightKind.INT4: (0, 3, 4, 2, 6, 1, 5, 9, 7, 8),
+}
+"""Dimensions of `_fragments` as packed.
+
+A lane has 8 inputs of each half of a group of 64, of rows g and g + 8: in bf16 as four runs of all
+lanes; of fewer bits as far as they share 16 bytes, with pairs where the kernels' shifts and masks
+find them."""
+
+
+def _fragments(outputs: int, inputs: int, chunk: int) -> tuple[int, ...]:
+    """A map as block, rows 8 apart, row, stage, warp, half, lane of a row, and a value's bits."""
+    return (outputs // 16, 2, 8, inputs // chunk, chunk // _GROUP, 2, 4, 2, 2, 2)
+
+
+def packed_map(
+    weights_OI: torch.Tensor,
+    kind: WeightKind,
+    parts: int = 1,
+    order_O: torch.Tensor | None = None,
+) -> PackedMap:
+    """Quantise and pack a map whose inputs the kernel cuts into `parts`.
+
+    Packed row r is its row `order_O[r]`.
+    """
+    if order_O is not None:
+        weights_OI, order_O = weights_OI[order_O], order_O.int()
+    outputs, inputs = weights_OI.shape
+    width = chunk(inputs // parts)
+    codes_OI, scale_O, scale_OG = weights_OI, None, None
+    if kind is WeightKind.INT4:
+        codes_OI, scale_OG = _int4(weights_OI)
+    elif kind is not WeightKind.BF16:
+        codes_OI, scale_O = _eight_bits(weights_OI, kind)
+    data = codes_OI.reshape(_fragments(outputs, inputs, width)).permute(_ORDERS[kind]).contiguous()
+    if scale_OG is not None:
+        data = (data[..., 0] | data[..., 1] << 4).reshape(outputs // 16, inputs // width, -1)
+        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // _GROUP)
+        scales = of.permute(0, 3, 4, 2, 1).contiguous().view(torch.uint8)
+        data = torch.cat([data, scales.reshape(*data.shape[:2], -1)], dim=2)
+    if scale_O is not None and order_O is not None:
+        scale_O = torch.empty_like(scale_O).index_copy_(0, order_O.long(), scale_O)
+    return PackedMap(kind, data.flatten(), scale_O, outputs, inputs, width, order_O)
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Reorder weights into blocks of 16 rows, stages of a chunk of inputs, and fragments.
+    """Pack a map in bf16."""
+    return packed_map(weights_OI, WeightKind.BF16, parts).data
 
-    In a stage each warp has 64 inputs as four runs of 32 lanes of 8 values: rows 0-7 of the first
-    32 inputs, rows 0-7 of the others, then the same of rows 8-15. Lane 4g + t holds the 8 inputs
-    from 8t on, of row g. The kernel cuts the inputs into `parts`.
-    """
-    outputs, inputs = weights_OI.shape
-    width = chunk(inputs // parts)
-    shape = (outputs // 16, 2, 8, inputs // width, width // 64, 2, 4, 8)
-    block, high, row, stage, warp, half, lane, value = range(8)
-    order = (block, stage, warp, high, half, row, lane, value)
-    return weights_OI.reshape(shape).permute(order).contiguous()
+
+def _eight_bits(weights_OI: torch.Tensor, kind: WeightKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (bytes) and float32 scales [O] that reach each row's largest weight."""
+    most = _E4M3_MOST if kind is WeightKind.E4M3 else _INT8_MOST
+    scale_O = weights_OI.float().abs().amax(1).clamp_min(_LEAST_SCALE) / most
+    exact_OI = (weights_OI.float() / scale_O[:, None]).clamp(-most, most)
+    dtype = torch.float8_e4m3fn if kind is WeightKind.E4M3 else torch.int8
+    codes_OI = exact_OI if kind is WeightKind.E4M3 else exact_OI.round()
+    return codes_OI.to(dtype).view(torch.uint8), scale_O
+
+
+def _int4(weights_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes 0 to 15, 8 above the value, and the bf16 scales [O, G] of the least error."""
+    groups_OGE = torch.unflatten(weights_OI.float(), 1, (-1, _GROUP))
+    largest_OG = groups_OGE.abs().amax(2).clamp_min(_LEAST_SCALE)
+    best_OG = torch.full_like(largest_OG, torch.inf)
+    scale_OG = torch.zeros_like(largest_OG, dtype=torch.bfloat16)
+    for shrink in _INT4_SHRINKS:
+        tried_OG = (largest_OG * (shrink / _INT4_MOST)).bfloat16()
+        values_OGE = _rounded4(groups_OGE, tried_OG)
+        error_OG = ((values_OGE * tried_OG.float()[..., None] - groups_OGE) ** 2).sum(2)
+        is_better_OG = error_OG < best_OG
+        best_OG = torch.where(is_better_OG, error_OG, best_OG)
+        scale_OG = torch.where(is_better_OG, tried_OG, scale_OG)
+    return (_rounded4(groups_OGE, scale_OG) + 8.0).to(torch.uint8).flatten(1), scale_OG
+
+
+def _rounded4(groups_OGE: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
+    return (groups_OGE / scale_OG.float()[..., None]).round().clamp(-8.0, 7.0)
+
+
+def _unpacked(packed: PackedMap, rows: slice, columns: slice) -> torch.Tensor:
+    first, count = rows.start // 16, (rows.stop - rows.start) // 16
+    width = columns.stop - columns.start
+    out_OI = torch.empty(16 * count, width, dtype=torch.bfloat16, device=packed.data.device)
+    chunk = packed.chunk
+    stages = -(-columns.stop // chunk) - columns.start // chunk
+    _unpacker(packed.kind, chunk, packed.data.device).launch(
+        (count, stages, 1),
+        WORKERS,
+        (
+            *(packed.data, packed.scale_O, packed.order_O, out_OI),
+            *(first, packed.inputs // chunk, columns.start, columns.stop),
+        ),
+        overlap=True,
+    )
+    return out_OI
+
+
+@functools.cache
+def _unpacker(kind: WeightKind, chunk: int, device: torch.device) -> Kernel:
+    with torch.cuda.device(device):
+        return Module("unpack.cu", unpack_defines(kind, chunk)).kernel("unpack")
+
+
+def unpack_defines(kind: WeightKind, chunk: int) -> dict[str, int]:
+    return {"WEIGHTS": int(kind), "MAP_CHUNK": chunk}
 
 
 def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
@@ -139,11 +391,6 @@ def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
     order = torch.tensor(head, device=device)
     starts = torch.arange(3 * num_heads, device=device) * 64
     return (starts[:, None] + order).flatten()
-
-
-def pack_beside(maps: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
-    """Pack maps with concatenated inputs."""
-    return pack(torch.cat(list(maps), dim=1), parts)
 
 
 def fold_norm(

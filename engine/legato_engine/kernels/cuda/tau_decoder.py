@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda import capability, skinny_gemm
 from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
 from legato_engine.kernels.cuda.attention import MAX_TOKENS, StepPositions
 from legato_engine.kernels.cuda.decoder import (
@@ -18,6 +18,7 @@ from legato_engine.kernels.cuda.decoder import (
     LayerWeights,
     Part,
     Stages,
+    fitting_stages,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
 from legato_engine.kernels.parameters import ExpertMap, ExpertSlots, ExpertWeights, TauWeights
@@ -25,8 +26,9 @@ from legato_engine.kernels.parameters import ExpertMap, ExpertSlots, ExpertWeigh
 MAX_EXPERTS = 64
 MAX_ACTIVE = 8
 
-BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
-_MOST_STAGES = 6
+_BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
+_BESIDE = 6 * 1024  # left of a smaller GPU's
+_MOST_STAGES, _FEWEST_STAGES = 6, 2
 _STEPS = {1: (8, 3), 2: (16, 2), 3: (16, 2), 4: (16, 2)}
 """By tiles: tokens of one stage of inputs of `experts_out`, and the number of its stages."""
 
@@ -52,12 +54,14 @@ class TauSizes:
     exact: bool
 
 
-def supported(sizes: ExpertSizes) -> bool:
+def supported(tau: TauSizes) -> bool:
+    sizes = tau.experts
     return (
         sizes.num_experts % 16 == 0
         and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
         and sizes.num_active <= MAX_ACTIVE
         and sizes.inner_dim % skinny_gemm.GROUP == 0
+        and max_tokens(tau) > 0
     )
 
 
@@ -113,8 +117,23 @@ def _sums(batch: int) -> int:
     return skinny_gemm.block_sums(batch, 2 if few else 1)
 
 
+def budget() -> int:
+    """Bytes of shared memory of the experts' kernels."""
+    return min(_BUDGET, capability.current_gpu().shared - _BESIDE)
+
+
+def max_tokens(sizes: TauSizes) -> int:
+    """Tokens of a launch that leave room for two stages; 0 if not even a few do."""
+    fits = [
+        8 * tiles
+        for tiles in skinny_gemm.TILES
+        if min(up_stages(sizes, 8 * tiles)[0], out_stages(sizes, 8 * tiles)[0]) >= _FEWEST_STAGES
+    ]
+    return max(fits, default=0)
+
+
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
-    stages = min(_MOST_STAGES, (BUDGET - beside - 128) // num_bytes)
+    stages = min(_MOST_STAGES, (budget() - beside - 128) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
@@ -336,8 +355,8 @@ class _Kernels:
             self.tau_in[routed] = module.kernel("tau_in", shared=shared)
             self.gains = module.kernel("gains")
         module = Module("experts.cu", expert_defines(sizes, tiles))
-        self.up = module.kernel("experts_up", shared=BUDGET)
-        self.out = module.kernel("experts_out", shared=BUDGET)
+        self.up = module.kernel("experts_up", shared=budget())
+        self.out = module.kernel("experts_out", shared=budget())
 
 
 class TauDecoder:
@@ -361,7 +380,10 @@ class TauDecoder:
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = CudaDecoder(sizes.decoder, device, stages)
-        self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in skinny_gemm.TILES}
+        self.max_tokens = min(self._decoder.max_tokens, max_tokens(sizes))
+        stages = fitting_stages(sizes.decoder, stages)
+        tiles = skinny_gemm.tiles_up_to(self.max_tokens)
+        self._kernels = {each: _Kernels(sizes, each, stages) for each in tiles}
         dim, experts = sizes.decoder.dim, sizes.experts
         pairs = MAX_TOKENS, experts.num_active
 

@@ -18,6 +18,7 @@ from legato_engine.kernels.cuda.attention import (
     PagedAttention,
     StepPositions,
 )
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Kernel, Module
 from legato_engine.kernels.cuda.prefill import is_plain
 from legato_engine.kernels.pages import LayerCache
@@ -26,7 +27,6 @@ SOURCE = "token_rows.cu"
 
 _THREADS = 256
 _VALUES_PER_LOAD = 8
-_MIN_CAPABILITY = (9, 0)  # that the attention kernel needs
 _MAX_ROWS = 65535  # of a grid
 _STAGES = 2  # steps of a warp's ring
 
@@ -101,7 +101,7 @@ def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
         and head_dim == HEAD_DIM
         and page_size % TILE == 0
         and page_table_BM.shape[1] * page_size <= MAX_CONTEXT
-        and torch.cuda.get_device_capability(k_NHSE.device) >= _MIN_CAPABILITY
+        and runs(Kernels.STEPS, k_NHSE.device)
     )
 
 

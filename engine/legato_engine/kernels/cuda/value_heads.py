@@ -127,6 +127,7 @@ class Bins(Protocol):
 
     scalar_bins_BN: torch.Tensor
     pair_bins_BS: torch.Tensor
+    max_tokens: int
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
         """Bins that no token needs may keep their last contents."""
@@ -140,6 +141,7 @@ class NormedBins:
         num_bins = sizes.scalar_bins + sizes.pair_bins
         self._weights = weights
         self._head = LogitsHead(sizes.dim, num_bins)
+        self.max_tokens = self._head.max_tokens
         self._bins_BN = torch.zeros(MAX_TOKENS, num_bins, device=device)
         self.scalar_bins_BN = self._bins_BN[:, : sizes.scalar_bins]
         self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]
@@ -158,12 +160,14 @@ class MlpBins:
         self._sizes = sizes
         self.scalar, self.pair = scalar, pair
         self._kernels = {}
-        for tiles in skinny_gemm.TILES:
+        self._inner_stages, self._bins_stages = value_stages(sizes)
+        self.max_tokens = skinny_gemm.most_tokens(self._inner_stages, self._bins_stages)
+        for tiles in skinny_gemm.tiles_up_to(self.max_tokens):
             module = Module("value_bins.cu", value_bins_defines(sizes, tiles))
-            shared = skinny_gemm.whole_shared(sizes.dim, 8 * tiles, INNER_STAGES[tiles])
+            shared = skinny_gemm.whole_shared(sizes.dim, 8 * tiles, self._inner_stages[tiles])
             inner = module.kernel("value_inner", shared=shared)
             shared = skinny_gemm.parts_shared(
-                sizes.inner_dim, sizes.parts, 8 * tiles, BINS_STAGES[tiles]
+                sizes.inner_dim, sizes.parts, 8 * tiles, self._bins_stages[tiles]
             )
             self._kernels[tiles] = inner, module.kernel("value_bins", shared=shared)
         self._grid_inner = skinny_gemm.even_grid(sizes.inner_dim // 16)
@@ -179,15 +183,16 @@ class MlpBins:
         inner_dim = self._inner_BF.shape[1] // 2
         tiles = skinny_gemm.tiles_for(batch)
         inner, bins = self._kernels[tiles]
+        inner_stages, bins_stages = self._inner_stages[tiles], self._bins_stages[tiles]
         inner.launch(
             (self._grid_inner, 1, 1),
             skinny_gemm.FINISHING,
             (
                 *(token_B, hidden_BD, scalar.fc1_weights, scalar.fc1_bias),
                 *(pair.fc1_weights, pair.fc1_bias, self._inner_BF, batch),
-                INNER_STAGES[tiles],
+                inner_stages,
             ),
-            shared=skinny_gemm.whole_shared(sizes.dim, batch, INNER_STAGES[tiles]),
+            shared=skinny_gemm.whole_shared(sizes.dim, batch, inner_stages),
             overlap=True,
         )
         bins.launch(
@@ -197,9 +202,9 @@ class MlpBins:
                 *(token_B, self._inner_BF, scalar.fc2_weights, scalar.fc2_bias),
                 *(pair.fc2_weights, pair.fc2_bias),
                 *(self.scalar_bins_BN, self.pair_bins_BS, batch),
-                BINS_STAGES[tiles],
+                bins_stages,
             ),
-            shared=skinny_gemm.parts_shared(inner_dim, sizes.parts, batch, BINS_STAGES[tiles]),
+            shared=skinny_gemm.parts_shared(inner_dim, sizes.parts, batch, bins_stages),
             cluster=_cluster(sizes, tiles),
             overlap=True,
         )
@@ -238,8 +243,22 @@ class ValueReader:
         )
 
 
+def value_stages(sizes: ValueSizes) -> tuple[dict[int, int], dict[int, int]]:
+    """Depths of both rings on the current GPU."""
+    inner_dim = sizes.inner_dim
+    assert inner_dim is not None, "decoders of two layers have an inner width"
+
+    def inner(tiles: int, depth: int) -> int:
+        return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth)
+
+    def bins(tiles: int, depth: int) -> int:
+        return skinny_gemm.parts_shared(inner_dim, sizes.parts, 8 * tiles, depth)
+
+    return skinny_gemm.fitting(INNER_STAGES, inner), skinny_gemm.fitting(BINS_STAGES, bins)
+
+
 def _cluster(sizes: ValueSizes, tiles: int) -> int:
-    return skinny_gemm.CLUSTER if sizes.parts > 1 and tiles > 1 else 1
+    return skinny_gemm.clusters() if sizes.parts > 1 and tiles > 1 else 1
 
 
 def embed_defines(sizes: ValueSizes) -> dict[str, int]:

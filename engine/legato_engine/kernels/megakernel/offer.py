@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda import capability, skinny_gemm
+from legato_engine.kernels.cuda.capability import HOPPER, Gpu, gpu_of
 from legato_engine.kernels.cuda.decoder import DecoderSizes
-from legato_engine.kernels.cuda.module import checked, compile_ahead, current_arch
+from legato_engine.kernels.cuda.module import checked, compile_ahead
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.decode_loop import BatchKind, Build, ResidentOffer
 from legato_engine.kernels.megakernel.kernel import (
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from legato_engine.kernels.decode_loop import ResidentRows
     from legato_engine.kernels.step import StepCache
 
-_CAPABILITY = (9, 0)
 _SPARE = 1.2  # of the weights' memory: packing needs a layer besides
 
 
@@ -56,7 +56,7 @@ class KernelTarget:
     num_layers: int
     plain: bool  # every layer is a dense MLP beside attention, without gains
     dtype: torch.dtype
-    capability: tuple[int, int] | None  # of the GPU; None: there is none
+    gpu: Gpu | None  # None: there is none
     processors: int
     free_bytes: int
 
@@ -77,7 +77,7 @@ def _adds_alike(target: KernelTarget) -> bool:
 
 
 _LIMITS: tuple[tuple[str, Callable[[KernelTarget], bool]], ...] = (
-    ("needs a GPU of compute capability 9.0", lambda w: w.capability == _CAPABILITY),
+    ("needs a GPU of compute capability 9.0", lambda w: w.gpu == HOPPER),
     ("computes in bf16", lambda w: w.dtype is torch.bfloat16),
     ("caches keys and values in bf16", lambda w: w.sizes.kv_bytes == 2),
     ("takes layers of attention beside a dense MLP, without gains", lambda w: w.plain),
@@ -124,10 +124,8 @@ def kernel_target(
     properties = torch.cuda.get_device_properties(device)
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    capability = properties.major, properties.minor
-    return KernelTarget(
-        sizes, num_layers, plain, dtype, capability, properties.multi_processor_count, free
-    )
+    count = properties.multi_processor_count
+    return KernelTarget(sizes, num_layers, plain, dtype, gpu_of(device), count, free)
 
 
 # ---------------------------------------------------------------- resident subject
@@ -240,7 +238,7 @@ class ResidentDecoder:
         compile_ahead(
             SOURCE,
             [each.constants for each in made],
-            current_arch(own=True),
+            capability.current_gpu().arch(own=True),
             folder=source_folder(),
         )
         for each in made:

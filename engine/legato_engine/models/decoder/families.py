@@ -89,6 +89,11 @@ class DecoderBundle:
             raise InvalidField(problem, field="kv_dtype")
         if self.weights is not None:
             require_layers(self.config.num_layers, self.weights)
+        if device.type != "cpu" and weight_dtype not in ("auto", "model"):
+            raise InvalidField(
+                f"{self.name} has no kernels for weights in {weight_dtype} on a GPU: use model",
+                field="weight_dtype",
+            )
         with torch.device("meta"):
             network = self.network(self.config).to(dtype)
         if self.weights is None:

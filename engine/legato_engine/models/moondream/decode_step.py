@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import cast
 
 import torch
-from torch import nn
 
 from legato_engine.kernels.decode_loop import ResidentOffer
 from legato_engine.kernels.parameters import (
-    Affine,
     DecoderLayer,
     DenseMlp,
     ExpertMap,
-    ExpertMlp,
     ExpertSlots,
     LowRankMap,
     MlpSlots,
-    TauWeights,
 )
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
-    MAX_TOKENS,
     AdapterStep,
     DecoderSizes,
     DecoderStep,
@@ -49,11 +45,11 @@ from legato_engine.kernels.value_heads import (
 )
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.layers.mlp import MLP, MoE
+from legato_engine.layers.mlp import MLP
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
 from legato_engine.models.moondream.region import Region, coord_reach, size_reach
-from legato_engine.models.moondream.text import Text, TextBlock
+from legato_engine.models.moondream.text import Text, TextBlock, affine
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.speculative.policy import BlockPolicy
 
@@ -72,23 +68,29 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
     )
 
 
-def has_kernels(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
+def has_kernels(
+    config: MoondreamConfig,
+    kv: KVCache,
+    dtype: torch.dtype,
+    expert_dtype: torch.dtype | None = None,
+) -> bool:
     """Return whether kernels run this model on the device of its KV cache.
 
-    They support gains and experts together or neither, and keys of e4m3 only with both.
+    They support gains and experts together or neither.
     """
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
         return False
-    if kv.scale_L2 is not None and text.tau is None:
-        return False
-    if text.moe is not None and not supports_experts(expert_sizes(config, dtype)):
+    sizes = decoder_sizes(config, kv)
+    if text.moe is not None and not supports_experts(
+        tau_sizes(config, sizes, expert_dtype or dtype)
+    ):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
     fits = region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
     fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
-    return fits and supports_decoder(decoder_sizes(config, kv), kv.k_LNHSE.device, dtype)
+    return fits and supports_decoder(sizes, kv.k_LNHSE.device, dtype)
 
 
 def value_sizes(config: MoondreamConfig) -> ValueSizes:
@@ -129,12 +131,8 @@ def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
 # Weights for the kernels of a decode step.
 
 
-def affine(layer: nn.LayerNorm | Linear) -> Affine:
-    return Affine(layer.weight, layer.bias)
-
-
 def decoder_layers(text: Text) -> list[DecoderLayer]:
-    return [_decoder_layer(cast(TextBlock, block)) for block in text.blocks]
+    return [cast(TextBlock, block).parameters_for_kernels() for block in text.blocks]
 
 
 def expert_dtype(text: Text) -> torch.dtype:
@@ -160,22 +158,6 @@ def adapter_step(
     return AdapterStep(sizes, mlps, bank.rank_S, bank.max_rank, experts)
 
 
-def _decoder_layer(block: TextBlock) -> DecoderLayer:
-    attention, mlp, tau = block.attn, block.mlp, block.attn.tau
-    weights: DenseMlp | ExpertMlp
-    if isinstance(mlp, MoE):
-        weights = ExpertMlp(affine(mlp.router), mlp.fc1.weights(), mlp.fc2.weights())
-    else:
-        weights = _dense(mlp)
-    return DecoderLayer(
-        norm=affine(block.ln),
-        qkv=affine(attention.qkv),
-        proj=affine(attention.proj),
-        mlp=weights,
-        tau=None if tau is None else TauWeights(tau.wqwv, tau.gain_PH),
-    )
-
-
 def _dense(mlp: MLP) -> DenseMlp:
     return DenseMlp(affine(mlp.fc1), affine(mlp.fc2))
 
@@ -192,7 +174,7 @@ def _value_decoders(region: Region) -> MlpDecoders | NormedDecoders:
 
 def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
     fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.mlps.tensors)
-    return MlpSlots(affine(block.ln), LowRankMap(fc1_a, fc1_b), LowRankMap(fc2_a, fc2_b))
+    return MlpSlots(block.norm, LowRankMap(fc1_a, fc1_b), LowRankMap(fc2_a, fc2_b))
 
 
 def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertSlotSet | None:
@@ -228,7 +210,8 @@ class MoondreamStep:
         adapters: AdapterBank | None = None,
         stages: Stages = DEFAULT_STAGES,
     ) -> None:
-        self._sizes = sizes = decoder_sizes(config, kv)
+        kinds = {"weight_kind": text.weight_kind, "head_kind": text.head_kind}
+        self._sizes = sizes = dataclasses.replace(decoder_sizes(config, kv), **kinds)
         self._text = text
         angles = text.rope.cos_PR, text.rope.sin_PR
         self._cache = StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles)
@@ -239,18 +222,20 @@ class MoondreamStep:
             affine(text.post_ln),
             self._cache,
             stages,
+            None if text.quantised_head is None else text.quantised_head.weights,
         )
         self._values = value_heads(config, text, region)
         self._adapter_step = None
         if adapters is not None:
             self._adapter_step = adapter_step(config, text, sizes, adapters)
+        self.max_tokens = min(self._decoder.max_tokens, self._values.max_tokens)
         self.parts = self._decoder.parts
         self.expert_LBK = self._decoder.expert_LBK
 
     def forward(
         self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
     ) -> None:
-        for part in _passes(hidden_BD.shape[0]):
+        for part in self._passes(hidden_BD.shape[0]):
             some = inputs.part(part)
             self.embed(some, hidden_BD[part])
             self.layers(some, hidden_BD[part])
@@ -294,7 +279,7 @@ class MoondreamStep:
 
     def values(self, state: RowTensors, sampled: SampledTokens) -> None:
         """Write the values of coord and size tokens; zeros and certainties of 1 for others."""
-        for part in _passes(sampled.hidden_BD.shape[0]):
+        for part in self._passes(sampled.hidden_BD.shape[0]):
             self._values.read(state, sampled.part(part))
 
     def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
@@ -303,6 +288,8 @@ class MoondreamStep:
         except ModuleNotFoundError:
             return "is not part of this installation"
         text = self._text
+        if text.quantised_head is not None:
+            return "reads the checkpoint's tensors, which one copy of packed weights replaces"
         return offer(
             self._sizes,
             decoder_layers(text),
@@ -315,12 +302,14 @@ class MoondreamStep:
             policy,
         )
 
+    def _passes(self, batch: int) -> list[slice]:
+        """Cut a batch into as few launches as fit the GPU's shared memory, of whole tiles alike."""
+        count = -(-batch // self.max_tokens)
+        each = -(-batch // (8 * count)) * 8
+        return [slice(i, min(i + each, batch)) for i in range(0, batch, each)]
+
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:
             return None
         assert self._adapter_step is not None, "adapters need a bank"
         return self._adapter_step.step(inputs.adapter_slot_R)
-
-
-def _passes(batch: int) -> list[slice]:
-    return [slice(i, min(i + MAX_TOKENS, batch)) for i in range(0, batch, MAX_TOKENS)]

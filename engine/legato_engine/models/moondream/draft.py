@@ -145,7 +145,7 @@ def _by_kernels(
         fc2=_affine(draft.fc2),
         words_VD=text.wte,
         post_ln=_affine(text.post_ln),
-        head=_affine(text.lm_head),
+        head=text.dense_head(),
     )
     angles = text.rope.cos_PR, text.rope.sin_PR
     return draft_layer_proposer(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch  # loaded by `load` alone
 
     from legato_engine.models.checkpoint import Progress
-    from legato_engine.models.moondream.model import MoondreamModel
+    from legato_engine.models.moondream.model import MoondreamModel, Network
 
 _SEED = 0
 
@@ -62,9 +62,6 @@ class MoondreamBundle:
         from legato_engine.models.moondream.model import MoondreamModel
 
         if self.weights is None:
-            if kv_dtype == "fp8":
-                problem = "random weights have no scales for keys and values in fp8: use auto"
-                raise InvalidField(problem, field="kv_dtype")
             network = weights.random_weights(
                 self.config, _SEED, device, dtype, memory=memory, progress=progress
             )
@@ -80,10 +77,29 @@ class MoondreamBundle:
             )
         if vision_fp8:
             network.vision.use_fp8()
+        if kv_dtype == "fp8" and network.text.kv_scales() is None:
+            network.text.calibrate_kv()
         model = MoondreamModel(self.config, network)
+        if device.type != "cpu" and (packs := _packs(weight_dtype, network, device)) is not None:
+            network.quantise(packs)
         if device.type == "cpu":
             network.pack(weight_dtype, library(cpu_kernels))
         return model
+
+
+def _packs(weight_dtype: str, network: Network, device: torch.device) -> str | None:
+    """Return how a GPU packs the decoder's maps, or None if it keeps the checkpoint's tensors.
+
+    The resident kernel reads these; where it does not run they would be a second copy.
+    """
+    from legato_engine.kernels.step import KINDS, has_resident_kernel, has_step_kernels
+
+    if weight_dtype in KINDS:
+        return weight_dtype
+    plain = network.text.cannot_quantise() is None and has_step_kernels(device)
+    return (
+        "packed" if plain and weight_dtype == "auto" and not has_resident_kernel(device) else None
+    )
 
 
 def find(source: ModelSource) -> ModelBundle:

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from legato_engine.errors import InvalidField
 from legato_engine.kernels import packed_weights
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
 from legato_engine.kernels.images import MAX_WORDS
 from legato_engine.kernels.reference import existence
+from legato_engine.kernels.step import KINDS
 from legato_engine.layers.linear import pack_linears
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import (
@@ -30,7 +32,7 @@ from legato_engine.models.base import (
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.decode_step import MoondreamStep, has_kernels
+from legato_engine.models.moondream.decode_step import MoondreamStep, expert_dtype, has_kernels
 from legato_engine.models.moondream.draft import read_draft
 from legato_engine.models.moondream.preprocess import (
     CroppedImage,
@@ -145,6 +147,18 @@ class Network(nn.Module):
         if library is not None:
             self.text.use_library(library)
             self.vision.use_library(library)
+
+    def quantise(self, name: str) -> None:
+        """Pack the decoder's maps on a GPU as fp8, int8 or int4, and free the loaded ones.
+
+        Raises:
+            InvalidField: no kernels read this model's maps so.
+        """
+        if reason := self.text.cannot_quantise():
+            raise InvalidField(
+                f"weight_dtype {name} {reason}; use weight_dtype model", field="weight_dtype"
+            )
+        self.text.quantise(KINDS[name])
 
     @property
     def runs_by_library(self) -> bool:
@@ -266,9 +280,9 @@ class MoondreamModel:
         return MoondreamRefiner(self._config, self._network.vision, path)
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        if not has_kernels(self._config, kv, self.dtype):
-            return None
         text, region = self._network.text, self._network.region
+        if not has_kernels(self._config, kv, self.dtype, expert_dtype(text)):
+            return None
         return MoondreamStep(self._config, text, region, kv, adapters)
 
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:

@@ -16,6 +16,24 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
+from legato_engine.kernels.parameters import (
+    Affine,
+    DecoderLayer,
+    DenseMlp,
+    ExpertMlp,
+    TauWeights,
+)
+from legato_engine.kernels.step import (
+    GROUP_INPUTS,
+    HEAD_DIM,
+    QuantisedHead,
+    QuantisedLayer,
+    WeightKind,
+    has_step_kernels,
+    packs_narrow_maps,
+    quantised_head,
+    quantised_layer,
+)
 from legato_engine.layers.attention import Attend, Attention, Heads, Tau
 from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
 from legato_engine.layers.linear import Linear, TileCounters
@@ -38,6 +56,9 @@ from legato_engine.models.paged_attention import (
     step_metadata,
 )
 
+_CALIBRATION_TOKENS = 64
+_KV_MARGIN, _E4M3_MOST, _LEAST_KV = 8.0, 448.0, 1e-6
+
 # The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,6 +75,42 @@ class TextBlock(nn.Module):
         self.ln = nn.LayerNorm(config.dim)
         self.attn = Attention(config.dim, config.num_heads, _tau(config))
         self.mlp = _mlp(config, layer)
+        self.quantised: QuantisedLayer | None = None
+
+    @property
+    def norm(self) -> Affine:
+        """The norm of the checkpoint: of a quantised layer `ln` has no scale and no shift."""
+        folded = self.mlp.adapter_norm if isinstance(self.mlp, MLP) else None
+        return folded or Affine(self.ln.weight, self.ln.bias)
+
+    def parameters_for_kernels(self) -> DecoderLayer:
+        """Return what decode steps read."""
+        attention, mlp, tau = self.attn, self.mlp, self.attn.tau
+        weights: DenseMlp | ExpertMlp
+        if isinstance(mlp, MoE):
+            weights = ExpertMlp(affine(mlp.router), mlp.fc1.weights(), mlp.fc2.weights())
+        else:
+            weights = DenseMlp(affine(mlp.fc1), affine(mlp.fc2))
+        return DecoderLayer(
+            norm=self.norm,
+            qkv=affine(attention.qkv),
+            proj=affine(attention.proj),
+            mlp=weights,
+            tau=None if tau is None else TauWeights(tau.wqwv, tau.gain_PH),
+            quantised=self.quantised,
+        )
+
+    def quantise(self, kind: WeightKind, num_heads: int) -> None:
+        """Replace the weights of a layer with an MLP by one packed copy, with the norm in it."""
+        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
+        norm = self.norm
+        self.quantised = own = quantised_layer(self.parameters_for_kernels(), num_heads, kind)
+        self.attn.qkv.take(own.qkv, own.qkv_bias)
+        self.attn.proj.take(own.proj, self.attn.proj.bias)
+        self.mlp.fc1.take(own.fc1, own.fc1_bias)
+        self.mlp.fc2.take(own.fc2, self.mlp.fc2.bias)
+        self.mlp.adapter_norm = Affine(norm.weight.data, norm.bias.data)
+        _make_plain(self.ln)
 
     def forward(
         self,
@@ -133,6 +190,8 @@ class Text(nn.Module):
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
         self._counters: TileCounters | None = None
         self._num_heads = config.num_heads
+        self.weight_kind = self.head_kind = WeightKind.BF16
+        self.quantised_head: QuantisedHead | None = None
         self._on_cpu: cpu.CpuDecoder | None = None
 
     def use_library(self, library: Library) -> None:
@@ -141,6 +200,44 @@ class Text(nn.Module):
         heads, dims = self._num_heads, self.wte.shape[1] // self._num_heads
         angles = self.rope.cos_PR, self.rope.sin_PR
         self._on_cpu = ungated_decoder(library, layers, heads, dims, angles)
+
+    def quantise(self, kind: WeightKind) -> None:
+        """Replace all loaded maps by one packed copy each; layer by layer, to take less memory.
+
+        The head has 8 bits also with int4, which costs it more accuracy than all layers together.
+        """
+        self.weight_kind = kind
+        self.head_kind = WeightKind.INT8 if kind is WeightKind.INT4 else kind
+        for block in self.blocks:
+            assert isinstance(block, TextBlock), "a decoder has one kind of block"
+            block.quantise(kind, self._num_heads)
+        self.quantised_head = own = quantised_head(
+            affine(self.lm_head), affine(self.post_ln), self.head_kind
+        )
+        self.lm_head.take(own.map, own.bias)
+        _make_plain(self.post_ln)
+
+    def cannot_quantise(self) -> str | None:
+        """Return why no kernels would read packed maps, or None."""
+        device = self.wte.device
+        if device.type == "cuda" and not has_step_kernels(device):
+            return "needs a GPU of compute capability 8.0 or later"
+        if device.type == "cuda" and not packs_narrow_maps(device) and self.wte.shape[1] % 512:
+            return "needs compute capability 9.0 for widths that 512 does not divide"
+        if any(attention.tau is not None for attention in self._attentions()):
+            return "is for dense layers, and a checkpoint with experts has its own quantisation"
+        dim, dtype = self.wte.shape[1], self.wte.dtype
+        if dtype is not torch.bfloat16:
+            return f"computes in bf16, not in {dtype}".replace("torch.", "")
+        if dim != self._num_heads * HEAD_DIM or dim % GROUP_INPUTS:
+            return f"takes heads of {HEAD_DIM} dimensions"
+        return None
+
+    def dense_head(self) -> Affine:
+        """Return the head in bf16, a copy if it is quantised."""
+        if self.quantised_head is None:
+            return affine(self.lm_head)
+        return Affine(self.quantised_head.map.dense(), self.lm_head.bias)
 
     @property
     def runs_by_library(self) -> bool:
@@ -173,6 +270,27 @@ class Text(nn.Module):
         """Add scales for keys and values, before loading."""
         for block in self._attentions():
             block.use_fp8_kv()
+
+    def calibrate_kv(self, seed: int = 0) -> None:
+        """Add scales for keys and values in e4m3 by those of random tokens.
+
+        Eight times the largest value stays below the largest code, and codes are exact to three
+        bits down to a 16,000th of it.
+        """
+        device, heads = self.wte.device, self._num_heads
+        generator = torch.Generator().manual_seed(seed)
+        ids_T = torch.randint(len(self.wte), (_CALIBRATION_TOKENS,), generator=generator)
+        x_TD = self.wte[ids_T.to(device)]
+        shape = (len(self.blocks), 2, heads, _CALIBRATION_TOKENS, x_TD.shape[1] // heads)
+        keys, values = (x_TD.new_zeros(shape) for _ in range(2))
+        self.fill(device)
+        span = PrefillSpan(0, torch.ones(1, dtype=torch.int64, device=device), bidirectional=False)
+        with torch.inference_mode():
+            self.prefill(x_TD, span, KVCache(keys, values))
+        for attention, *kept in zip(self._attentions(), keys, values, strict=True):
+            largest = [each.float().abs().amax().clamp_min(_LEAST_KV) for each in kept]
+            k_scale, v_scale = (each.view(1) * (_KV_MARGIN / _E4M3_MOST) for each in largest)
+            attention.k_scale, attention.v_scale = k_scale, v_scale
 
     def kv_scales(self) -> torch.Tensor | None:
         """[L, 2] float32; None without e4m3."""
@@ -278,6 +396,17 @@ class Text(nn.Module):
             own = adapters.layer(layer) if adapters is not None else None
             terms = block(terms, where, positions_T, kv.layer(layer), attend, own)
         return terms
+
+
+def affine(layer: nn.LayerNorm | Linear) -> Affine:
+    return Affine(layer.weight, layer.bias)
+
+
+def _make_plain(norm: nn.LayerNorm) -> None:
+    """Leave a norm without scale and shift, which the maps after it have."""
+    ones, zeros = torch.ones_like(norm.weight), torch.zeros_like(norm.bias)
+    norm.weight = nn.Parameter(ones, requires_grad=False)
+    norm.bias = nn.Parameter(zeros, requires_grad=False)
 
 
 def _sum(terms: Terms) -> torch.Tensor:

@@ -160,13 +160,11 @@ def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) ->
     if not missing:
         return True
     if len(missing) == 2 * num_layers:
-        if kv_dtype == "auto":
-            return False
-        problem = "kv_dtype fp8 needs scales of keys and values, and the checkpoint has none"
-    else:
-        problem = f"the checkpoint has only some of the {2 * num_layers} scales of keys and values"
+        return False  # with fp8 they are calibrated
     raise InvalidField(
-        f"{problem}: {missing[0]} is missing; kv_dtype model does without", field="kv_dtype"
+        f"the checkpoint has only some of the {2 * num_layers} scales of keys and values: "
+        f"{missing[0]} is missing; kv_dtype model does without",
+        field="kv_dtype",
     )
 
 

@@ -136,14 +136,20 @@ def test_some_scales_of_keys_and_values_are_an_error(
 
 
 @pytest.mark.parametrize("layout", ["a", "b"])
-def test_fp8_without_scales_is_an_error(tiny3_config, state, tmp_path, layout):
-    """The error names the setting and a tensor; auto takes the model's dtype."""
+def test_scales_that_a_checkpoint_lacks_are_calibrated(tiny3_config, state, tmp_path, layout):
+    """With fp8 they are above zero, and other tokens' keys and values stay below the last code."""
     path = write_single(stored_as(layout, state, tiny3_config), tmp_path)
-    with pytest.raises(InvalidField, match="kv_dtype fp8 needs scales") as caught:
-        load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="fp8")
-    assert caught.value.metadata["field"] == "kv_dtype"
-    assert f"{KV_SCALE.format(0, 'k')} is missing" in caught.value.message
+    network = load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="fp8")
+    assert network.text.kv_scales() is None
     assert same(load(tiny3_config, path), state)
+    network.text.calibrate_kv()
+    scale_L2 = network.text.kv_scales()
+    network.text.calibrate_kv(seed=1)
+    other_L2 = network.text.kv_scales()
+    assert scale_L2 is not None
+    assert other_L2 is not None
+    assert (scale_L2 > 0).all()
+    assert (other_L2 / 8 < scale_L2).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])

@@ -10,9 +10,14 @@ from typing import NamedTuple
 import legato_tiny
 import pytest
 import torch
+from legato_engine.kernels.cpu.library import library
+from legato_engine.kernels.cuda.packed_layers import MapPart
+from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.frontend import Prompts
+from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
+from legato_engine.models.moondream.weights import load_weights
 from legato_engine.models.registry import resolve
 from legato_engine.types import CaptionLength, ImageInfo
 from PIL import Image
@@ -190,6 +195,41 @@ def test_samples_are_seen_rightly(bundle, model, prompts, file):
         found = boxes_of(answer)
         assert len(found) == len(truth), noun
         assert all(iou(a, b) >= 0.5 for a, b in zip(found, truth, strict=True)), noun
+
+
+@pytest.mark.parametrize(("weights", "most_error"), [("fp8", 0.08), ("int8", 0.03), ("int4", 0.25)])
+def test_quantised_weights_see_the_samples_rightly(
+    bundle, model, prompts, monkeypatch, weights, most_error
+):
+    """Weights as a GPU packs them find every box of every sample.
+
+    So their F1 there is that of the weights in float32; logits stay within a share of the largest.
+    """
+    network = load_weights(bundle.config, FOLDER, CPU, torch.bfloat16)
+    network.quantise(weights)
+    network.float()
+    for layer in network.modules():
+        if isinstance(layer, Linear) and isinstance(part := layer.packed, MapPart):
+            layer.weight, layer.packed = torch.nn.Parameter(part.exact()), None
+    quantised = MoondreamModel(bundle.config, network)
+    network.pack("model", library("auto"))
+    monkeypatch.setattr(quantised, "prefix_embeddings", model.prefix_embeddings)
+    found = expected_boxes = matched = 0
+    for file, truth in TRUTH.items():
+        expected = truth | dict.fromkeys(ABSENT, ())
+        asked = [prompts.detect(noun) for noun in expected]
+        image = prepared(bundle, file)
+        answers = greedy(quantised, image, asked, DETECT_CYCLE)
+        plain = greedy(model, image, asked, DETECT_CYCLE)
+        for boxes, answer, exact in zip(expected.values(), answers, plain, strict=True):
+            first, expected_V = answer[0].logits_V, exact[0].logits_V
+            assert relative_error(first, expected_V) < most_error
+            seen = boxes_of(answer)
+            found, expected_boxes = found + len(seen), expected_boxes + len(boxes)
+            pairs = zip(seen, boxes, strict=False)
+            matched += sum(iou(a, b) >= 0.5 for a, b in pairs)
+    f1 = 2 * matched / (found + expected_boxes)
+    assert f1 >= (0.98 if weights == "int4" else 0.995)
 
 
 def test_samples_are_small_and_explained():

@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_blocks(
   const bool active = has_inputs<CHUNK>(warp);
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> tokens[CHUNKS];
-  Reader<true> reader;
+  Reader<true, CHUNK> reader;
   if (count > 0) reader.begin(ring, active);
   for (int block = 0; block < count; block++) {
     float4 sum[NT] = {};
@@ -124,11 +124,11 @@ struct BlockMap {
   const int batch;
 
   __device__ BlockMap(unsigned char*& shared, int stages, int batch)
-      : ring(shared, stages, 16 * Inputs::CHUNK), inputs(shared, columns<NT>(batch)), barriers(SumBarriers::at(shared)),
+      : ring(shared, stages, STAGE_BYTES<Inputs::CHUNK> / 2), inputs(shared, columns<NT>(batch)), barriers(SumBarriers::at(shared)),
         sums(*reinterpret_cast<BlockSums<NT>*>(shared)), batch(batch) {
     shared += sizeof(BlockSums<NT>);
     if (threadIdx.x == WORKERS) ring.init();
-    if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(FINISHERS);
+    if (threadIdx.x == WORKERS + 32) inputs.template init<FINISHERS>(), barriers.init(FINISHERS);
     if (threadIdx.x < WORKERS) clear<NT>(inputs.data, Inputs::STRIDE, batch);
   }
   // `count` blocks of x [batch, INPUTS], once the constructors' threads have met, in a cluster all SHARED thread blocks'.
@@ -143,9 +143,8 @@ struct BlockMap {
       wait_previous();
       multiply_blocks<NT, INPUTS>(count, ring, inputs, sums, barriers, batch);
     } else if (warp == WARPS) {
-      if (lane == 0)
-        produce_weights<CHUNK>(
-            ring, count * CHUNKS, [&](int i) { return weights(i / CHUNKS) + i % CHUNKS * (16 * CHUNK); });
+      produce_weights<CHUNK>(
+          ring, count * CHUNKS, [&](int i) { return stage_of<CHUNK>(weights(i / CHUNKS), i % CHUNKS); });
     } else {
       const int finisher = warp - WARPS - 1, rank = SHARED > 1 ? cluster_rank() : 0;
       if (finisher == FINISHERS - 1 && lane < batch) early(lane);

@@ -85,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     routes.group(batch);
   }
   __syncthreads();
+  if (warp > WARPS) copies_landed();
   if (warp > WARPS) return;
   if (warp == WARPS) {
     const u64 policy = stream_policy();
@@ -95,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
           return weights + (((i64)e * 2 * INNER + half + first + row % 8) * DIM + i * Up::CHUNK) * EXPERT_BYTES;
         });
     });
+    copies_landed();
     return;
   }
   if (blockIdx.x == 0)
@@ -241,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     for (int i = 0; i < Proj::CHUNKS; i++)
       produce_rows<Proj>(
           ring, policy, [&](int row) { return proj + ((i64)(first + row) * DIM + i * Proj::CHUNK) * 2; });
+    copies_landed();
     return;
   }
   if (warp > WARPS) {
@@ -253,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     wait_previous();
     produce_steps<Proj>(
         inputs, batch, policy, [&](int i, int token) { return heads + (i64)token * MIXED + i * Proj::CHUNK; });
+    copies_landed();
     return;
   }
   int block = 0;

@@ -3,13 +3,14 @@
 
 // `folded` as in `normed`.
 extern "C" __global__ void __launch_bounds__(FINISHING, 1) head(
-    const bf16* x, const bf16* weights, const float2* folded, float* logits, int batch, int stages) {
+    const bf16* x, const bf16* weights, const float* scales, const float2* folded, float* logits, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks<1>(
       VOCAB / 16, weights, stages, x, batch, [](int) {},
-      [&](int block, int) { return Folded{folded[block * 16 + g], folded[block * 16 + g + 8]}; },
+      [&](int block, int) { return Folded(folded, scales, block * 16 + g, block * 16 + g + 8); },
       [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
         const int out = block * 16 + g;
+        sum = rows.scales.of(sum);
         const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 2; j++) {

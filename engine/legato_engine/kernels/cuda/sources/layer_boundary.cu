@@ -5,7 +5,7 @@
 #include "layer_maps.cuh"
 
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
-constexpr int STAGE = 16 * (OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK);
+constexpr int STAGE = STAGE_BYTES<(OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK)> / 2;
 static_assert(TILES == 1 && PARTS > 1 && PARTS <= WARPS, "unsupported sizes");
 static_assert(DIM <= PART, "the heads' output is in the last part");
 
@@ -27,12 +27,12 @@ struct BoundarySums {
 
 // Of 16 columns. `ready` counts the `writers` that have written all of `mixed` but the heads' output.
 __device__ __forceinline__ void add_out(
-    Ring& ring, BoundarySums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    Ring& ring, BoundarySums& sums, const bf16* mixed, const float* scales, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const u32* ready, u32 writers, int batch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = has_inputs<OUT_CHUNK>(warp);
   Unit own;
-  if (warp == 0) own.begin(0, blockIdx.x, proj_bias, fc2_bias);
+  if (warp == 0) own.begin(0, blockIdx.x, scales, proj_bias, fc2_bias);
   if (threadIdx.x == 0) wait_for(ready, writers);
   workers_sync();
   const bf16* from = mixed + (i64)g * MIXED + (active ? warp * GROUP + t * 8 : 0);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_out(
 #pragma unroll
   for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
   if (warp == 0) own.load(x, batch);
-  Reader<true> reader;
+  Reader<true, OUT_CHUNK> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int part = 0; part < PARTS; part++) {
@@ -90,9 +90,10 @@ __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slice
 
 // Layer index - 1 ends, unless `weights_out` is null; layer `index` begins, unless `weights_in` is.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
-    bf16* mixed, const bf16* weights_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, const bf16* weights_in,
-    const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
-    const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
+    bf16* mixed, const bf16* weights_out, const float* scales_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    const bf16* weights_in, const float* scales_in, const float2* folded, const float* cos_table, const float* sin_table,
+    const i64* row, const i64* position, const i64* table, bf16* q, Element* keys, Element* values, const float* units,
+    Progress* progress, int index, int last, int batch, int stages) {
   constexpr int BLOCKS = QKV_BLOCKS + FF / 16;
   __shared__ i64 offsets[8];
   __shared__ __align__(16) float2 moments[8];
@@ -111,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
   if (warp > WARPS) {
     if (!count) return;
     const auto prepare = [&](int i, int) {
-      return BlockIn(first + i * step, 0, folded, cos_table, sin_table, position, batch);
+      return BlockIn(first + i * step, 0, scales_in, folded, cos_table, sin_table, position, batch);
     };
     const auto finish = [&](int i, int, float4 sum, const BlockIn& in) {
       if (i == 0) add_slices(moments, sums.slices);
-      write_in(first + i * step, 0, sum, in, moments, offsets, q, mixed, keys, values, nullptr, batch);
+      write_in(first + i * step, 0, sum, in, moments, offsets, q, mixed, keys, values, units, nullptr, batch);
     };
     wait_previous();
     finish_blocks<TILES, 1>(count, 0, sums.blocks, barriers, [] {}, prepare, finish);
@@ -124,20 +125,19 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
     return;
   }
   if (warp == WARPS) {
-    if (lane > 0) return;
     if (adds)
       produce_weights<OUT_CHUNK>(ring, PARTS * OUT_CHUNKS, [&](int i) {
-        return weights_out + ((i64)first * PARTS * OUT_CHUNKS + i) * (16 * OUT_CHUNK);
+        return stage_of<OUT_CHUNK>(weights_out, (i64)first * PARTS * OUT_CHUNKS + i);
       });
     produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
       const i64 block = first + i / IN_CHUNKS * step;
-      return weights_in + (block * IN_CHUNKS + i % IN_CHUNKS) * (16 * IN_CHUNK);
+      return stage_of<IN_CHUNK>(weights_in, block * IN_CHUNKS + i % IN_CHUNKS);
     });
     return;
   }
   if (warp == WARPS - 1 && lane < batch) offsets[lane] = offset_of(lane, row, position, table);
   if (adds)
-    add_out(ring, sums, mixed, proj_bias, fc2_bias, x, now[-1].in, step, batch);
+    add_out(ring, sums, mixed, scales_out, proj_bias, fc2_bias, x, now[-1].in, step, batch);
   else
     wait_previous();
   // No thread block reads these counters now.
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
 #pragma unroll
     for (int half = 0; half < 2; half++)
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
-  Reader<true> reader;
+  Reader<true, IN_CHUNK> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int block = 0; block < count; block++) {

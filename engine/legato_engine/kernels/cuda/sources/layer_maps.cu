@@ -8,16 +8,16 @@
 // `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in
 // `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added to the MLP's first map, unless null.
 extern "C" __global__ void __launch_bounds__(FINISHING, 1) layer_in(
-    const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
-    const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
-    const float* change, int batch, int stages) {
+    const bf16* x, const bf16* weights, const float* scales, const float2* folded, const float* cos_table,
+    const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, Element* keys,
+    Element* values, const float* units, const float* change, int batch, int stages) {
   __shared__ i64 offsets[TILES * 8];
   normed_blocks<X_CLUSTER>(
       QKV_BLOCKS + FF / 16, weights, stages, x, batch,
       [&](int token) { offsets[token] = offset_of(token, row, position, table); },
-      [&](int block, int tile) { return BlockIn(block, tile, folded, cos_table, sin_table, position, batch); },
+      [&](int block, int tile) { return BlockIn(block, tile, scales, folded, cos_table, sin_table, position, batch); },
       [&](int block, int tile, float4 sum, const BlockIn& in, const float2* moments) {
-        write_in(block, tile, sum, in, moments, offsets, q, mixed, keys, values, change, batch);
+        write_in(block, tile, sum, in, moments, offsets, q, mixed, keys, values, units, change, batch);
       });
 }
 
@@ -36,7 +36,7 @@ struct Sums {
 // DIM] float32 may be null. Thread blocks that share columns leave their own of `sums`, and the last one, by their one of
 // `counts`, adds them up.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
-    const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    const bf16* mixed, const bf16* weights, const float* scales, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const float* change, Sums* sums, u32* counts, int batch, int stages) {
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   const int part = blockIdx.x / OUT_CLUSTER % SPREAD, rank = blockIdx.x % OUT_CLUSTER;
   const int first = (blockIdx.x / (SPREAD * OUT_CLUSTER) * OUT_CLUSTER + rank) * SPREAD;
   const int stride = CHUNK + PAD, tokens = columns<TILES>(batch);
-  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens * stride);
+  Ring ring(shared, stages, STAGE_BYTES<CHUNK> / 2), inputs(shared, INPUT_STAGES, tokens * stride);
   Sums& mine = SPREAD > 1 ? sums[first + part] : *reinterpret_cast<Sums*>(shared);
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init(OUT_CLUSTER);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       if (i * WARPS + warp < UNITS) {
-        units[i].begin(i * WARPS + warp, first, proj_bias, fc2_bias);
+        units[i].begin(i * WARPS + warp, first, scales, proj_bias, fc2_bias);
         units[i].load(x, batch);
       }
   };
@@ -66,9 +66,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     multiply_parts<TILES, OWN, SPREAD, PART, OUT_CLUSTER>(ring, inputs, batch, [&](int i, int tile, float4 sum) {
       mine.of[i / SPREAD][i % SPREAD * TILES + tile][lane] = sum;
     });
-  } else if (threadIdx.x == WORKERS) {
+  } else if (warp == WARPS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      return weights + parts_stage<PARTS, SPREAD, PART>(i, first, part) * (16 * CHUNK);
+      return stage_of<CHUNK>(weights, parts_stage<PARTS, SPREAD, PART>(i, first, part));
     });
   } else if (warp > WARPS) {
     wait_previous();

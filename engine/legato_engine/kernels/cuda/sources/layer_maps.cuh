@@ -1,9 +1,10 @@
 // Sizes, the order of rows, and the epilogues of a layer's maps.
 //
 // Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, FF +
-// DIM]: the inner activations, then the heads' output; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
-// PAGES]; `row` and `position` [B].
+// DIM]: the inner activations, then the heads' output; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `units` (of keys,
+// of values); `table` [rows, PAGES]; `row` and `position` [B].
 #pragma once
+#include "kv_element.cuh"
 #include "norm_gemm.cuh"
 
 constexpr int HEAD = 64;
@@ -49,10 +50,10 @@ struct BlockIn {
 
   __device__ __forceinline__ BlockIn() {}
   __device__ __forceinline__ BlockIn(
-      int block, int tile, const float2* folded, const float* cos_table, const float* sin_table, const i64* position,
+      int block, int tile, const float* scales, const float2* folded, const float* cos_table, const float* sin_table, const i64* position,
       int batch) {
     const Pair pair(block);
-    rows = Folded{folded[pair.first], folded[pair.second]};
+    rows = Folded(folded, scales, pair.first, pair.second);
     const int dim = pair.first % HEAD, first = tile * 8 + threadIdx.x % 4 * 2;
     turns = pair.first < 2 * DIM && dim < ROTARY;
     if (!turns) return;
@@ -68,11 +69,12 @@ struct BlockIn {
 // The lane's two tokens beside each other, whose instructions fill each other's waits. `moments` are aligned to 16 bytes.
 __device__ __forceinline__ void write_in(
     int block, int tile, float4 sum, const BlockIn& in, const float2* moments, const i64* offsets, bf16* q, bf16* mixed,
-    bf16* keys, bf16* values, const float* change, int batch) {
+    Element* keys, Element* values, const float* units, const float* change, int batch) {
   const int token = tile * 8 + threadIdx.x % 4 * 2;
   const Pair pair(block);
   const float4 both = *reinterpret_cast<const float4*>(moments + token);  // of the lane's two tokens
   const float2 moment[2] = {{both.x, both.y}, {both.z, both.w}};
+  sum = in.rows.scales.of(sum);
   float a[2] = {sum.x, sum.y}, b[2] = {sum.z, sum.w};
 #pragma unroll
   for (int j = 0; j < 2; j++) a[j] = normed(a[j], moment[j], in.rows.low), b[j] = normed(b[j], moment[j], in.rows.high);
@@ -100,8 +102,24 @@ __device__ __forceinline__ void write_in(
     }
   }
   const int which = pair.first / DIM, column = pair.first % DIM, gap = pair.second - pair.first;
+#if KV_BYTES == 1
+  if (which > 0) {
+    Element* const to = (which == 1 ? keys : values) + column / HEAD * (PAGE * HEAD) + column % HEAD;
+    const float unit = units[which - 1];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (token + j >= batch) continue;
+      Element* out = to + offsets[token + j];
+      out[0] = to_element(a[j], unit);
+      out[gap] = to_element(b[j], unit);
+    }
+    return;
+  }
+  bf16* const to = q + (i64)token * DIM + column;
+#else
   bf16* const to = which == 0 ? q + (i64)token * DIM + column
                               : (which == 1 ? keys : values) + column / HEAD * (PAGE * HEAD) + column % HEAD;
+#endif
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (token + j >= batch) continue;
@@ -115,13 +133,16 @@ __device__ __forceinline__ void write_in(
 struct Unit {
   int column, token;
   float2 bias, old[2];
+  RowScales scales;
 
-  // `unit` counts tiles of block `first`, then of the next one. The biases need no earlier kernel.
-  __device__ __forceinline__ void begin(int unit, int first, const bf16* proj_bias, const bf16* fc2_bias) {
+  // `unit` counts tiles of block `first`, then of the next one. Scales and biases need no earlier kernel.
+  __device__ __forceinline__ void begin(
+      int unit, int first, const float* row_scales, const bf16* proj_bias, const bf16* fc2_bias) {
     const int lane = threadIdx.x % 32;
     column = (first + unit / TILES) * 16 + lane / 4, token = unit % TILES * 8 + lane % 4 * 2;
     bias = float2{to_float(proj_bias[column]) + to_float(fc2_bias[column]),
                   to_float(proj_bias[column + 8]) + to_float(fc2_bias[column + 8])};
+    scales = RowScales(row_scales, column, column + 8);
   }
   __device__ __forceinline__ void load(const bf16* x, int batch) {
 #pragma unroll
@@ -131,6 +152,7 @@ struct Unit {
     }
   }
   __device__ __forceinline__ void write(float4 sum, const float* change, bf16* x, int batch) const {
+    sum = scales.of(sum);
     const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {

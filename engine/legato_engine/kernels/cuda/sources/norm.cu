@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
   row.store(out + (i64)index * DIM);
 }
 
-#if __CUDA_ARCH__ >= 890  // the first with conversions to e4m3
+#if HAS_E4M3
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     add_norm_quantise(bf16* x, const bf16* y, int terms, const bf16* weight, const bf16* bias, float epsilon,
                       unsigned char* values, float* scales, int count) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ void measure(
   for (int token = finisher * SHARED + rank; token < batch; token += FINISHERS * SHARED) {
     const float2 moment = measured(inputs, token);
     if (lane == rank) moments[token] = moment;
-    if (lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);
+    if (SHARED > 1 && lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);
     also(inputs, token, moment);
   }
   __syncwarp();
@@ -43,6 +43,12 @@ __device__ __forceinline__ void measure(
 
 struct Folded {
   float2 low, high;
+  RowScales scales = {};
+  __device__ __forceinline__ Folded() {}
+  __device__ __forceinline__ Folded(float2 low, float2 high) : low(low), high(high) {}
+  // Of rows `first` and `second`.
+  __device__ __forceinline__ Folded(const float2* folded, const float* scales, int first, int second)
+      : low(folded[first]), high(folded[second]), scales(scales, first, second) {}
 };
 
 // Blocks of rows that all read the normed batch; each ends with finish(block, tile, sum, prepare(block, tile), moments). early(token)
@@ -59,7 +65,7 @@ __device__ __forceinline__ void normed_blocks(
   if (SHARED > 1) cluster_sync(); else __syncthreads();
   launch_dependents();
   map.template run<SHARED>(
-      count, x, [&](int i) { return weights + (i64)(first + i * step) * (16 * DIM); }, early,
+      count, x, [&](int i) { return stage_of<IN_CHUNK>(weights, (i64)(first + i * step) * IN_CHUNKS); }, early,
       [&](int finisher) { measure<SHARED>(moments, &map.barriers.begun, map.inputs, batch, finisher, also); },
       [&](int i, int tile) { return prepare(first + i * step, tile); },
       [&](int i, int tile, float4 sum, const auto& prepared) { finish(first + i * step, tile, sum, prepared, moments); });

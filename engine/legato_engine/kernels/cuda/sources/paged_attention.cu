@@ -1,6 +1,7 @@
 // Attention of a step's tokens to paged keys and values, which tokens of one row read once.
 //
-// PAGE is a multiple of 16, DIM and MIXED the strides of queries and output, SPLITS thread blocks (a cluster) of a group's head. HEADS are
+// LINE_WARPS warps of a thread block share a line. PAGE is a multiple of 16, DIM and MIXED the strides of queries and output, SPLITS
+// thread blocks (a cluster) of a group's head. HEADS are
 // of keys and values; each serves SHARE successive heads of a query, which are SHARE successive tokens to this kernel.
 //
 // A group is up to 8 successive tokens of one row. Tensor cores take tiles of 16 positions: S^T = K Q^T with
@@ -14,8 +15,9 @@
 #include "paged_attention.cuh"
 
 constexpr int MOST = 8;   // tokens of a group
-constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
-constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
+constexpr int WARPS = LINE_WARPS * LINES;
+constexpr int OWN = TURNS / (SPLITS * LINE_WARPS);  // tracks of a warp
+static_assert(LINE_WARPS == 1 || SPLITS == 1 && LINE_WARPS == 2, "a line has one warp, or two that share it");
 static_assert(PAGE % TILE == 0 && HEADS * SHARE * HEAD <= DIM, "unsupported sizes");
 constexpr int KNOWN = 32 / STEP_TILES;  // steps whose pages a warp knows
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
@@ -202,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(
     const int left_last = __shfl_sync(~0u, batch.last, group.first + 2 * t);
     const int right_last = __shfl_sync(~0u, batch.last, group.first + 2 * t + 1);
     const int left = 2 * t < group.size ? left_last + 1 : 0, right = 2 * t + 1 < group.size ? right_last + 1 : 0;
-    Parts own;
+    Parts own, early;
     for (int turn = turn_begin; turn < turn_end; turn++) {
       Parts track;
       for (int i = turn; i < count; i += TURNS) {
@@ -214,8 +216,14 @@ extern "C" __global__ void __launch_bounds__(
         produce(true);
         if (++take == stages) take = 0, phase ^= 1;
       }
-      own = turn == turn_begin ? track : merged(own, track);
+      if (OWN == 4 && turn == turn_begin + 2) {
+        early = own;
+        own = track;
+      } else {
+        own = turn == turn_begin ? track : merged(own, track);
+      }
     }
+    if (OWN == 4) own = merged(early, own);
     own.store(parts(warp, buffer), group.size);
     if constexpr (SPLITS > 1) {
       // A block adds up every SPLITS-th token's lines over the cluster.
@@ -249,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(
       };
       Slice lines[LINES];
 #pragma unroll
-      for (int i = 0; i < LINES; i++) lines[i] = SPLITS > 1 ? slice(i) : merged(slice(i), slice(i + LINES));
+      for (int i = 0; i < LINES; i++) lines[i] = LINE_WARPS == 1 ? slice(i) : merged(slice(i), slice(i + LINES));
       const float2 value = result_of(lines);
       bf16* target = out + place(group.first + token, index % HEADS, MIXED) + lane * 2;
       *reinterpret_cast<u32*>(target) = pack(value.x * value_unit, value.y * value_unit);

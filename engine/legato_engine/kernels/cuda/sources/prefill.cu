@@ -9,9 +9,7 @@ constexpr int TURNED = 2 * HALF / WIDTH, GAP = HALF / WIDTH;  // those that turn
 constexpr int THREADS = 256;
 
 __device__ __forceinline__ void after_previous() {
-#if __CUDA_ARCH__ >= 900
   wait_previous();
-#endif
 }
 
 // The second of a pair adds where the first subtracts.

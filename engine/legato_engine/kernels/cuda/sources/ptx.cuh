@@ -1,6 +1,9 @@
 // Instructions that C++ has no words for, each as a function: other sources of decode steps have no assembly. Where
 // there is no GPU, tests/emulator/ptx.cuh takes this file's place.
 //
+// HAS_BULK_COPIES, HAS_E4M3 and HAS_OVERLAP say what the architecture has (capability.py); the functions that need none of these are for
+// every GPU from compute capability 8.0 on.
+//
 // There are no system headers.
 #pragma once
 
@@ -40,6 +43,7 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
   return pair;
 }
 // Two e4m3, likewise; beyond 448 the largest, and NaN stays.
+#if HAS_E4M3
 __device__ __forceinline__ unsigned short pack_e4m3_pair(float low, float high) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
@@ -62,22 +66,60 @@ __device__ __forceinline__ u32 half_of_e4m3(unsigned short two) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
   return pair;
 }
+#else
+__device__ __forceinline__ u32 e4m3_of(float x) {
+  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 128u, size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return 127u;
+  // Below the least normal number, 2^-6, a sum of 2^14 has units of 2^-9 in its last place.
+  if (size < 0x3c800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(size), 16384.f)) - 0x46800000u);
+  const u32 rounded = (size + 0x7ffffu + (size >> 20 & 1u)) - 0x3c000000u >> 20;
+  return sign | min(rounded, 126u);
+}
+__device__ __forceinline__ unsigned short pack_e4m3_pair(float low, float high) {
+  return (unsigned short)(e4m3_of(low) | e4m3_of(high) << 8);
+}
+__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
+  return pack_e4m3_pair(a, b) | (u32)pack_e4m3_pair(c, d) << 16;
+}
+__device__ __forceinline__ u32 half_of_e4m3(unsigned short two) {
+  const u32 wide = __byte_perm(two, 0, 0x1404);  // each in the upper byte of a half
+  const u32 size = wide >> 1 & 0x3f803f80u;      // as fp16, 2^8 too small
+  u32 pair;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(size), "r"(0x5c005c00u));
+  const u32 nan = size + 0x00800080u >> 1;  // bit 13, which makes NaN of what would be 480
+  return (wide & 0x80008000u | pair) | nan & 0x20002000u;
+}
+#endif
 __device__ __forceinline__ float float_of_half(unsigned short half) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
   return value;
 }
 
+// a * b + c of both bf16, rounded once.
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+  u32 pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+
+// Instructions of whole warps, which the compiler must not move into a branch of some lanes.
+#if HAS_BULK_COPIES
+#define WHOLE_WARP asm
+#else
+#define WHOLE_WARP asm volatile
+#endif
+
 // An 8 x 8 matrix of 16-bit values, of which lane 4g + t has row g's 2t and 2t + 1, transposed.
 __device__ __forceinline__ u32 transposed(u32 pair) {
   u32 v;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  WHOLE_WARP("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
   return v;
 }
 
 // D[16 x 8] += A[16 x 16] B[16 x 8], bf16 in, float32 out.
 __device__ __forceinline__ void mma(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  WHOLE_WARP("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -85,7 +127,7 @@ __device__ __forceinline__ void mma(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u
 
 // The same with fp16 in.
 __device__ __forceinline__ void mma_half(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  WHOLE_WARP("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -197,6 +239,7 @@ __device__ __forceinline__ uint4 load_transposed(const void* row) {
 __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+#if HAS_BULK_COPIES
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(u64* barrier, int arrivals = 1) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -219,6 +262,25 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
       "r"(phase)
       : "memory");
 }
+#else
+__device__ __forceinline__ void barriers_ready() {}  // a barrier of the thread block orders it
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+// Only an arrival: there are no copies that a barrier counts in bytes.
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32) { barrier_arrive(barrier); }
+__device__ __forceinline__ bool barrier_done(const u64* barrier, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
+  return done;
+}
+// By whole warps, which go on together.
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+  while (!barrier_done(barrier, phase)) {}
+  __syncwarp();
+}
+#endif
 
 // Copies.
 
@@ -296,8 +358,13 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
+#if HAS_OVERLAP
 __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+__device__ __forceinline__ void grid_launch_dependents() {}
+__device__ __forceinline__ void grid_wait() {}
+#endif
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -44,24 +44,13 @@ __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
 // One warp; at(row) points at the stage's first input.
 template <class R, class At>
 __device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
-  const int lane = threadIdx.x % 32;
-  unsigned char* stage = reinterpret_cast<unsigned char*>(ring.here());
-  if (lane == 0) ring.acquire(16 * R::BYTES);
-  __syncwarp();
-  if (lane < 16 / R::TOGETHER)
-    copy_bulk(stage + lane * R::PIECE, at(lane * R::TOGETHER), R::TOGETHER * R::BYTES, ring.full + ring.slot, policy);
-  ring.next();
+  ring.fill(16 / R::TOGETHER, R::TOGETHER * R::BYTES, R::PIECE, policy, [&](int i) { return at(i * R::TOGETHER); });
 }
 
 // One warp: `inputs` of each token, `stride` apart, from at(i).
 template <class At>
 __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs, int stride, u64 policy, At at) {
-  const int lane = threadIdx.x % 32;
-  bf16* stage = ring.here();
-  if (lane == 0) ring.acquire(count * inputs * 2);
-  __syncwarp();
-  if (lane < count) copy_bulk(stage + lane * stride, at(lane), inputs * 2, ring.full + ring.slot, policy);
-  ring.next();
+  ring.fill(count, inputs * 2, stride * 2, policy, at);
 }
 
 // Words that depend on all reads of weights, and of tokens.

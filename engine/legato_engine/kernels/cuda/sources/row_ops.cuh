@@ -168,7 +168,5 @@ __device__ __forceinline__ int row_index() { return blockIdx.x * ROWS + (ROWS > 
 __device__ __forceinline__ int row_lane() { return ROWS > 1 ? threadIdx.x % 32 : threadIdx.x; }
 
 __device__ __forceinline__ void inputs_ready() {
-#if __CUDA_ARCH__ >= 900
   wait_previous();
-#endif
 }

@@ -1,15 +1,29 @@
 // The next token of every row: constraint, temperature, top-k, top-p, position-keyed noise.
 //
-// CLUSTER thread blocks share a row. Logits are read once, and every sum is of integers, so a token depends neither
+// CLUSTER thread blocks share a row. A thread's values are in shared memory, or unless HELD in `spilled`. Logits are read
+// once, and every sum is of integers, so a token depends neither
 // on other rows nor on the order of threads.
 #include "sample.cuh"
 
 constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
 constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thread's
-static_assert(VOCAB % 4 == 0 && VOCAB <= 65536 && VALUES <= 32, "unsupported vocabulary");
+static_assert(VOCAB % 4 == 0 && VOCAB <= 65536 && VALUES <= 64, "unsupported vocabulary");
 
 constexpr int BURST = 4;                     // groups in flight
 constexpr u32 MASKED = 0xff800000u;          // -inf
+
+// A bit for each of a thread's values.
+template <bool FEW>
+struct MaskOf {
+  typedef u32 Type;
+};
+template <>
+struct MaskOf<false> {
+  typedef u64 Type;
+};
+typedef MaskOf<VALUES <= 32>::Type Mask;
+__device__ __forceinline__ int lowest(u32 mask) { return __ffs(mask) - 1; }
+__device__ __forceinline__ int lowest(u64 mask) { return __ffsll(mask) - 1; }
 static_assert(BINS == THREADS, "a thread has a bin");
 struct Shared {
   Bin bins[2][BINS];
@@ -18,7 +32,11 @@ struct Shared {
   Share sums[THREADS / 32];
   u32 rough[THREADS / 32];
   Choice choice;
+#if HELD
   float values[VALUES][THREADS];  // each thread's own: more than registers hold
+#else
+  float (*values)[THREADS];
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
 
@@ -81,14 +99,14 @@ __device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share
 // A token stays while the mass before it is at most top_p and the tokens before it are fewer than top_k; both only
 // grow, so one last token is looked for, digit by digit. Invariant: the first candidate stays, and what is no
 // candidate is decided. `bins[0]` is zero.
-__device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak, float top_p, i64 top_k, int rank) {
+__device__ __forceinline__ Mask select(Shared& shared, Mask candidates, float peak, float top_p, i64 top_k, int rank) {
   Bounds most = {0, count_limit(top_k)};
   Choice before = {};
-  u32 kept = 0;
+  Mask kept = 0;
   for (int pass = 0; pass < PASSES; pass++) {
     Bin* bins = shared.bins[pass % 2];
-    for (u32 left = candidates; left; left &= left - 1) {
-      const int i = __ffs(left) - 1;
+    for (Mask left = candidates; left; left &= left - 1) {
+      const int i = lowest(left);
       const float x = shared.values[i][threadIdx.x];
       add(bins[digit_of(pass, x, peak, token_id(i, rank))], mass_of(x, peak));
     }
@@ -108,11 +126,11 @@ __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak
     if (has_last(mine, through, before, total, most, (int)threadIdx.x, last)) shared.choice = last;
     __syncthreads();
     const Choice choice = shared.choice;
-    for (u32 left = candidates; left; left &= left - 1) {
-      const int i = __ffs(left) - 1;
+    for (Mask left = candidates; left; left &= left - 1) {
+      const int i = lowest(left);
       const int digit = digit_of(pass, shared.values[i][threadIdx.x], peak, token_id(i, rank));
-      if (digit < choice.digit) kept |= 1u << i;
-      if (digit != choice.digit) candidates &= ~(1u << i);
+      if (digit < choice.digit) kept |= Mask(1) << i;
+      if (digit != choice.digit) candidates &= ~(Mask(1) << i);
     }
     if (choice.settled) break;
     before = choice;
@@ -122,10 +140,10 @@ __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak
 
 // Only tokens whose rough score is near the block's highest are scored exactly, because double logarithms are
 // expensive.
-__device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 key, int rank) {
+__device__ __forceinline__ Best draw(Shared& shared, Mask kept, float peak, u64 key, int rank) {
   float rough = -INFINITY;
-  for (u32 left = kept; left; left &= left - 1) {
-    const int i = __ffs(left) - 1;
+  for (Mask left = kept; left; left &= left - 1) {
+    const int i = lowest(left);
     const float x = shared.values[i][threadIdx.x];
     rough = fmaxf(rough, x - peak + rough_noise(mix(key + (u64)token_id(i, rank)) >> 11));
   }
@@ -136,8 +154,8 @@ __device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 k
   const float near = from_key(__reduce_max_sync(~0u, shared.rough[threadIdx.x % 32])) - NOISE_SLACK;
   Best best = {0u, 0u, ~0u};
   if (!(rough >= near)) return best;
-  for (u32 left = kept; left; left &= left - 1) {
-    const int i = __ffs(left) - 1, id = token_id(i, rank);
+  for (Mask left = kept; left; left &= left - 1) {
+    const int i = lowest(left), id = token_id(i, rank);
     const float x = shared.values[i][threadIdx.x];
     const u64 bits = mix(key + (u64)id) >> 11;
     if (!(x - peak + rough_noise(bits) >= near)) continue;
@@ -153,13 +171,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     const float* logits, const float* constraints, const i64* constraint, const i64* entry, const i64* rows,
     const i64* position,
     const float* row_temperature, const float* row_top_p, const i64* row_top_k, const i64* row_seed, i64* row_token,
-    i64* tokens, int scratch) {
+    i64* tokens, float* spilled, int scratch) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
   const int batch = blockIdx.x / CLUSTER, rank = CLUSTER == 1 ? 0 : cluster_rank();
   const bool writes = rank == 0 && threadIdx.x == 0;
   launch_dependents();
   shared.bins[0][threadIdx.x] = Bin{};
+#if !HELD
+  shared.values = reinterpret_cast<float(*)[THREADS]>(spilled + (i64)batch * (VALUES * THREADS));  // the same by all threads
+#endif
   wait_previous();
   const i64 row = load_fresh_i64(rows + batch);
   if (row == scratch) {
@@ -197,12 +218,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
   float peak = from_key(best.first);
   if (!broken && !greedy && peak > -INFINITY) {
     peak = __fdiv_rn(peak, temperature);
-    u32 kept = 0;
+    Mask kept = 0;
 #pragma unroll 4
     for (int i = 0; i < VALUES; i++) {
       const float x = __fdiv_rn(shared.values[i][threadIdx.x], temperature) + 0.f;  // a zero has one sign only
       shared.values[i][threadIdx.x] = x;
-      if (peak - x < REACH) kept |= 1u << i;
+      if (peak - x < REACH) kept |= Mask(1) << i;
     }
     const float top_p = load_fresh_f32(row_top_p + row);
     const i64 top_k = load_fresh_i64(row_top_k + row);

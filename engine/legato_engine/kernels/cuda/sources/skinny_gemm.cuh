@@ -46,6 +46,83 @@ struct Weights {
   __device__ __forceinline__ u32 read() const { return low[0].x | low[1].x | high[0].x | high[1].x; }
 };
 
+// A lane's packed weights of a stage, and what they are in bf16.
+struct PackedWeights {
+#if WEIGHTS == 0
+  Weights of;
+  template <int CHUNK>
+  __device__ __forceinline__ void load(const bf16* stage) {
+    of.load(stage + threadIdx.x / 32 * 1024 + threadIdx.x % 32 * 8);
+  }
+  __device__ __forceinline__ u32 read() const { return of.read(); }
+  __device__ __forceinline__ const Weights& widened() const { return of; }
+#elif WEIGHTS < 3
+  uint4 low, high;
+  template <int CHUNK>
+  __device__ __forceinline__ void load(const bf16* stage) {
+    const auto* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * (GROUP_BYTES / 16) + threadIdx.x % 32;
+    low = from[0], high = from[32];
+  }
+  __device__ __forceinline__ u32 read() const { return low.x | high.x; }
+  __device__ __forceinline__ Weights widened() const {
+    return Weights{{eight(low.x, low.y), eight(low.z, low.w)}, {eight(high.x, high.y), eight(high.z, high.w)}};
+  }
+
+ private:
+  // Bytes 0 and 2 of a word are the first pair, 1 and 3 the second.
+  static __device__ __forceinline__ uint4 eight(u32 first, u32 second) {
+    return uint4{pair<8>(first), pair<0>(first), pair<8>(second), pair<0>(second)};
+  }
+  template <int SHIFT>
+  static __device__ __forceinline__ u32 pair(u32 word) {
+    const u32 bytes = word << SHIFT;  // in the upper halves
+#if WEIGHTS == 1
+    // e4m3's bits are a bf16's of 2^-120 the value.
+    const u32 size = (SHIFT == 8 ? word << 4 : word >> 4) & 0x07f007f0u;
+    return multiply_add(bytes & 0x80008000u | size, 0x7b807b80u, 0x80008000u);
+#else
+    // 128 + the lower seven bits, less 128 or with a sign 256.
+    const u32 low = SHIFT == 8 ? word : word >> 8;
+    return multiply_add(low & 0x007f007fu | 0x43004300u, 0x3f803f80u, low & 0x00800080u | 0xc300c300u);
+#endif
+  }
+#else
+  uint4 of;
+  u32 scales;  // of rows g and g + 8
+  template <int CHUNK>
+  __device__ __forceinline__ void load(const bf16* stage) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(stage);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    of = *reinterpret_cast<const uint4*>(bytes + warp * GROUP_BYTES + lane * 16);
+    scales = *reinterpret_cast<const u32*>(bytes + CHUNK / GROUP * GROUP_BYTES + warp * GROUP_SCALES + lane / 4 * 4);
+  }
+  __device__ __forceinline__ u32 read() const { return of.x | scales; }
+  // Still to be multiplied by the scales.
+  __device__ __forceinline__ Weights widened() const { return Weights{{eight(of.x), eight(of.y)}, {eight(of.z), eight(of.w)}}; }
+
+ private:
+  // Nibbles i and i + 4 are pair i; 128 + the nibble, less 136.
+  static __device__ __forceinline__ uint4 eight(u32 word) { return uint4{pair(word), pair(word >> 4), pair(word >> 8), pair(word >> 12)}; }
+  static __device__ __forceinline__ u32 pair(u32 word) {
+    return multiply_add(word & 0x000f000fu | 0x43004300u, 0x3f803f80u, 0xc308c308u);
+  }
+#endif
+};
+
+// Scales of two rows, where each row has one.
+struct RowScales {
+#if WEIGHTS == 1 || WEIGHTS == 2
+  float low = 1.f, high = 1.f;
+  __device__ __forceinline__ RowScales() {}
+  __device__ __forceinline__ RowScales(const float* scales, int first, int second) : low(scales[first]), high(scales[second]) {}
+  __device__ __forceinline__ float4 of(float4 sum) const { return {sum.x * low, sum.y * low, sum.z * high, sum.w * high}; }
+#else
+  __device__ __forceinline__ RowScales() {}
+  __device__ __forceinline__ RowScales(const float*, int, int) {}
+  __device__ __forceinline__ float4 of(float4 sum) const { return sum; }
+#endif
+};
+
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weights, const Tokens<NT>& tokens) {
 #pragma unroll
@@ -58,11 +135,28 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weigh
   }
 }
 
+// The same with packed weights.
+template <int NT>
+__device__ __forceinline__ void multiply(float4 (&sum)[NT], const PackedWeights& packed, const Tokens<NT>& tokens) {
+#if WEIGHTS == 3
+  float4 part[NT] = {};
+  multiply<NT>(part, packed.widened(), tokens);
+  const float low = low_float(packed.scales), high = high_float(packed.scales);
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) {
+    sum[tile].x = __fmaf_rn(part[tile].x, low, sum[tile].x), sum[tile].y = __fmaf_rn(part[tile].y, low, sum[tile].y);
+    sum[tile].z = __fmaf_rn(part[tile].z, high, sum[tile].z), sum[tile].w = __fmaf_rn(part[tile].w, high, sum[tile].w);
+  }
+#else
+  multiply<NT>(sum, packed.widened(), tokens);
+#endif
+}
+
 // A ring's stages in a warp's registers; if AHEAD the next one is read before the products of this one. `active`: the warp has
 // inputs of them.
-template <bool AHEAD>
+template <bool AHEAD, int CHUNK>
 struct Reader {
-  Weights next = {};
+  PackedWeights next = {};
   __device__ __forceinline__ void begin(Ring& ring, bool active) {
     if (AHEAD) load(ring, active), ring.release(next.read());
   }
@@ -71,7 +165,7 @@ struct Reader {
   __device__ __forceinline__ void multiply(
       Ring& ring, float4 (&sum)[NT], const Tokens<NT>& tokens, bool active, bool more) {
     if (!AHEAD) load(ring, active);
-    const Weights mine = next;
+    const PackedWeights mine = next;
     if (AHEAD && more) load(ring, active);
     if (active) ::multiply<NT>(sum, mine, tokens);
     if (!AHEAD || more) ring.release(next.read());
@@ -80,7 +174,7 @@ struct Reader {
  private:
   __device__ __forceinline__ void load(Ring& ring, bool active) {
     const bf16* stage = ring.get();
-    if (active) next.load(stage + threadIdx.x / 32 * 1024 + threadIdx.x % 32 * 8);
+    if (active) next.template load<CHUNK>(stage);
   }
 };
 
@@ -105,7 +199,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
   const bool active = has_inputs<CHUNK>(warp);
   float4 sum[SUMS][NT] = {};
   Tokens<NT> tokens;
-  Reader<(NT < 4)> reader;  // with 32 tokens slower
+  Reader<(NT < 4), CHUNK> reader;  // with 32 tokens slower
   reader.begin(ring, active);
 #pragma unroll
   for (int part = 0; part < OWN; part++)

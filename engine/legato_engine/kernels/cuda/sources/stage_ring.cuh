@@ -23,6 +23,37 @@ __device__ __forceinline__ bool has_inputs(int warp) { return CHUNK == WARPS * G
 
 __device__ __forceinline__ void workers_sync() { threads_sync<1, 256>(); }
 
+// Threads of a warp that fill stages with weights: one by bulk copies, else all, 16 bytes each at a time.
+constexpr int FILLERS = HAS_BULK_COPIES ? 1 : 32;
+
+// By all lanes of a warp: `bytes`, which 16 divides.
+__device__ __forceinline__ void copy_pieces(void* to, const void* from, int bytes, u64 policy) {
+  for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512)
+    copy_run(static_cast<unsigned char*>(to) + at, static_cast<const unsigned char*>(from) + at, 16, policy);
+}
+// How a map's weights are packed (packing.py): bf16; e4m3 or int8 with a float32 scale for each row; or int4 with a bf16 scale for each
+// 64 inputs of a row.
+constexpr int BF16 = 0, E4M3 = 1, INT8 = 2, INT4 = 3;
+#ifndef WEIGHTS
+#define WEIGHTS 0
+#endif
+constexpr int WEIGHT_BITS = WEIGHTS == BF16 ? 16 : WEIGHTS == INT4 ? 4 : 8;
+constexpr int GROUP_BYTES = 16 * GROUP * WEIGHT_BITS / 8;        // of 16 rows of a warp's inputs
+constexpr int GROUP_SCALES = WEIGHTS == INT4 ? 16 * 2 : 0;       // bytes of their scales, after those of all warps
+template <int CHUNK>
+constexpr int STAGE_BYTES = CHUNK / GROUP * (GROUP_BYTES + GROUP_SCALES);
+
+// Where a stage begins, of CHUNK inputs of 16 rows each.
+template <int CHUNK>
+__device__ __forceinline__ const bf16* stage_of(const bf16* weights, i64 stage) {
+  return weights + stage * (STAGE_BYTES<CHUNK> / 2);
+}
+
+// A thread that has filled stages itself outlives its copies.
+__device__ __forceinline__ void copies_landed() {
+  if (!HAS_BULK_COPIES) copies_done();
+}
+
 // Stages in shared memory, with a barrier each for those that read it and for the producer.
 struct Ring {
   bf16* data;
@@ -39,18 +70,41 @@ struct Ring {
   }
   // `readers`: thread blocks of a cluster whose workers all read each stage.
   __device__ void init(int readers = 1) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, readers * WARPS);
+    for (int i = 0; i < stages; i++) barrier_init(full + i, FILLERS), barrier_init(empty + i, readers * WARPS);
     barriers_ready();
   }
   __device__ __forceinline__ bf16* here() const { return data + slot * elements; }
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, phase ^= 1;
   }
-  // The producer.
+  // The producer: its FILLERS, or a lane.
   __device__ __forceinline__ bf16* acquire(int bytes) {
     barrier_wait(empty + slot, phase ^ 1);
-    barrier_expect(full + slot, bytes);
+    if (HAS_BULK_COPIES) barrier_expect(full + slot, bytes);
     return here();
+  }
+  // By a warp: a stage of `count` pieces of `bytes` each, `stride` bytes apart, from at(i). Of a cluster's SHARED thread blocks each
+  // copies every SHARED-th, for all.
+  template <int SHARED = 1, class At>
+  __device__ __forceinline__ void fill(int count, int bytes, int stride, u64 policy, At at, int rank = 0) {
+    const int lane = threadIdx.x % 32;
+    unsigned char* stage = reinterpret_cast<unsigned char*>(here());
+#if HAS_BULK_COPIES
+    if (lane == 0) acquire(count * bytes);
+    __syncwarp();
+    if (lane < count && lane % SHARED == rank) {
+      if (SHARED > 1)
+        copy_bulk_shared<SHARED>(stage + lane * stride, at(lane), bytes, full + slot, policy);
+      else
+        copy_bulk(stage + lane * stride, at(lane), bytes, full + slot, policy);
+    }
+#else
+    static_assert(SHARED == 1, "clusters have bulk copies");
+    acquire(count * bytes);
+    for (int i = 0; i < count; i++) copy_pieces(stage + i * stride, at(i), bytes, policy);
+    barrier_arrive_copied(full + slot);
+#endif
+    next();
   }
   // The workers.
   __device__ __forceinline__ const bf16* get() {
@@ -64,6 +118,7 @@ struct Ring {
     if (is_read(read) && more && threadIdx.x % 32 < READERS) {
       if (READERS > 1) barrier_arrive_at(empty + slot, threadIdx.x % 32); else barrier_arrive(empty + slot);
     }
+    if (!HAS_BULK_COPIES) __syncwarp();  // before products of whole warps
     next();
   }
   // Always true, once all lanes have what they read. A lane that has issued its reads may arrive before they are done, and the copy
@@ -72,17 +127,24 @@ struct Ring {
   static __device__ __forceinline__ bool is_read(u32 read) { return !__any_sync(~0u, (read & (gridDim.z - 1)) != 0); }
 };
 
-// The producer: `count` stages from at(i).
+// A warp: `count` stages from at(i).
 template <int CHUNK, class At>
 __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
-  constexpr int BYTES = 16 * CHUNK * 2;
+  constexpr int BYTES = STAGE_BYTES<CHUNK>;
+  if (threadIdx.x % 32 >= FILLERS) return;
   const u64 policy = stream_policy();
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
     bf16* stage = ring.acquire(BYTES);
+#if HAS_BULK_COPIES
     copy_bulk(stage, at(i), BYTES, ring.full + ring.slot, policy);
+#else
+    copy_pieces(stage, at(i), BYTES, policy);
+    barrier_arrive_copied(ring.full + ring.slot);
+#endif
     ring.next();
   }
+  copies_landed();
 }
 
 // With one tile only the batch.
@@ -101,29 +163,14 @@ __device__ __forceinline__ void clear(const Ring& inputs, int stride, int batch)
   for (int stage = 0; stage < inputs.stages; stage++) clear<NT>(inputs.data + stage * inputs.elements, stride, batch);
 }
 
-// To each of a cluster's SHARED thread blocks, whose barriers count.
-template <int SHARED>
-__device__ __forceinline__ void copy_inputs(bf16* to, const bf16* from, int count, u64* full, u64 policy) {
-  if (SHARED > 1)
-    copy_bulk_shared<SHARED>(to, from, count * 2, full, policy);
-  else
-    copy_bulk(to, from, count * 2, full, policy);
-}
-
 // The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each
 // token once: `rank` has every SHARED-th, for all.
 template <int CHUNK, int SHARED = 1, class At>
 __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch, At at, int rank = 0) {
-  const int token = threadIdx.x % 32;
   const u64 policy = keep_policy();
-  for (int i = 0; i < count; i++) {
-    bf16* stage = ring.here();
-    if (token == 0) ring.acquire(batch * CHUNK * 2);
-    __syncwarp();
-    if (token < batch && token % SHARED == rank)
-      copy_inputs<SHARED>(stage + token * (CHUNK + PAD), at(i, token), CHUNK, ring.full + ring.slot, policy);
-    ring.next();
-  }
+  for (int i = 0; i < count; i++)
+    ring.fill<SHARED>(batch, CHUNK * 2, (CHUNK + PAD) * 2, policy, [&](int token) { return at(i, token); }, rank);
+  copies_landed();
 }
 
 constexpr int INPUT_BARRIERS = 128;  // bytes
@@ -141,23 +188,39 @@ struct HeldInputs {
     data = reinterpret_cast<bf16*>(shared + INPUT_BARRIERS);
     shared += INPUT_BARRIERS + tokens * STRIDE * 2;
   }
+  // OF warps copy.
+  template <int OF>
   __device__ void init() {
-    for (int i = 0; i < CHUNKS; i++) barrier_init(full + i, 1);
+    for (int i = 0; i < CHUNKS; i++) barrier_init(full + i, HAS_BULK_COPIES ? 1 : OF * FILLERS);
     barriers_ready();
   }
   // Of x [batch, INPUTS], by warp `index` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token, for all.
   template <int SHARED, int OF>
   __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int index) {
+    const u64 policy = keep_policy();
+#if HAS_BULK_COPIES
     const int token = threadIdx.x % 32;
     const bool mine = token < batch && token % SHARED == rank && token / SHARED % OF == index;
-    const u64 policy = keep_policy();
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       if (index == 0 && token == 0) barrier_expect(full + chunk, batch * CHUNK * 2);
       bf16* to = data + token * STRIDE + chunk * CHUNK;
       const bf16* from = x + (i64)token * INPUTS + chunk * CHUNK;
-      if (mine) copy_inputs<SHARED>(to, from, CHUNK, full + chunk, policy);
+      if (!mine) continue;
+      if (SHARED > 1)
+        copy_bulk_shared<SHARED>(to, from, CHUNK * 2, full + chunk, policy);
+      else
+        copy_bulk(to, from, CHUNK * 2, full + chunk, policy);
     }
+#else
+    static_assert(SHARED == 1, "clusters have bulk copies");
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      for (int token = index; token < batch; token += OF)
+        copy_pieces(data + token * STRIDE + chunk * CHUNK, x + (i64)token * INPUTS + chunk * CHUNK, CHUNK * 2, policy);
+      barrier_arrive_copied(full + chunk);
+    }
+#endif
     __syncwarp();
   }
   __device__ __forceinline__ void wait(int chunk) const { barrier_wait(full + chunk, 0); }

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(FINISHING, 1) tau_in(
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks<1>(
       (QKV + (ROUTED ? EXPERTS : FF)) / 16, weights, stages, x, batch, [](int) {},
-      [&](int block, int) { return Folded{folded[block * 16 + g], folded[block * 16 + g + 8]}; },
+      [&](int block, int) { return Folded(folded[block * 16 + g], folded[block * 16 + g + 8]); },
       [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
         const int row = block * 16 + g;
         const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};

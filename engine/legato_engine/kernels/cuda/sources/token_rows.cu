@@ -7,9 +7,7 @@ constexpr int WIDTH = 8;  // values of a 16-byte access
 constexpr int THREADS = 256;
 
 __device__ __forceinline__ void after_previous() {
-#if __CUDA_ARCH__ >= 900
   wait_previous();
-#endif
 }
 
 // Every operation rounds by itself, for the same bits as torch's.

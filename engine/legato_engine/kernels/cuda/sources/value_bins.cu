@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
   if (warp < WARPS) {
     multiply_parts<TILES, OWN, CLUSTER, PART, 1>(
         ring, inputs, batch, [&](int i, int tile, float4 sum) { sums.all[i][tile][lane] = sum; });
-  } else if (threadIdx.x == WORKERS) {
+  } else if (warp == WARPS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
       return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank * OWN) * (16 * CHUNK);
     });

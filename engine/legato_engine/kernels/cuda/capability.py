@@ -1,0 +1,177 @@
+"""GPU features by compute capability: the one table of what kernels may use on which GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import os
+
+import torch
+
+from legato_engine.errors import InvalidField
+
+PTX_SWITCH = "LEGATO_KERNEL_PTX"
+"""Environment variable for tests: a virtual architecture such as compute_80, whose PTX the driver
+compiles. Kernels then use the features and the shared memory of that architecture only."""
+
+_Capability = tuple[int, int]
+
+
+class Feature(enum.StrEnum):
+    """Hardware features that kernels declare; the values are names for people."""
+
+    MMA = "mma"
+    ASYNC_COPIES = "cp.async"
+    BARRIERS = "mbarrier"
+    E4M3 = "e4m3 conversions"
+    FP8_MMA = "fp8 mma"
+    BULK_COPIES = "bulk copies"
+    CLUSTERS = "clusters"
+    OVERLAP = "programmatic dependent launch"
+    REGISTERS = "register reallocation"
+    WGMMA = "wgmma"
+
+
+_SINCE: dict[Feature, _Capability] = {
+    Feature.MMA: (8, 0),
+    Feature.ASYNC_COPIES: (8, 0),
+    Feature.BARRIERS: (8, 0),
+    Feature.E4M3: (8, 9),
+    Feature.FP8_MMA: (8, 9),
+    Feature.BULK_COPIES: (9, 0),
+    Feature.CLUSTERS: (9, 0),
+    Feature.OVERLAP: (9, 0),
+    Feature.REGISTERS: (9, 0),
+    Feature.WGMMA: (9, 0),
+}
+_ONLY = {Feature.REGISTERS, Feature.WGMMA}
+"""Of the very capability that they came with, as far as our kernels use them."""
+
+_SHARED_KIB = {
+    (8, 0): 163,
+    (8, 6): 99,
+    (8, 7): 163,
+    (8, 8): 99,
+    (8, 9): 99,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+    (12, 0): 99,
+    (12, 1): 99,
+}
+"""Largest shared memory of a thread block."""
+_LEAST_SHARED_KIB = 99  # of GPUs that the table does not name
+
+_MACROS = {
+    "HAS_BULK_COPIES": Feature.BULK_COPIES,
+    "HAS_E4M3": Feature.E4M3,
+    "HAS_OVERLAP": Feature.OVERLAP,
+}
+"""Constants of the sources that tell them what an architecture has."""
+
+_STEPS = frozenset({Feature.MMA, Feature.ASYNC_COPIES, Feature.BARRIERS})
+_TENSOR_COPIES = frozenset({Feature.BULK_COPIES})
+
+
+class Kernels(enum.Enum):
+    """Groups of kernels, with the features that each uses."""
+
+    STEPS = "decode steps, sampling, values, drafts and adapters", _STEPS
+    TOWER_ATTENTION = "attention of the vision tower", _TENSOR_COPIES | {Feature.WGMMA}
+    TOWER_PRODUCTS = "products of the vision tower with tile counters", frozenset({Feature.WGMMA})
+    TOWER_FP8 = "vision tower in fp8", frozenset({Feature.FP8_MMA})
+    GROUPED_EXPERTS = "grouped products of experts", _TENSOR_COPIES
+    RESIDENT = "resident kernel", _TENSOR_COPIES | {Feature.CLUSTERS, Feature.REGISTERS}
+
+    def __init__(self, title: str, features: frozenset[Feature]) -> None:
+        self.title = title
+        self.features = features
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """Features and limits of a compute capability; `is_virtual` if the driver compiles its PTX."""
+
+    capability: _Capability
+    is_virtual: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        own = self.capability
+        return frozenset(
+            feature
+            for feature, since in _SINCE.items()
+            if own == since or (own > since and feature not in _ONLY)
+        )
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a thread block may have."""
+        return _SHARED_KIB.get(self.capability, _LEAST_SHARED_KIB) * 1024
+
+    def has(self, feature: Feature) -> bool:
+        return feature in self.features
+
+    def lacks(self, kernels: Kernels) -> str | None:
+        """Return why a group of kernels does not run here, or None."""
+        missing = [str(each) for each in Feature if each in kernels.features - self.features]
+        if not missing:
+            return None
+        return f"compute capability {self.name} has no {' and no '.join(missing)}"
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.capability))
+
+    def arch(self, *, own: bool = False) -> str:
+        """Return NVRTC's name; `own` has instructions that later architectures do not have."""
+        number = "".join(map(str, self.capability))
+        if self.is_virtual:
+            return f"compute_{number}"
+        return f"sm_{number}{'a' if own else ''}"
+
+
+HOPPER = Gpu((9, 0))
+
+
+def gpu_of_arch(arch: str) -> Gpu:
+    """Parse NVRTC's name of an architecture, such as sm_90a or compute_80."""
+    kind, _, number = arch.partition("_")
+    digits = number.rstrip("af")
+    return Gpu((int(digits[:-1]), int(digits[-1])), is_virtual=kind == "compute")
+
+
+def macros(arch: str) -> dict[str, int]:
+    gpu = gpu_of_arch(arch)
+    return {name: int(gpu.has(feature)) for name, feature in _MACROS.items()}
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return what kernels may use on a CUDA device.
+
+    Raises:
+        InvalidField: the test switch names no architecture that the device can run.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    switch = os.environ.get(PTX_SWITCH)
+    if not switch:
+        return Gpu(capability)
+    known = {Gpu(each, is_virtual=True).arch(): each for each in _SHARED_KIB if each <= capability}
+    if switch not in known:
+        names = ", ".join(known)
+        raise InvalidField(f"{PTX_SWITCH} is {switch}; use one of {names}", field="device")
+    return Gpu(known[switch], is_virtual=True)
+
+
+def current_gpu() -> Gpu:
+    """Return the current device's; Hopper, by which sizes are checked, where there is no GPU."""
+    if not torch.cuda.is_available():
+        return HOPPER
+    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+
+
+def runs(kernels: Kernels, device: torch.device) -> bool:
+    return device.type == "cuda" and gpu_of(device).lacks(kernels) is None
