@@ -42,12 +42,12 @@ GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 GHZ := github.com/bojand/ghz/cmd/ghz@v0.93.0
 # Stages in quotes run two at a time, in this order: what one core does has the other beside it. proto-check and tools build
 # programs of Go: one after the other, the second finds the standard library in the cache.
-CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages test-bits"
+CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages test-bits test-without-megakernel"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-without-megakernel test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -175,6 +175,16 @@ test-bits: | $(STAMP) ## those that compare bits, as on CPUs with AVX2 and with 
 		echo "==> test-bits: $$capability"; \
 		ATEN_CPU_CAPABILITY=$$capability $(TESTS) tests/engine tests/published -m "bits and not gpu and not slow" $(ARGS) || exit 1; \
 	done
+
+# Of a copy of the tree, so that a folder that is removed leaves nothing behind. The first line fails if the copy is not used.
+test-without-megakernel: | $(STAMP) ## the engine's tests that need no megakernel, in a copy of the tree without its folder
+	@copy="$$(mktemp -d)" && trap 'rm -rf "$$copy"' EXIT \
+	&& tar --exclude=benchmarks/results --exclude=kernels/megakernel --exclude=tests/megakernel_model -cf - \
+		engine service clients/python proto/gen benchmarks tests pyproject.toml | tar -xf - -C "$$copy" \
+	&& cd "$$copy" && export PYTHONPATH="$$copy/engine:$$copy/engine/tiny:$$copy/service:$$copy/clients/python:$$copy/proto/gen" \
+	&& $(PY) -c "import pathlib, legato_engine.kernels as k; assert k.__path__[0].startswith('$$copy'); assert not pathlib.Path(k.__path__[0], 'megakernel').exists()" \
+	&& OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -q -m "not gpu and not slow" \
+		tests/engine/runtime tests/engine/scheduler tests/engine/engine/core $(ARGS)
 
 test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race
 	@$(TESTS) -p tests.stalls --timeout 900 $(ARGS)

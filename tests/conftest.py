@@ -22,7 +22,6 @@ RUN_ONCE = (
     "tests/engine/kernels/",
     "tests/engine/kv_cache/",
     "tests/engine/layers/",
-    "tests/engine/megakernel/",
     "tests/engine/models/",
     "tests/megakernel_model/",
     "tests/engine/runtime/",

@@ -18,6 +18,6 @@ def test_values_beside_drafts_change_no_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fixed", "seed", "budget"])
 def test_values_beside_drafts_of_more_rows_change_no_bit(name: str) -> None:
-    """Up to 32 tokens of a step, of rows of several pages."""
-    scene = Scene(places=(200, 65, 63, 64), tokens=24, most=7, back=40)
+    """Up to 16 tokens a step, of rows with several pages."""
+    scene = Scene(places=(200, 65, 63, 64), tokens=24, most=3, back=40)
     values_beside_drafts_change_no_bit(World(SMALL, scene, emulated()), name)

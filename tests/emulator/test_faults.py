@@ -120,8 +120,8 @@ FAULTS = {
         (
             (
                 "matrix.cuh",
-                "it.src, in, it.num_blocks, true);\n" + _SYNC,
-                "it.src, in, it.num_blocks, true);\n",
+                "ring, in, it.num_blocks, true);\n" + _SYNC,
+                "ring, in, it.num_blocks, true);\n",
             ),
         )
     ),

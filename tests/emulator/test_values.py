@@ -22,7 +22,7 @@ def world() -> World:
 
 
 @pytest.mark.parametrize(
-    "num_rows", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 32))]
+    "num_rows", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 16))]
 )
 def test_values_are_fed_back_as_the_model_does(world: World, num_rows: int) -> None:
     values.values_are_fed_back_as_the_model_does(world, num_rows, steps=3)
@@ -51,7 +51,7 @@ def test_bits_are_those_of_captured_steps(num_rows: int, parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 5, 13, 32])
+@pytest.mark.parametrize("num_rows", [1, 5, 13, 16])
 def test_steps_are_captured_ones(num_rows: int) -> None:
     steps_are_captured_ones(World(EVEN, emulated()), num_rows, steps=3)
 

@@ -20,7 +20,7 @@ pytestmark = HOPPER
 SHALLOW = dataclasses.replace(MOONDREAM2, num_layers=2)
 SCENES = {
     2: Scene(places=(300, 63), tokens=60, most=3, back=150),
-    4: Scene(places=(333, 317, 255, 256), tokens=60, most=7, back=150),
+    4: Scene(places=(333, 317, 255, 256), tokens=60, most=3, back=150),
 }
 
 

@@ -30,18 +30,18 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("fixed", 1), ("fixed", 2), ("fixed", 4), ("seed", 4), ("budget", 1), ("budget", 4)],
+    [("fixed", 1), ("fixed", 2), ("seed", 2), ("budget", 1), ("budget", 2)],
 )
 def test_drafts_change_no_bit(world: World, name: str, count: int) -> None:
     drafts.drafts_change_no_bit(world, name, count)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2])
 def test_pages_and_last_tokens_end_a_launch(world: World, count: int) -> None:
     drafts.pages_and_last_tokens_end_a_launch(world, count, (0, 1, 5, 20), (9, 17, 33))
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2])
 def test_rows_that_have_ended_feed_nothing(world: World, count: int) -> None:
     drafts.rows_that_have_ended_feed_nothing(world, count)
 
@@ -52,17 +52,17 @@ def test_the_host_ends_a_launch_after_any_step(world: World) -> None:
         rows.ring.stop()
 
     lengths = drafts.the_host_ends_a_launch_after_any_step(
-        world, 4, 40, stop_later, start_first=True
+        world, 2, 40, stop_later, start_first=True
     )
     assert len(lengths) > 3
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2])
 def test_repeats_have_the_same_bits(world: World, count: int) -> None:
     drafts.repeats_have_the_same_bits(world, count, repeats=30)
 
 
 def test_late_warps_change_nothing() -> None:
     world = World(LEGATO_TINY)
-    for count in (1, 4):
+    for count in (1, 2):
         drafts.late_warps_change_nothing(world, count, repeats=20)

@@ -33,36 +33,36 @@ def one_layer(request: pytest.FixtureRequest) -> World:
     return World(dataclasses.replace(request.param, num_layers=1))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16])
 def test_values_are_fed_back_as_the_model_does(world: World, num_rows: int) -> None:
     values.values_are_fed_back_as_the_model_does(world, num_rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize("num_rows", [1, 8, 16])
 def test_bins_are_those_of_the_decoders(world: World, num_rows: int) -> None:
     values.bins_are_those_of_the_decoders(world, num_rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16])
 def test_bits_are_those_of_captured_steps(one_layer: World, num_rows: int) -> None:
     bits_are_those_of_captured_steps(one_layer, num_rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16])
 def test_steps_are_captured_ones(world: World, num_rows: int) -> None:
     steps_are_captured_ones(world, num_rows)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
-    """1 to 32 greedy rows, by three builds."""
-    values.a_row_has_the_same_bits_in_every_batch(world, (2, 5, 8, 9, 16, 17, 31, 32))
+    """1 to 16 greedy rows, by both builds."""
+    values.a_row_has_the_same_bits_in_every_batch(world, (2, 5, 8, 9, 16))
 
 
 def test_words_have_the_same_bits_by_both_builds(world: World) -> None:
-    values.words_have_the_same_bits_by_both_builds(world, (1, 8, 13, 32))
+    values.words_have_the_same_bits_by_both_builds(world, (1, 8, 13, 16))
 
 
-@pytest.mark.parametrize(("num_rows", "repeats"), [(1, 100), (8, 100), (13, 40), (32, 40)])
+@pytest.mark.parametrize(("num_rows", "repeats"), [(1, 100), (8, 100), (13, 40), (16, 40)])
 def test_repeats_have_the_same_bits(world: World, num_rows: int, repeats: int) -> None:
     values.repeats_have_the_same_bits(world, num_rows, repeats)
 

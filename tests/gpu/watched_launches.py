@@ -2,7 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m ...
 
-Two layers of legato-tiny's width, builds for 8, 16 and 32 tokens, greedy and drawn rows, with pages
+Two layers of legato-tiny's width, builds for 8 and 16 tokens, greedy and drawn rows, with pages
 of their own and in common. Drafts are checked against single tokens, too. The watchdog waits ten
 minutes, as a watched launch is slow.
 """
@@ -21,7 +21,7 @@ from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, PAGE
 from tests.resident import both, drafts, values, words
 
 SIZES = dataclasses.replace(LEGATO_TINY, num_layers=2)
-ROWS = (5, 13, 22)
+ROWS = (5, 13)
 STEPS = (1, 3)
 SCENE = drafts.Scene(tokens=10, back=20)
 RULES = ((0.7, 0.9, 0), (1.0, 1.0, 40), (2.0, 1.0, 0))
@@ -51,7 +51,7 @@ def launch_values() -> None:
 
 
 def launch_both() -> None:
-    world = both.World(SIZES, dataclasses.replace(SCENE, places=(300, 63, 255)))
+    world = both.World(SIZES, dataclasses.replace(SCENE, places=(300, 63, 255), most=3))
     for seed in (0, 1):  # greedy, drawn
         both.check(world, "budget", 0.7, seed)
 
@@ -59,7 +59,7 @@ def launch_both() -> None:
 def launch_drafts() -> None:
     world = drafts.World(SIZES, SCENE)
     for name in drafts.POLICIES:
-        for count in (1, 2, 4):
+        for count in (1, 2):
             for seed in (0, 1):  # greedy, drawn
                 drafts.check(world, world.drafting(name, count), 0.7, seed)
 

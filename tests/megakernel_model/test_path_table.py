@@ -17,8 +17,8 @@ SUBJECT = {"gpu": "a GPU", "sources": "abc"}
 def table(
     drawn: tuple[int, ...] = (), common: tuple[int, ...] = (), **wins: tuple[int, ...]
 ) -> PathTable:
-    """Where the kernel wins at these counts of greedy rows, of 1, 8, 16 and 32, and of `drawn` rows
-    of words, both with pages of their own; of rows with `common` pages, greedy and drawn.
+    """Where the kernel wins at these counts of greedy rows, of 1, 8 and 16, and of `drawn` rows of
+    words, both with pages of their own; of rows with `common` pages, greedy and drawn.
     """
     return PathTable(
         StepTimes(kind, rows, is_drawn, shares, 1.0 + (rows not in won), 1.5)
@@ -27,7 +27,7 @@ def table(
         for shares in (True, False)
         for own in [drawn * (kind is WORDS) if is_drawn else wins.get(kind, ())]
         for won in [common if shares else own]
-        for rows in (32, 16, 8, 1)
+        for rows in (16, 8, 1)
         if rows > 1 or not shares
     )
 
@@ -42,20 +42,22 @@ def taken(
 @pytest.mark.parametrize(
     ("max_rows", "block", "values", "rows"),
     [
-        (32, 0, True, [8, 16, 32]),
-        (100, 0, False, [8, 16, 32]),
+        (32, 0, True, [8, 16]),
+        (100, 0, False, [8, 16]),
         (16, 0, True, [8, 16]),
         (6, 0, True, [6]),
         (9, 0, False, [8, 9]),
-        (16, 3, True, [2, 4, 8]),
-        (3, 3, True, [2, 3]),
-        (16, 16, True, [1]),
+        (16, 3, True, [2]),
+        (16, 7, True, [1, 2]),
+        (1, 3, True, [1]),
+        (16, 15, True, [1]),
+        (16, 16, True, []),
     ],
 )
 def test_builds_are_for_as_many_rows_as_a_launch_may_have(
     max_rows: int, block: int, values: bool, rows: list[int]
 ) -> None:
-    """With draft tokens, all that these rows may have."""
+    """At most 16 without draft tokens; with them two, with all that these rows may have."""
     kinds = [DRAFTS] if block else [WORDS, VALUES][: 1 + values]
     builds = [
         each for each in builds_for(max_rows, values=values, block=block) if each.kind is not BOTH
@@ -65,7 +67,7 @@ def test_builds_are_for_as_many_rows_as_a_launch_may_have(
 
 @pytest.mark.parametrize(
     ("max_rows", "block", "tokens"),
-    [(16, 3, [8, 16, 32]), (3, 3, [8, 9]), (2, 7, [8, 9]), (1, 7, [1]), (5, 7, [8, 16, 32])],
+    [(16, 3, [8, 16]), (3, 3, [8, 9]), (2, 7, [8, 9]), (1, 7, [1]), (5, 7, [8, 16])],
 )
 def test_builds_with_both_are_for_as_many_tokens_as_a_launch_may_have(
     max_rows: int, block: int, tokens: list[int]
@@ -86,9 +88,9 @@ def test_rows_between_measured_counts_go_with_the_next_larger() -> None:
 
 def test_launches_with_a_drawn_row_go_by_what_drawn_rows_take() -> None:
     """And greedy ones by theirs."""
-    everywhere = (1, 8, 16, 32)
+    everywhere = (1, 8, 16)
     nowhere = table(words=everywhere)
-    assert taken(nowhere, WORDS, drawn=False) == list(range(1, 33))
+    assert taken(nowhere, WORDS, drawn=False) == list(range(1, 17))
     assert taken(nowhere, WORDS, drawn=True) == []
     lone = table(words=everywhere, drawn=(1,))
     assert taken(lone, WORDS, drawn=True) == [1]
@@ -112,14 +114,14 @@ def test_only_builds_that_win_are_wanted() -> None:
     builds = builds_for(32, values=True)
     assert table().wanted(builds) == ()
     assert table(words=(1,)).wanted(builds) == (Build(WORDS, 8),)
-    assert table(words=(16,), values=(1, 8, 32)).wanted(builds) == (
+    assert table(words=(16,), values=(1, 16)).wanted(builds) == (
         Build(WORDS, 16),
         Build(VALUES, 8),
-        Build(VALUES, 32),
+        Build(VALUES, 16),
     )
     assert table(drawn=(1,)).wanted(builds) == (Build(WORDS, 8),)
     assert table(common=(16,)).wanted(builds) == (Build(WORDS, 16), Build(VALUES, 16))
-    assert table(words=(8,), drawn=(32,)).wanted(builds) == (Build(WORDS, 8), Build(WORDS, 32))
+    assert table(words=(8,), drawn=(16,)).wanted(builds) == (Build(WORDS, 8), Build(WORDS, 16))
 
 
 def test_both_paths_are_measured_in_turns_and_the_shortest_counts() -> None:

@@ -46,7 +46,7 @@ def graph():
     made.device.close()
 
 
-_MOST_TOKENS = 32
+_MAX_TOKENS = 16
 
 
 class Fake:
@@ -61,7 +61,7 @@ class Fake:
 
     def __init__(self, kinds: Iterable[BatchKind], steps: int | None = None) -> None:
         most = self.max_rows
-        self.most_rows = {kind: kind.counts_as(most, _MOST_TOKENS) for kind in kinds}
+        self.most_rows = {kind: kind.counts_as(most, _MAX_TOKENS) for kind in kinds}
         self.left = steps
         self.launches = 0
         self.kinds: set[tuple[bool, int, bool]] = set()  # with values, rows, whether any is drawn

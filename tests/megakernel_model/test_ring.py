@@ -54,7 +54,7 @@ def test_accepted_rings_hand_every_stage_over_in_every_order() -> None:
         for ring, under_way in itertools.product(range(2, 13), range(1, 7))
         if ring_problem(ring, under_way) is None
     ]
-    assert {(RING_STAGES[tiles], UNDER_WAY[tiles]) for tiles in RING_STAGES} <= set(accepted)
+    assert {(ring, UNDER_WAY) for ring in RING_STAGES.values()} <= set(accepted)
     for ring, under_way in accepted:
         assert not faults(ring, under_way, orders=6), (ring, under_way)
 
@@ -68,7 +68,7 @@ def test_a_refused_ring_stops(ring: int, under_way: int) -> None:
 
 @pytest.mark.parametrize("ring", [4, 8, 12])
 def test_a_stage_let_go_before_its_reads_are_over_is_overwritten(ring: int) -> None:
-    """The fault of the build for 32 rows: some order reads another stage's weights."""
+    """Some order reads another stage's weights."""
     assert any(
         "in place of" in fault for fault in faults(ring, 3 if ring > 4 else 2, 60, early=True)
     )

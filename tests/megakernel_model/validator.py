@@ -21,7 +21,7 @@ from legato_engine.kernels.megakernel.program import (
     Program,
     check_operands,
 )
-from legato_engine.kernels.megakernel.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes, ValueDims
+from legato_engine.kernels.megakernel.sizes import BLOCK, MAX_TOKENS, SPLITS, ModelSizes, ValueDims
 
 from tests.megakernel_model.order import Event, Order, RunAhead, Stuck
 
@@ -101,7 +101,7 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
 def _chosen(sizes: ModelSizes, version: Version) -> list[Access]:
     """A step's tokens, and their values."""
     buffers = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
-    return [Access(buffer, 0, MAX_ROWS, version) for buffer in buffers]
+    return [Access(buffer, 0, MAX_TOKENS, version) for buffer in buffers]
 
 
 def _sampling_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
@@ -143,11 +143,11 @@ def _draft_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[A
             own = Access(Buffer.DRAFT, it.block, it.num_blocks, before, stride=sizes.num_workers)
             return [*_chosen(sizes, version), own, Access(Buffer.PLACED, 0, 1, before)]
         case Op.PLACE if it.num_blocks:
-            tokens = Access(Buffer.TOKEN, 0, MAX_ROWS, version)
-            drafts = Access(Buffer.DRAFT, 0, MAX_ROWS, version)
+            tokens = Access(Buffer.TOKEN, 0, MAX_TOKENS, version)
+            drafts = Access(Buffer.DRAFT, 0, MAX_TOKENS, version)
             return [tokens, drafts, Access(Buffer.STOP, 0, 1, version)]
         case Op.COMMIT:
-            newest = Access(Buffer.DRAFT, 0, MAX_ROWS, version)
+            newest = Access(Buffer.DRAFT, 0, MAX_TOKENS, version)
             return [*_chosen(sizes, version), Access(Buffer.PLACED, 0, 1, version), newest]
     return []
 
@@ -158,7 +158,7 @@ def _value_reads(
     match it.op:
         case Op.INNER:
             hidden = Access(Buffer(it.src), 0, sizes.num_workers, version)
-            return [Access(Buffer.TOKEN, 0, MAX_ROWS, version), hidden]
+            return [Access(Buffer.TOKEN, 0, MAX_TOKENS, version), hidden]
         case Op.BINS:
             return [Access(Buffer.VACT, 0, values.inner_blocks, version)]
         case Op.VALUE if it.num_blocks:
@@ -193,7 +193,7 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
         case Op.EMBED:
             return [Access(Buffer(it.dst), worker, 1, version)]
         case Op.PLACE if it.num_blocks:
-            drafts = Access(Buffer.DRAFT, 0, MAX_ROWS, version)  # block sizes
+            drafts = Access(Buffer.DRAFT, 0, MAX_TOKENS, version)  # block sizes
             return [drafts, Access(Buffer.PLACED, 0, 1, version)]
         case Op.SAMPLE | Op.SETTLE | Op.INNER | Op.BINS | Op.VALUE if it.num_blocks:
             count, stride = it.num_blocks, sizes.num_workers
@@ -306,18 +306,18 @@ class _Execution:
             (Buffer.HEADS, 0, 0): _Cells.make(num, num),
             (Buffer.BEST, 0, 0): _Cells.make(num, num),
             (Buffer.LOGITS, 0, 0): _Cells.make(self._sizes.vocab_blocks, num),
-            (Buffer.TOKEN, 0, 0): _Cells.make(MAX_ROWS, num),
+            (Buffer.TOKEN, 0, 0): _Cells.make(MAX_TOKENS, num),
             (Buffer.STOP, 0, 0): _Cells.make(1, num),
         }
         if (values := self._sizes.values) is not None:
             self._cells |= {
                 (Buffer.VACT, 0, 0): _Cells.make(values.inner_blocks, num),
                 (Buffer.BINS, 0, 0): _Cells.make(values.bin_blocks, num),
-                (Buffer.VALUE, 0, 0): _Cells.make(MAX_ROWS, num),
+                (Buffer.VALUE, 0, 0): _Cells.make(MAX_TOKENS, num),
             }
         if self._sizes.drafts:
             self._cells |= {
-                (Buffer.DRAFT, 0, 0): _Cells.make(MAX_ROWS, num),
+                (Buffer.DRAFT, 0, 0): _Cells.make(MAX_TOKENS, num),
                 (Buffer.PLACED, 0, 0): _Cells.make(1, num),
             }
         self._workers = [_Worker() for _ in range(num)]

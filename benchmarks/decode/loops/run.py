@@ -29,8 +29,6 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.core.assembly import Assembly, assemble, with_decode_path
 from legato_engine.core.garbage import freeze_loaded
-from legato_engine.kernels.megakernel import offer
-from legato_engine.kernels.megakernel.kernel import ResidentBuild
 
 from benchmarks import record, shared_options
 from benchmarks.decode.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
@@ -73,7 +71,9 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
         crops_per_launch=0,
     )
     graph = assemble(config)
-    late = functools.partial(ResidentBuild, delays=arguments.late)
+    from legato_engine.kernels.megakernel import offer  # its folder may have been removed
+
+    late = functools.partial(offer.ResidentBuild, delays=arguments.late)
     with mock.patch.object(offer, "ResidentBuild", late):
         others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
     if not others["resident"].runner.resident_rows:  # loops stand in for it

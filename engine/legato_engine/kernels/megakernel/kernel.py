@@ -162,7 +162,7 @@ class BuildDrafts:
             rows.constraint_B,
             *(staged[name] for name in _TOKEN_FIELDS),
             *(state.tokens_RC, state.position_R, state.limit_R, state.draft_RK),
-            *(rows.state.token_R, state.descriptor_R4, staged["control"]),
+            *(rows.state.token_R, state.descriptor_R4),
             *(drafts.rules, state.overall, drafts.seconds_P, state.block_S),
             *(drafts.outputs[name] for name in _OUTPUTS),
             *(drafts.ring[name] for name in _OUTPUTS),
@@ -182,12 +182,10 @@ class BuildDrafts:
 SOURCE = "step.cu"
 PATIENCE_MS = 1000
 """How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
-RING_STAGES = {1: 12, 2: 10, 4: 8}
-"""Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
-UNDER_WAY = {1: 3, 2: 3, 4: 4}
-"""Stages that are being copied at once: the fastest on an H200, and of up to two tiles on an H100:
-bytes under way beyond what memory needs only delay activations.
-"""
+RING_STAGES = {1: 12, 2: 10}
+"""Stages of the ring by tiles of 8 tokens: as many of 16 KB as shared memory holds."""
+UNDER_WAY = 3
+"""Stages that are copied at the same time: the fastest on H100 and H200."""
 
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
@@ -293,7 +291,7 @@ class ResidentBuild:
         self.count = max(map(len, program.workers))
         self._grid = (sizes.num_workers, 1, 1)
         body = shared_body(sizes, program.ring_stages, tokens)
-        under_way = under_way or UNDER_WAY[tiles]
+        under_way = under_way or UNDER_WAY
         fault = ring_problem(program.ring_stages, under_way)
         assert fault is None, fault
         constants = defines(sizes, program.ring_stages, under_way, tiles) | {"SHARED": body}

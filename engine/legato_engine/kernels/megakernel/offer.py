@@ -37,7 +37,14 @@ from legato_engine.kernels.megakernel.program import (
     build_program,
     most_instructions,
 )
-from legato_engine.kernels.megakernel.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
+from legato_engine.kernels.megakernel.sizes import (
+    BLOCK,
+    HEAD_DIM,
+    MAX_TOKENS,
+    PAGE,
+    ROTARY_DIM,
+    ModelSizes,
+)
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.speculative.policy import BlockPolicy
 
@@ -45,7 +52,8 @@ if TYPE_CHECKING:
     from legato_engine.kernels.decode_loop import ResidentRows
     from legato_engine.kernels.step import StepCache
 
-_SPARE = 1.2  # of the weights' memory: packing needs a layer besides
+_SPARE = 1.2  # of the weights' memory: packing also needs a layer
+_MAX_DRAFTING_ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,7 +237,7 @@ class ResidentDecoder:
 
         of = dataclasses.replace(sizes, drafts=drafts)
         self.builds = builds(of)
-        """For 8, 16 and 32 tokens, as far as they are wanted."""
+        """Builds for 8 and 16 tokens, as far as they are wanted."""
         self.value_builds: list[ResidentBuild] = []
         """The same where some row's tokens may have values."""
         if values is not None:
@@ -263,17 +271,21 @@ class ResidentDecoder:
 
 
 def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, ...]:
-    """List the builds for 8, 16 and 32 tokens that `max_rows` rows need with `block` draft
-    tokens each; some rows may have `values`, and no draft tokens.
+    """List the builds for 8 and 16 tokens that `max_rows` rows need with `block` draft tokens
+    each; some rows may have `values`, and no draft tokens.
+
+    More rows run faster as captured loops, and so do more than two drafting rows.
     """
     drafts = block > 0
     kinds = [BatchKind.of(values=each, drafts=drafts) for each in (False, True)[: 1 + values]]
     builds = []
     for kind in kinds:
-        most, each = max_rows, 1 + block
-        if kind is BatchKind.BOTH:
-            most, each = max_rows + (max_rows - 1) * block, 1
-        counts = {min(most, 8 * tiles // each) for tiles in RING_STAGES} - {0}
+        limit, each = max_rows, 1 + block
+        if kind is BatchKind.DRAFTS:
+            limit = min(max_rows, _MAX_DRAFTING_ROWS)
+        elif kind is BatchKind.BOTH:
+            limit, each = max_rows + (max_rows - 1) * block, 1
+        counts = {min(limit, 8 * tiles // each) for tiles in RING_STAGES} - {0}
         builds += [Build(kind, count) for count in sorted(counts)]
     return tuple(builds)
 
@@ -308,6 +320,8 @@ def offer(
         values = None
     block = 0 if policy is None else policy.max_block
     builds = builds_for(max_rows, values=values is not None, block=block)
+    if not builds:
+        return f"takes up to {MAX_TOKENS - 1} draft tokens a row"
 
     def make(wanted: Collection[Build]) -> ResidentDecoder:
         return ResidentDecoder(

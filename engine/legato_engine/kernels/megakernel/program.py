@@ -12,7 +12,7 @@ from legato_engine.kernels.megakernel import sizes
 from legato_engine.kernels.megakernel.sizes import (
     BLOCK,
     HEAD_DIM,
-    MAX_ROWS,
+    MAX_TOKENS,
     ROTARY_DIM,
     SPLITS,
     ModelSizes,
@@ -515,7 +515,7 @@ def _wait(sizes: ModelSizes, which: int) -> dict[str, int]:
 
 def _wait_samplers(sizes: ModelSizes, which: int) -> dict[str, int]:
     """A wait for the signals of all workers that have rows."""
-    samplers = min(sizes.num_workers, MAX_ROWS)
+    samplers = min(sizes.num_workers, MAX_TOKENS)
     return {"wait": which, "wait_count": samplers, "wait_stride": samplers}
 
 
@@ -613,7 +613,7 @@ _CONSTANTS = (
     "GROUP",
     "WARPS",
     "PRODUCERS",
-    "MAX_ROWS",
+    "MAX_TOKENS",
     "PAGE",
     "PAGE_BYTES",
     "RANGES",

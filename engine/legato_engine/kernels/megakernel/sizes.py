@@ -16,7 +16,7 @@ WARPS = 8
 """Warps of a worker that compute."""
 PRODUCERS = 2
 """Warps of a worker that fill its ring, in turns."""
-MAX_ROWS = 32
+MAX_TOKENS = 16
 """Tokens of a step: one of each row, or with drafts several of some."""
 PAGE = 16
 """Positions of a KV page."""
@@ -157,7 +157,7 @@ class ModelSizes:
         """Tokens from which a worker samples, and rows that it settles: `worker`, `worker +
         num_workers`, ...
         """
-        return self.share(worker, MAX_ROWS)
+        return self.share(worker, MAX_TOKENS)
 
 
 MOONDREAM2 = ModelSizes(dim=2048, ff_ratio=4, num_layers=24, vocab_size=51200)

@@ -19,7 +19,6 @@ struct Drafting {
   i64* constraint;  // by row of the launch
   PlacedTokens placed;
   DraftHistory state;
-  const i64* control;
   const Rule* rule;
   Counts* overall;
   const double* step_seconds;
@@ -147,7 +146,7 @@ __device__ __forceinline__ void run_place(const DraftArguments& a, Shared& share
   workers_sync();
   if (!shared.goes_on) return;
   allot_rows(d.rows, d.state, *d.rule, *d.overall, d.step_seconds, d.blocks, a.rows, scratch, false,
-             d.control[0] & UNDER_PRESSURE, candidates, auction, &shared.longest, thread, THREADS);
+             false, candidates, auction, &shared.longest, thread, THREADS);
   __syncwarp();
   place_rows(d.rows, d.state, d.blocks, d.placed, a.rows, min(TOKENS, (int)d.max_tokens), scratch, false, 1,
              shared.sums_of_warps, &shared.groups, thread, THREADS);

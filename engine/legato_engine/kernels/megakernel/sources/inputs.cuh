@@ -35,11 +35,6 @@ struct Inputs {
   }
 };
 
-// Whether registers hold all chunks of the residual stream, or of the heads, from the first block on. Of four tiles they would be
-// spilled, which costs more than to read them again for every block.
-constexpr bool HELD = TILES < 4;
-constexpr int AT_ONCE = HELD ? CHUNKS : 1;
-
 // The residual stream in one of its buffers.
 template <class Taken>
 __device__ __forceinline__ const bf16* residual(const Taken& a, int source) { return source == SOURCE_X0 ? a.x0 : a.x1; }
@@ -54,18 +49,18 @@ __device__ __forceinline__ uint4 load_piece(const Arguments& a, const Shared& sh
   return live ? load_fresh(from) : uint4{0, 0, 0, 0};
 }
 
-// Chunks from `first` on.
-template <int N>
-__device__ __forceinline__ void load_chunks(const Arguments& a, const Shared& shared, int source, int first, Inputs (&to)[N]) {
+// All chunks of the residual stream, which registers hold from an instruction's first block on: at once, as all else that it
+// needs can wait.
+__device__ __forceinline__ void load_chunks(const Arguments& a, const Shared& shared, int source, Inputs (&to)[CHUNKS]) {
   if (source != SOURCE_EMBED) {
 #pragma unroll
-    for (int c = 0; c < N; c++) to[c].load(residual(a, source), group_of(first + c), active() ? num_tokens(a, shared) : 0);
+    for (int c = 0; c < CHUNKS; c++) to[c].load(residual(a, source), group_of(c), active() ? num_tokens(a, shared) : 0);
     return;
   }
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-    for (int i = 0; i < 2 * N; i++) to[i / 2].of[tile][i % 2] = load_piece(a, shared, source, tile, first + i / 2, i % 2);
+    for (int i = 0; i < 2 * CHUNKS; i++) to[i / 2].of[tile][i % 2] = load_piece(a, shared, source, tile, i / 2, i % 2);
 }
 
 // Mean and inverse deviation of a token, of its slices.
@@ -89,9 +84,4 @@ __device__ __forceinline__ void store_slices(Shared& shared, int tile, At at) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float2 slice = slice_moments(at);
   if (t == 0 && active()) shared.slices[warp][tile * 8 + g] = slice;
-}
-
-// What of the residual stream an instruction holds from its first block on; at once, as all else that it needs can wait.
-__device__ __forceinline__ void load_held(const Arguments& a, const Shared& shared, int source, Inputs (&to)[AT_ONCE]) {
-  if (HELD) load_chunks(a, shared, source, 0, to);
 }

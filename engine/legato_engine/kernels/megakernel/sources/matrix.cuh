@@ -71,35 +71,21 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
 }
 
 // Sums of up to BLOCKS_AT_ONCE blocks of the residual stream, into shared memory; with `measures` the tokens' moments too, which
-// the warps see after the next barrier. `in`: what is held, or room for a chunk.
+// the warps see after the next barrier. `in`: all chunks of the residual stream.
 __device__ __forceinline__ void multiply_blocks(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, Inputs (&in)[AT_ONCE], int blocks, bool measures) {
-  if (!HELD && measures) {
-#pragma unroll 1
-    for (int tile = 0; tile < TILES; tile++) {
-      uint4 of[CHUNKS][2];
-#pragma unroll
-      for (int i = 0; i < 2 * CHUNKS; i++) of[i / 2][i % 2] = load_piece(a, shared, source, tile, i / 2, i % 2);
-      store_slices(shared, tile, [&](int chunk, int half) { return of[chunk][half]; });
-    }
-  }
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Inputs (&in)[CHUNKS], int blocks, bool measures) {
   Reader reader;
   reader.begin(a, at, ring);
   for (int block = 0; block < blocks; block++) {
     Sums sums;
     sums.clear();
-#pragma unroll AT_ONCE
-    for (int c = 0; c < CHUNKS; c++) {
-      if (!HELD) load_chunks(a, shared, source, c, in);
-      reader.multiply(a, at, ring, sums, in[HELD ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
-    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) reader.multiply(a, at, ring, sums, in[c], c + 1 < CHUNKS || block + 1 < blocks);
     sums.store(shared, block);
     if (!measures || block) continue;
-    if (HELD) {
 #pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
-        store_slices(shared, tile, [&](int chunk, int half) { return in[HELD ? chunk : 0].of[tile][half]; });
-    }
+    for (int tile = 0; tile < TILES; tile++)
+      store_slices(shared, tile, [&](int chunk, int half) { return in[chunk].of[tile][half]; });
     __syncwarp();
     workers_sync();
     const int token = threadIdx.x;
@@ -110,8 +96,8 @@ __device__ __forceinline__ void multiply_blocks(
 __device__ __forceinline__ void run_fc1(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  Inputs in[AT_ONCE];
-  load_held(a, shared, it.src, in);
+  Inputs in[CHUNKS];
+  load_chunks(a, shared, it.src, in);
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
   constexpr int RATIO = FF / DIM;
   float2 low[(RATIO * TILES + WARPS - 1) / WARPS], high[(RATIO * TILES + WARPS - 1) / WARPS];
@@ -120,7 +106,7 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  multiply_blocks(a, at, shared, ring, it.src, in, it.num_blocks, true);
+  multiply_blocks(a, at, shared, ring, in, it.num_blocks, true);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -147,8 +133,8 @@ __device__ __forceinline__ void run_qkv(
   const int head = it.block / SPLITS, quarter = it.block % SPLITS;
   const bool rotated = quarter * BLOCK < ROTARY_DIM;
   const int dim = rotated ? quarter * 8 + g : quarter * BLOCK + g, gap = rotated ? HALF : 8;
-  Inputs in[AT_ONCE];
-  load_held(a, shared, it.src, in);
+  Inputs in[CHUNKS];
+  load_chunks(a, shared, it.src, in);
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF);
   float2 low[MORE], high[MORE];
   float c[MORE][2], s[MORE][2];
@@ -170,7 +156,7 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  multiply_blocks(a, at, shared, ring, it.src, in, 3, false);
+  multiply_blocks(a, at, shared, ring, in, 3, false);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {
@@ -192,7 +178,7 @@ __device__ __forceinline__ void run_qkv(
 }
 
 // Chunks of the inner activations whose inputs registers hold at once.
-constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
+constexpr int INNER_AT_ONCE = 8 / TILES;
 
 // The inputs of a layer's output map, the inner activations and then the heads, are cut into PARTS, whose sums are added up in
 // order: as layer_out adds them. The last part has the heads.

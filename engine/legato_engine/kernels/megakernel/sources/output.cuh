@@ -47,11 +47,11 @@ __device__ __forceinline__ void run_head(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int token = lane; token < TOKENS; token += 32) shared.best[warp][token] = uint2{0u, ~0u};
   __syncwarp();
-  Inputs in[AT_ONCE];
-  load_held(a, shared, it.src, in);
+  Inputs in[CHUNKS];
+  load_chunks(a, shared, it.src, in);
   for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
     const int blocks = min(BLOCKS_AT_ONCE, it.num_blocks - first);
-    multiply_blocks(a, at, shared, ring, it.src, in, blocks, first == 0);
+    multiply_blocks(a, at, shared, ring, in, blocks, first == 0);
     workers_sync();
     for (int i = warp; i < blocks * TILES; i += WARPS) {
       const int row = (it.block + (first + i / TILES) * WORKERS) * BLOCK + lane / 4;

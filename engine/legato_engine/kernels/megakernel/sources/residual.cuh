@@ -2,11 +2,6 @@
 #pragma once
 #include "attention.cuh"
 
-// A chunk of the tokens' heads.
-__device__ __forceinline__ void load_heads(const Arguments& a, const Shared& shared, int chunk, Inputs& to) {
-  to.load(a.heads, group_of(chunk), active() ? num_tokens(a, shared) : 0);
-}
-
 __device__ __forceinline__ void run_out(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, int added, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -24,15 +19,12 @@ __device__ __forceinline__ void run_out(
     if (live) old[j] = float2{to_float(load_fresh_bf16(x)), to_float(load_fresh_bf16(x + 8))};
   }
   Reader reader;
-#pragma unroll 1
-  for (int first = 0; first < CHUNKS; first += AT_ONCE) {
-    Inputs in[AT_ONCE];
+  Inputs in[CHUNKS];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) load_heads(a, shared, first + i, in[i]);
-    if (first == 0) reader.begin(a, at, ring);
+  for (int i = 0; i < CHUNKS; i++) in[i].load(a.heads, group_of(i), active() ? num_tokens(a, shared) : 0);
+  reader.begin(a, at, ring);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);
-  }
+  for (int i = 0; i < CHUNKS; i++) reader.multiply(a, at, ring, sums, in[i], i + 1 < CHUNKS);
   __syncwarp();
   store_part(shared, sums, PARTS - 1);
   workers_sync();

@@ -172,7 +172,7 @@ struct __align__(16) Shared {
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
-static_assert(TOKENS <= 32, "a lane for each row");
+static_assert(TOKENS <= MAX_TOKENS && MAX_TOKENS <= 32, "a lane for each row");
 
 // Tokens of the step, and a token's position. `Taken` has the rows of the launch.
 template <class Taken>
