@@ -21,11 +21,11 @@ from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import ResidentDrafts, ResidentRows
+from legato_engine.kernels.decode_loop import MegakernelDrafts, MegakernelRows
 from legato_engine.kernels.megakernel.kernel import (
     RING_STAGES,
-    ResidentBuild,
-    ResidentWeights,
+    MegakernelBuild,
+    MegakernelWeights,
     value_dims,
 )
 from legato_engine.kernels.megakernel.program import build_program
@@ -119,7 +119,7 @@ class DraftingRows:
         if isinstance(policy, TokenBudgetPolicy):
             seconds = [policy.costs.step(count) for count in range(self.most + 1)]
         self._seconds = torch.tensor(seconds, dtype=torch.float64, device=on)
-        self.build: ResidentBuild | None = None
+        self.build: MegakernelBuild | None = None
 
     def begin(
         self, first: torch.Tensor, planted: torch.Tensor, limit: int, room: int, reach: int
@@ -158,7 +158,7 @@ class DraftingRows:
 
     def launch(
         self,
-        weights: ResidentWeights,
+        weights: MegakernelWeights,
         steps: int,
         *,
         logits: torch.Tensor | None = None,
@@ -172,7 +172,7 @@ class DraftingRows:
             model, cache, values = self.model, self.cache, self._values
             dims = None if values is None else value_dims(values)
             sizes = dataclasses.replace(model.sizes, drafts=True, values=dims)
-            self.build = ResidentBuild(
+            self.build = MegakernelBuild(
                 build_program(sizes, RING_STAGES[tiles]),
                 weights,
                 model.embedding,
@@ -189,11 +189,11 @@ class DraftingRows:
             rows, self.count, steps, num_tokens=num_tokens, logits=logits, profile=profile
         )
 
-    def _rows(self) -> ResidentRows:
+    def _rows(self) -> MegakernelRows:
         staged, fields = self.slot.staged.device, self.ring.fields
         constraint_S = self.slot.constraint.device["constraint"]
         constraint_S[: self.count] = self.constraint_S
-        drafts = ResidentDrafts(
+        drafts = MegakernelDrafts(
             staged=staged,
             state=self.state,
             rules=self._rules,
@@ -202,7 +202,7 @@ class DraftingRows:
             ring=fields,
             lengths=LOOKUP_LENGTHS,
         )
-        self._kept = ResidentRows(
+        self._kept = MegakernelRows(
             row_B=staged["row"],
             constraint_B=constraint_S,
             position_B=staged["position"],

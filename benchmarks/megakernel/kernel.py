@@ -10,11 +10,11 @@ import dataclasses
 import torch
 from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import ANY, DONE, STOP, ResidentRows
+from legato_engine.kernels.decode_loop import ANY, DONE, STOP, MegakernelRows
 from legato_engine.kernels.megakernel.kernel import (
     RING_STAGES,
-    ResidentBuild,
-    ResidentWeights,
+    MegakernelBuild,
+    MegakernelWeights,
     value_dims,
 )
 from legato_engine.kernels.megakernel.program import Program, build_program
@@ -67,7 +67,7 @@ class ResidentKernel:
         model: Model,
         tiles: int,
         program: Program | None = None,
-        weights: ResidentWeights | None = None,
+        weights: MegakernelWeights | None = None,
         *,
         values: TwoLayerValues | None = None,
         under_way: int = 0,
@@ -87,15 +87,15 @@ class ResidentKernel:
         self.program = program or build_program(self.sizes, RING_STAGES[tiles])
         layers = [layer.parameters for layer in model.layers]
         head = model.head.affine
-        self.weights = weights or ResidentWeights(self.program, layers, head, Affine(*model.norm))
+        self.weights = weights or MegakernelWeights(self.program, layers, head, Affine(*model.norm))
         self.rules = Rules.greedy(device)
         # Of each step tokens, values and certainties, one after the other.
         pinned = device.type == "cuda"
         shape = (MAX_STEPS, 3 * MAX_ROWS)
         self._ring = torch.full(shape, -2, dtype=torch.int64, pin_memory=pinned)
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
-        self._builds: dict[int, ResidentBuild] = {}
-        self.build: ResidentBuild
+        self._builds: dict[int, MegakernelBuild] = {}
+        self.build: MegakernelBuild
         self.constraints_CV = torch.zeros(1, model.sizes.vocab_size, device=device)
 
     def run(
@@ -122,7 +122,7 @@ class ResidentKernel:
         self._words.zero_()
         if constraint is None:
             constraint = torch.zeros(count, dtype=torch.int64, device=self._device)
-        rows = ResidentRows(
+        rows = MegakernelRows(
             row_B=torch.arange(count, device=self._device),
             constraint_B=constraint,
             position_B=positions.long().clone(),  # where the launch leaves them
@@ -148,11 +148,11 @@ class ResidentKernel:
         )
         self._kept = rows  # until the launch is over
 
-    def _build(self, cache: Cache) -> ResidentBuild:
+    def _build(self, cache: Cache) -> MegakernelBuild:
         key = cache.keys.data_ptr()
         if key not in self._builds:
             angles = self._model.cosines, self._model.sines
-            self._builds[key] = ResidentBuild(
+            self._builds[key] = MegakernelBuild(
                 self.program,
                 self.weights,
                 self._model.embedding,

@@ -52,7 +52,7 @@ class _Launch(ctypes.Structure):
 class Schedule:
     """How launches run: in an order drawn by `seed`, of which each launch has its own.
 
-    `patient`: where nothing goes on but waits, time does, so that waits give up; else it is a
+    `patient`: where nothing goes on but waits, time does, so that waits time out; else it is a
     fault. `host` is called every so many turns.
     """
 

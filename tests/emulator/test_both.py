@@ -1,4 +1,4 @@
-"""Values beside drafts inside the resident kernel, on the emulated machine."""
+"""Values beside drafts inside the megakernel, on the emulated machine."""
 
 from __future__ import annotations
 

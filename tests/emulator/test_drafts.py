@@ -1,4 +1,4 @@
-"""Draft tokens inside the resident kernel, on the emulated machine.
+"""Draft tokens inside the megakernel, on the emulated machine.
 
 What the kernel settles and places is compared with `ReferenceDrafts`.
 """

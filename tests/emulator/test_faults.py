@@ -1,4 +1,4 @@
-"""Faults that are planted in the resident kernel's source, each found by the emulated machine in a
+"""Faults that are planted in the megakernel's source, each found by the emulated machine in a
 few launches: the tests that pass with the source as it is can fail.
 """
 
@@ -41,24 +41,24 @@ FAULTS = {
     "a signal before what it tells of": Planted(
         (
             (
-                "producer.cuh",
-                "      if (counter == NONE) continue;\n      telling_sync();\n",
+                "loader.cuh",
+                "      if (counter == NONE) continue;\n      signalling_sync();\n",
                 "      if (counter == NONE) continue;\n",
             ),
             (
-                "producer.cuh",
+                "loader.cuh",
                 "      __syncwarp();  // or the other lanes",
-                "      telling_sync();\n      __syncwarp();  // or the other lanes",
+                "      signalling_sync();\n      __syncwarp();  // or the other lanes",
             ),
         ),
         "deadlock|wrong logits",
     ),
     "a wait for one more than there are": Planted(
-        (("producer.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count + 1 +"),),
+        (("loader.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count + 1 +"),),
         "deadlock",
     ),
     "a wait for one less than there are": Planted(
-        (("producer.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count - 1 +"),)
+        (("loader.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count - 1 +"),)
     ),
     "a stage released before it is read": Planted(
         (
@@ -95,7 +95,7 @@ FAULTS = {
         (("attention.cuh", "place ? 1 : WARPS - others", "1"),), "deadlock"
     ),
     "a stage begun before its place is free": Planted(
-        (("producer.cuh", "if (is_free && landed) break;", "if (landed) break;"),),
+        (("loader.cuh", "if (is_free && landed) break;", "if (landed) break;"),),
         "deadlock|more arrivals|wrong logits",
     ),
     "a row that does not go on from the pages in common": Planted(
@@ -108,8 +108,8 @@ FAULTS = {
         (
             (
                 "attention.cuh",
-                "  __syncwarp();\n  workers_sync();\n}\n\n// In the order",
-                "}\n\n// In the order",
+                "  __syncwarp();\n  workers_sync();\n}\n\n// Attend to all pages, in the order",
+                "}\n\n// Attend to all pages, in the order",
             ),
         )
     ),
@@ -143,13 +143,13 @@ FAULTS = {
         "deadlock|more arrivals|wrong logits",
     ),
     "fewer bytes than a copy has": Planted(
-        (("producer.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
+        (("loader.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
     ),
     "a block that ends before its copies have landed": Planted(
         (("step.cu", "      finish_copies(shared);\n", ""),), "copies are under way"
     ),
     "a barrier for too few warps": Planted(
-        (("ring.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
+        (("ring.cuh", "threads_sync<2, SIGNALLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
     ),
     "threads that begin before shared memory is ready": Planted(
         (("step.cu", "  __syncthreads();\n  const int warp", "  const int warp"),),
@@ -199,7 +199,7 @@ def share_pages(rows: Rows) -> None:
 
 
 def end_early(world: World) -> None:
-    """A launch whose producers are ahead, in steps that do not follow."""
+    """A launch whose loaders are ahead, in steps that do not follow."""
     rows = Rows(world, 3)
     rows.cache.values.fill_(torch.nan)
     world.kernel(3).run(rows.cache, rows.tokens, rows.positions, 9)
@@ -229,7 +229,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 
 def test_a_deadlock_names_the_workers_that_wait() -> None:
-    """Each with what it waits for: a counter's watcher, and the warps behind it."""
+    """Each with what it waits for: the polling warp, and the warps behind it."""
     told = found(FAULTS["a wait for one more than there are"].patches)
     assert told is not None
     for worker in range(SMALL.num_workers):

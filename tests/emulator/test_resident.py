@@ -1,4 +1,4 @@
-"""The resident kernel's own source on a CPU, every thread of it a fiber: what holds on a GPU holds
+"""The megakernel's own source on a CPU, every thread of it a fiber: what holds on a GPU holds
 here, in whatever order threads run.
 """
 
@@ -119,9 +119,9 @@ def test_rows_that_share_pages_have_their_own_bits(world: World) -> None:
     ("file", "text", "other"),
     [
         ("units.cuh", "min(unit.common, with_last)", "unit.common + 1"),
-        ("attention.cuh", "if (!begins && has_pages) track.load", "if (false) track.load"),
+        ("attention.cuh", "if (begins || has_pages) track.store", "track.store"),
         (
-            "producer.cuh",
+            "loader.cuh",
             "shared.pages[index], unit.common, pages_of",
             "shared.pages[index], 0, pages_of",
         ),

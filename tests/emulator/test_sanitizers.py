@@ -105,7 +105,7 @@ def test_a_planted_fault_is_found(fault: Fault, index: int, shared: int, says: s
 
 
 def test_a_page_table_that_is_read_beyond_its_end_is_found() -> None:
-    """By the resident kernel, whose steps are as they should be nevertheless."""
+    """By the megakernel, whose steps are as they should be nevertheless."""
     ended, said = sanitized("-c", BEYOND_PAGES)
     assert ended != 0
     assert "ERROR: AddressSanitizer: heap" in said, said

@@ -1,4 +1,4 @@
-"""Values inside the resident kernel, on the emulated machine."""
+"""Values inside the megakernel, on the emulated machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the resident kernel need."""
+"""What tests of the megakernel need."""
 
 from __future__ import annotations
 

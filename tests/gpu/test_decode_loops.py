@@ -1,5 +1,5 @@
 """On a GPU: a loop of decode steps is one launch, and its answers have the bits of single steps, in
-captured loops and in the resident kernel.
+captured loops and in the megakernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def graph() -> Iterator[Assembly]:
 def looping(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
     made = with_decode_path(graph, request.param)
     assert made.runner.decodes_by_loops
-    if request.param == "resident" and not made.runner.resident_rows:
+    if request.param == "resident" and not made.runner.megakernel_rows:
         pytest.skip("needs a GPU of compute capability 9.0")
     return made
 

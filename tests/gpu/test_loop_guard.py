@@ -97,7 +97,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
 def test_a_warm_decode_loop_is_quiet(
     large: Assembly, setting: str, adapters: tuple[str, ...]
 ) -> None:
-    """Plain, in loops, in the resident kernel and with speculation, with rows of adapters, which
+    """Plain, in loops, in the megakernel and with speculation, with rows of adapters, which
     the kernel leaves to loops, and without.
     """
     assembly, num_steps, num_launches = large, 40, 40

@@ -1,4 +1,4 @@
-"""On a GPU: the resident kernel's steps are the model's, and have one result however they run.
+"""On a GPU: the megakernel's steps are the model's, and have one result however they run.
 
 What must hold is in `tests/resident/words.py`, which `tests/emulator` checks without a GPU.
 """

@@ -1,4 +1,4 @@
-"""On a GPU: rows with values beside rows that draft, inside the resident kernel.
+"""On a GPU: rows with values beside rows that draft, inside the megakernel.
 
 What must hold is in `tests/resident/both.py`, which `tests/emulator` checks without a GPU.
 """

@@ -1,4 +1,4 @@
-"""On a GPU: draft tokens inside the resident kernel change how many steps an answer takes, and not
+"""On a GPU: draft tokens inside the megakernel change how many steps an answer takes, and not
 one bit of it.
 
 What must hold is in `tests/resident/drafts.py`, which `tests/emulator` checks without a GPU.

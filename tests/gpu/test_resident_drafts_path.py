@@ -37,13 +37,13 @@ def plain() -> Iterator[Assembly]:
 @pytest.fixture(scope="module", params=SETTINGS)
 def drafting(plain: Assembly, request: pytest.FixtureRequest) -> Assembly:
     made = speculating(plain, request.param)
-    assert set(steps_of(made).most_rows) == {Launches.DRAFTS, Launches.BOTH}
+    assert set(steps_of(made).max_rows) == {Launches.DRAFTS, Launches.BOTH}
     return made
 
 
 def steps_of(assembly: Assembly) -> Any:
     assert assembly.runner._loops is not None
-    return assembly.runner._loops._resident
+    return assembly.runner._loops._megakernel
 
 
 def answers(assembly: Assembly, lengths: list[int]) -> Answers:
@@ -123,5 +123,5 @@ def test_another_draft_is_left_to_loops(plain: Assembly) -> None:
     """The model's own draft layer is no lookup."""
     config = msgspec.structs.replace(plain.config, draft="")
     other = speculating(dataclasses.replace(plain, config=config), "seed")
-    assert other.runner.resident_rows == 0
+    assert other.runner.megakernel_rows == 0
     assert other.runner.decodes_by_loops

@@ -41,7 +41,7 @@ def resident(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
 def steps_of(assembly: Assembly) -> Any:
     loops = assembly.runner._loops
     assert loops is not None
-    return loops._resident
+    return loops._megakernel
 
 
 def answers(assembly: Assembly, lengths: list[int], first: int = 0) -> tuple[list[list[int]], int]:
@@ -108,7 +108,7 @@ def test_short_steps_with_arrivals_and_aborts(
     made = loops._loop
 
     def loop(slot: int, bucket: int, rank: int, needs: Needs) -> Work:
-        few = bucket <= loops.resident_rows
+        few = bucket <= loops.megakernel_rows
         assert needs.logprobs or loops.choice is not ALL or not few, "a loop of captured steps"
         return made(slot, bucket, rank, needs)
 

@@ -1,4 +1,4 @@
-"""On a GPU: values inside the resident kernel.
+"""On a GPU: values inside the megakernel.
 
 What must hold is in `tests/resident/values.py`, which `tests/emulator` checks without a GPU.
 """

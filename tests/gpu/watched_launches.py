@@ -1,4 +1,4 @@
-"""Launches of the resident kernel for a sanitizer to watch: `python -m tests.gpu.watched_launches`.
+"""Launches of the megakernel for a sanitizer to watch: `python -m tests.gpu.watched_launches`.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m ...
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from legato_engine.kernels.megakernel.program import NONE, Program
-from legato_engine.kernels.megakernel.sizes import PRODUCERS
+from legato_engine.kernels.megakernel.sizes import LOADERS
 
 Ints = npt.NDArray[np.int32]
 
@@ -175,17 +175,17 @@ class Order:
 
 # ---------------------------------------------------------------- ring
 
-# How far a worker's producer may run ahead of its instructions.
+# How far a worker's loader may run ahead of its instructions.
 
 
 class RunAhead:
-    """For one worker: when the producer may begin to copy what an instruction takes from the ring.
+    """For one worker: when the loader may begin to copy what an instruction takes from the ring.
 
     A stage is copied as soon as the stage that had its place is used up. Stages of keys and values
     are not counted, as their number varies: the fewer there are, the farther ahead the ring
     reaches. With drafts those of a step are copied once its worker has committed the step before,
     which says what its tokens are. That ends: until then the worker waits for stages before them
-    alone, and its producer has begun all of these.
+    alone, and its loader has begun all of these.
     """
 
     def __init__(self, program: Program, worker: int) -> None:
@@ -208,18 +208,15 @@ class RunAhead:
 
 # ---------------------------------------------------------------- ring model
 
-# The ring of a thread block as its two producers and its warps use it, in random orders.
+# The ring of a thread block as its two loaders and its warps use it, in random orders.
 #
-# This is the specification of `Ring` in ring.cuh and of `acquire` in producer.cuh. A barrier
-# tells
-# phases apart by their parity alone, a copy lands at any time after it was begun, and what a warp
-# reads reaches its registers at any time after it asked for it.
+# This is the specification of `Ring` in ring.cuh and of `acquire` in loader.cuh. A barrier
+# distinguishes phases by their parity alone, a copy lands at any time after it was begun, and a
+# read reaches its warp's registers at any time after it was issued.
 #
-# A stage of weights is every warp's. One of attention's is of those that have pages of it: they
-# let
-# it go, for the others too, and these go past it without a look. So a warp may come to a stage
-# whose
-# place is still a lap behind; it looks at the lap first. When attention ends all warps meet.
+# All warps read a stage of weights. A stage of pages is read by the warps that have pages of it:
+# they release it for the others too, which skip it without a poll. So a warp may come to a stage
+# whose place is still a lap behind; it checks the lap first. When attention ends all warps meet.
 
 _NOTHING = -1
 _Moves = Iterator[bool]
@@ -282,7 +279,7 @@ class RingModel:
         Raises:
             RingFault: the protocol fails in this order.
         """
-        threads = [self._produce(number, len(plan)) for number in range(PRODUCERS)]
+        threads = [self._produce(number, len(plan)) for number in range(LOADERS)]
         threads += [self._consume(warp, plan) for warp in range(self._warps)]
         waiting: set[int] = set()
         alive = set(range(len(threads)))
@@ -318,7 +315,7 @@ class RingModel:
         self._full[stage % self._stages].arrive()
 
     def _produce(self, number: int, stages: int) -> _Moves:
-        for stage in range(number, stages, PRODUCERS):
+        for stage in range(number, stages, LOADERS):
             lap, slot = divmod(stage, self._stages)
             while not self._empty[slot].passed(lap + 1):
                 yield False

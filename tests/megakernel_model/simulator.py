@@ -77,7 +77,7 @@ class Memory:
         self.logits = np.full((rows, sizes.vocab_size), nan)
         self.token = [-1] * rows
         self.stop: bool | None = None
-        self.wish = False  # the host's
+        self.host_stop = False  # the host's stop flag
         self.published: list[list[int]] = []
         self.best_logits = np.full((steps, rows), nan)
         self.values = None if sizes.values is None else ValueMemory(sizes.values, rows)
@@ -290,13 +290,13 @@ _UNREAD = (np.nan,) * 4
 
 
 class ValueMemory:
-    """What workers share of values, and what the host was told [S][B]."""
+    """Shared memory of values, and the values that were published [S][B]."""
 
     def __init__(self, dims: ValueDims, rows: int) -> None:
         self.act = np.full((rows, 2 * dims.inner_dim), np.nan)
         self.bins = np.full((rows, dims.scalar_bins + dims.pair_bins), np.nan)
         self.value: list[Value] = [_UNREAD] * rows
-        self.told: list[list[Value]] = []
+        self.published: list[list[Value]] = []
 
 
 class ValueWork:
@@ -409,7 +409,7 @@ class TokenWork(Work):
 
         def write() -> None:
             if it.num_blocks:
-                memory.stop = memory.wish
+                memory.stop = memory.host_stop
 
         return write
 
@@ -479,9 +479,9 @@ class TokenWork(Work):
             if worker.number == 0:
                 memory.published.append(tokens)
                 if memory.values is not None:
-                    memory.values.told.append(values)
+                    memory.values.published.append(values)
                 if drafts is not None:
-                    drafts.told.append(settled)
+                    drafts.published.append(settled)
 
         return write
 
@@ -543,7 +543,7 @@ class Drafts:
 
 
 class DraftMemory:
-    """What workers share of drafts, and what the host was told: each row's tokens [S][B]."""
+    """Shared memory of drafts, and each row's published tokens [S][B]."""
 
     def __init__(self, drafts: Drafts, tokens: Sequence[int]) -> None:
         self._drafts = drafts
@@ -553,7 +553,7 @@ class DraftMemory:
         self.settled: list[list[int] | None] = [None] * len(tokens)
         self.placed = self._placed()
         self.follows = True
-        self.told: list[list[list[int]]] = []
+        self.published: list[list[list[int]]] = []
 
     def settle(
         self,
@@ -623,7 +623,7 @@ def _kept(row: int, placed: list[Placed], sampled: list[int]) -> list[int]:
 # held up
 # by any number of others' instructions, and copies of keys and values are made at any time at
 # which
-# the ring allows them. So may the host, which may wish for the end at any time.
+# the ring allows them. So may the host, which may set its stop flag at any time.
 
 
 def simulate(
@@ -640,7 +640,7 @@ def simulate(
 ) -> Outcome:
     """Run at most `steps` steps in one random order; rows without a rule are greedy.
 
-    With `stops` the host wishes for the end at some time, so that there may be fewer. With `drafts`
+    With `stops` the host sets its stop flag at some time, so that there may be fewer. With `drafts`
     rows feed draft tokens too, and an outcome's arrays are of a step's tokens.
 
     Raises:
@@ -721,11 +721,11 @@ class _Simulation:
         self._chance.shuffle(alive)  # those in front go first, mostly
         order = self._chance.random()
         counters = self._memory.counters
-        wishes_in = self._chance.randint(0, 400 * len(threads)) if stops else -1
+        stops_in = self._chance.randint(0, 400 * len(threads)) if stops else -1
         while alive:
-            wishes_in -= 1
-            if wishes_in == 0:
-                self._memory.wish = True
+            stops_in -= 1
+            if stops_in == 0:
+                self._memory.host_stop = True
             ready = [
                 each
                 for each in alive
@@ -744,10 +744,10 @@ class _Simulation:
                     break
         memory = self._memory
         steps = len(memory.published)
-        told = [] if memory.values is None else memory.values.told
-        accepted = [] if memory.drafts is None else memory.drafts.told
+        values = [] if memory.values is None else memory.values.published
+        accepted = [] if memory.drafts is None else memory.drafts.published
         best = memory.best_logits[:steps]
-        return Outcome(memory.published, memory.trace[:steps], best, told, accepted)
+        return Outcome(memory.published, memory.trace[:steps], best, values, accepted)
 
     def _thread(self, worker: Worker) -> Iterator[tuple[int, int] | None]:
         """Yields where it may be held up: the counter and the value that it waits for, or None."""

@@ -15,7 +15,7 @@ import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.core.assembly import Assembly, assemble
-from legato_engine.kernels.decode_loop import BatchKind, Build, ResidentOffer, ResidentSteps
+from legato_engine.kernels.decode_loop import BatchKind, Build, MegakernelOffer, MegakernelSteps
 from legato_engine.kernels.megakernel.offer import builds_for
 from legato_engine.runtime import calibration
 from legato_engine.runtime import loops as decode_loop
@@ -63,12 +63,12 @@ class Kernel:
     timed: list[tuple[BatchKind, int, bool, bool, bool]] = dataclasses.field(default_factory=list)
     took: list[float] = dataclasses.field(default_factory=list)
 
-    def offer(self, max_rows: int, policy: BlockPolicy | None) -> ResidentOffer | str:
+    def offer(self, max_rows: int, policy: BlockPolicy | None) -> MegakernelOffer | str:
         block = 0 if policy is None else policy.max_block
         builds = builds_for(max_rows, values=self.values, block=block)
-        return self.refused or ResidentOffer({"sources": self.sources}, builds, self._make)
+        return self.refused or MegakernelOffer({"sources": self.sources}, builds, self._make)
 
-    def _make(self, wanted: Collection[Build]) -> ResidentSteps:
+    def _make(self, wanted: Collection[Build]) -> MegakernelSteps:
         self.built.append(tuple(wanted))
         kinds = {build.kind for build in wanted}
         self.fake = Fake(kinds)
@@ -76,13 +76,19 @@ class Kernel:
         return self.fake
 
     def seconds(
-        self, kind: BatchKind, rows: int, drawn: bool, common: bool, resident: bool, took: float
+        self,
+        kind: BatchKind,
+        rows: int,
+        drawn: bool,
+        common: bool,
+        in_megakernel: bool,
+        took: float,
     ) -> float:
-        self.timed.append((kind, rows, drawn, common, resident))
+        self.timed.append((kind, rows, drawn, common, in_megakernel))
         self.took.append(took)
         wins = self.drawn if drawn and self.drawn is not None else self.wins
         wins = self.common if common and self.common is not None else wins
-        return 1.0 if resident == (rows in wins.get(kind, ())) else 2.0
+        return 1.0 if in_megakernel == (rows in wins.get(kind, ())) else 2.0
 
 
 @pytest.fixture
@@ -94,9 +100,9 @@ def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     timed = LoopTimes.seconds
 
     def run(kernel: Kernel, setting: str = "off") -> tuple[Assembly, list[dict[str, Any]]]:
-        def resident(
+        def offer_megakernel(
             backend: TorchBackend, max_rows: int, policy: BlockPolicy | None = None
-        ) -> ResidentOffer | str:
+        ) -> MegakernelOffer | str:
             del backend
             return kernel.offer(max_rows, policy)
 
@@ -107,12 +113,14 @@ def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
             *,
             drawn: bool,
             common: bool,
-            resident: bool,
+            in_megakernel: bool,
         ) -> float:
-            took = timed(times, kind, num_rows, drawn=drawn, common=common, resident=resident)
-            return kernel.seconds(kind, num_rows, drawn, common, resident, took)
+            took = timed(
+                times, kind, num_rows, drawn=drawn, common=common, in_megakernel=in_megakernel
+            )
+            return kernel.seconds(kind, num_rows, drawn, common, in_megakernel, took)
 
-        monkeypatch.setattr(TorchBackend, "resident", resident)
+        monkeypatch.setattr(TorchBackend, "offer_megakernel", offer_megakernel)
         monkeypatch.setattr(LoopTimes, "seconds", seconds)
         policy = block_policy(setting)
         most = MOST * (1 + max_block_size(setting)) if policy else MOST
@@ -126,7 +134,7 @@ def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
                 proposer=None if policy is None else LookupProposer(),
                 block_policy=policy,
                 loops=True,
-                resident=None,
+                megakernel=None,
             )
             if kernel.fake is not None:
                 kernel.fake.bind(runner)
@@ -171,7 +179,7 @@ def test_a_first_start_measures_and_a_later_one_reads(start: Start, graph: Assem
     assert later.timed == []
     assert [line["measured"] for line in said_again] == ["at an earlier start"]
     assert said_again[0]["milliseconds"] == said[0]["milliseconds"]
-    assert again.runner.resident_rows == MOST
+    assert again.runner.megakernel_rows == MOST
     assert answers(again, LENGTHS) == expected
     assert later.fake is not None
     assert later.fake.launches > 0
@@ -184,7 +192,7 @@ def test_more_rows_than_it_wins_with_are_loops(start: Start, graph: Assembly) ->
         fake = kernel.fake
         assert fake is not None
         fake.kinds.clear()
-        assert assembly.runner.resident_rows == 1
+        assert assembly.runner.megakernel_rows == 1
         assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
         assert fake.kinds == {(False, 1, False)}
 
@@ -248,7 +256,7 @@ def test_where_it_wins_nowhere_nothing_is_built_later(start: Start, graph: Assem
     first, later = Kernel(), Kernel()
     for kernel in (first, later):
         assembly, _ = start(kernel)
-        assert assembly.runner.resident_rows == 0
+        assert assembly.runner.megakernel_rows == 0
         assert assembly.runner.decodes_by_loops
         assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
     assert len(first.built) == 1
@@ -313,8 +321,8 @@ def test_rules_of_sampling_are_of_the_measurement_alone(
 
     monkeypatch.setattr(loops, "start", started)
     times = LoopTimes(resources, loops)
-    with times.rehearsing():
-        times.seconds(BatchKind.WORDS, 2, drawn=drawn, common=False, resident=False)
+    with times.calibrating():
+        times.seconds(BatchKind.WORDS, 2, drawn=drawn, common=False, in_megakernel=False)
     assert [each.sampled for each in needs] == [drawn]
     temperature_R, top_p_R, top_k_R, seed_R = (each[:2] for each in measured)
     assert temperature_R.tolist() == pytest.approx([0.7 if drawn else 0.0] * 2)
@@ -347,8 +355,8 @@ def test_without_memory_for_it_the_log_says_so_once(start: Start, graph: Assembl
     """And all launches are loops."""
     kernel = Kernel(refused="needs memory for a second copy of the weights")
     assembly, said = start(kernel)
-    assert [line["reason"] for line in said] == [f"the resident kernel {kernel.refused}"]
-    assert assembly.runner.resident_rows == 0
+    assert [line["reason"] for line in said] == [f"the megakernel {kernel.refused}"]
+    assert assembly.runner.megakernel_rows == 0
     assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
 
 
@@ -359,7 +367,7 @@ def test_a_kernel_that_is_stuck_while_it_is_measured_is_not_chosen(
     """Nor is anything kept: the next start measures again."""
     assembly, said = start(Kernel({BatchKind.WORDS: [1, MOST]}, steps=steps))
     assert said == []
-    assert assembly.runner.resident_rows == 0
+    assert assembly.runner.megakernel_rows == 0
     assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
     later = Kernel({BatchKind.WORDS: [1, MOST]})
     start(later)

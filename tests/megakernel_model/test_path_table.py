@@ -131,14 +131,14 @@ def test_both_paths_are_measured_in_turns_and_the_shortest_counts() -> None:
     calls: list[bool] = []
 
     def seconds(
-        kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+        kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, in_megakernel: bool
     ) -> float:
         del kind
-        calls.append(resident)
+        calls.append(in_megakernel)
         disturbed = 5.0 if len(calls) % 6 == 1 else 0.0
-        slower = 0.5 if resident == (num_rows > 1) else 0.0
-        less = 0.125 if common and resident else 0.0
-        return disturbed + num_rows + slower + (0.25 if drawn and resident else 0.0) - less
+        slower = 0.5 if in_megakernel == (num_rows > 1) else 0.0
+        less = 0.125 if common and in_megakernel else 0.0
+        return disturbed + num_rows + slower + (0.25 if drawn and in_megakernel else 0.0) - less
 
     measured = measure([Build(WORDS, 8), Build(WORDS, 16), Build(VALUES, 1)], seconds)
     assert measured.times == (
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 
 def test_the_code_of_all_kernels_is_of_the_subject() -> None:
-    """Sources, launches and the resident kernel's program; nothing that a start writes."""
+    """Sources, launches and the megakernel's program; nothing that a start writes."""
     names = {file.name for package in PACKAGES for file in code_files(package)}
     assert {"step.cu", "sample.cu", "common.cuh", "program.py", "decoder.py"} <= names
     assert {Path(name).suffix for name in names} == {".py", ".cu", ".cuh"}

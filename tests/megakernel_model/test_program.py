@@ -14,7 +14,7 @@ from legato_engine.kernels.megakernel.program import (
     Matrix,
     Op,
     build_program,
-    most_instructions,
+    max_instructions,
     qkv_rows,
     worker_stages,
 )
@@ -60,7 +60,7 @@ def test_no_worker_has_more_instructions_than_its_layers_allow(layers: int) -> N
         dataclasses.replace(sizes, values=_VALUES, drafts=True),
     )
     counts = [max(map(len, build_program(each, 12).workers)) for each in kinds]
-    assert max(counts) == most_instructions(layers)
+    assert max(counts) == max_instructions(layers)
 
 
 def test_moondream_workers_have_the_same_work() -> None:

@@ -1,4 +1,4 @@
-"""The host's side of the resident kernel, with a fake one on the CPU."""
+"""The host's side of the megakernel, with a fake one on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from legato_engine.core.assembly import Assembly, assemble, speculating, with_de
 from legato_engine.kernels.cuda.capability import HOPPER, Gpu
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
-from legato_engine.kernels.decode_loop import BatchKind, ResidentRows
+from legato_engine.kernels.decode_loop import BatchKind, MegakernelRows
 from legato_engine.kernels.megakernel.kernel import values_obstacle
 from legato_engine.kernels.megakernel.offer import KernelTarget, unsupported_reason
 from legato_engine.runtime.autotune import ALL
@@ -50,18 +50,17 @@ _MAX_TOKENS = 16
 
 
 class Fake:
-    """Steps of torch's operations instead; gives up a wait after `steps` of them, if any.
+    """Fake megakernel that runs torch's steps; a wait times out after `steps` of them, if given.
 
-    As the kernel it leaves of staged fields the position alone: where the steps that the ring
-    counts have left each row. With drafts it settles rows of one step more before it gives up.
+    Like the kernel it updates the position among the staged fields only, to the last step that
+    the ring counts. With drafts it verifies one step more before the timeout.
     """
 
-    max_rows = 4
+    most = 4
     drafts = False
 
     def __init__(self, kinds: Iterable[BatchKind], steps: int | None = None) -> None:
-        most = self.max_rows
-        self.most_rows = {kind: kind.counts_as(most, _MAX_TOKENS) for kind in kinds}
+        self.max_rows = {kind: kind.counts_as(self.most, _MAX_TOKENS) for kind in kinds}
         self.left = steps
         self.launches = 0
         self.kinds: set[tuple[bool, int, bool]] = set()  # with values, rows, whether any is drawn
@@ -76,7 +75,7 @@ class Fake:
 
     def run(
         self,
-        rows: ResidentRows,
+        rows: MegakernelRows,
         num_rows: int,
         num_steps: int,
         *,
@@ -84,7 +83,7 @@ class Fake:
         num_tokens: int = 0,
     ) -> None:
         kind = BatchKind.of(values=payload, drafts=self.drafts)
-        assert 0 < kind.counts_as(num_rows, num_tokens) <= self.most_rows[kind]
+        assert 0 < kind.counts_as(num_rows, num_tokens) <= self.max_rows[kind]
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
         if self.left is not None:
@@ -140,7 +139,7 @@ def faking(made: Assembly, steps: int | None = None, *, has_values: bool = True)
     fake = Fake(kinds, steps)
     fake.bind(made.runner)
     loops.choice = ALL
-    loops._resident = fake
+    loops._megakernel = fake
     if fake.drafts:
         launches = Launches(made.runner._resources, loops._rings)
         loops._drafting = launches  # type: ignore[assignment]  # its two methods
@@ -238,7 +237,7 @@ def test_log_probabilities_are_of_loops(graph: Assembly, kind: int, logprobs: bo
 
 def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
     assembly, fake = with_fake(graph)
-    lengths = [20] * (fake.max_rows + 1)
+    lengths = [20] * (fake.most + 1)
     assert answers(assembly, lengths) == answers(graph, lengths)
     assert fake.launches == 0
 
@@ -253,7 +252,7 @@ def test_its_loops_are_worth_their_start_after_fewer_steps(graph: Assembly) -> N
         loops.start(0, num_rows, num_rows, bucket, 0, 0, Needs(False, False, False), common=False)
         return loops.worthwhile_steps(0)
 
-    assert worthwhile(fake.max_rows) < worthwhile(fake.max_rows + 1)
+    assert worthwhile(fake.most) < worthwhile(fake.most + 1)
 
 
 @pytest.mark.parametrize("steps", [0, 1, *range(8, 14)])
@@ -266,8 +265,8 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     with structlog.testing.capture_logs() as lines:
         assert answers(assembly, [30, 12, 30]) == expected
     assert fake.stuck
-    assert assembly.runner.resident_rows == 0
-    stuck = [line for line in lines if line["event"] == "resident_kernel_stuck"]
+    assert assembly.runner.megakernel_rows == 0
+    stuck = [line for line in lines if line["event"] == "megakernel_timeout"]
     assert [line["wait"] for line in stuck] == ["worker 3, counter 5"]
 
 
@@ -314,7 +313,7 @@ class Silent:
     [
         (None, "it needs kernels for the model"),
         (LookupProposer(), "it needs kernels for the model"),
-        (Silent(), "it takes draft tokens of lookups alone"),
+        (Silent(), "it runs drafts by lookup only"),
     ],
     ids=("off", "lookup", "another"),
 )
@@ -326,9 +325,9 @@ def test_where_it_cannot_run_loops_stand_in(
     setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
         assembly = speculating(dataclasses.replace(graph, config=config), setting, proposer)
-    assert assembly.runner.resident_rows == 0
+    assert assembly.runner.megakernel_rows == 0
     assert assembly.runner.decodes_by_loops
-    said = [line["reason"] for line in lines if line["event"] == "no_resident_kernel"]
+    said = [line["reason"] for line in lines if line["event"] == "megakernel_unavailable"]
     assert said == [reason]
 
 
@@ -341,11 +340,11 @@ SIZES = DecoderSizes(
     page_size=16,
     max_pages=128,
 )
-WISH = KernelTarget(SIZES, 24, True, torch.bfloat16, HOPPER, 132, 10_000_000_000)
+TARGET = KernelTarget(SIZES, 24, True, torch.bfloat16, HOPPER, 132, 10_000_000_000)
 
 
 def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
-    assert unsupported_reason(WISH) is None
+    assert unsupported_reason(TARGET) is None
 
 
 VALUES = ValueSizes(
@@ -369,9 +368,9 @@ VALUES = ValueSizes(
     ("change", "text"),
     [
         ({}, None),
-        ({"inner_dim": 960}, "16 outputs of each layer"),
-        ({"scalar_bins": 448}, "multiples of 128"),
-        ({"pair_features": 516}, "512 frequencies"),
+        ({"inner_dim": 960}, "layers have at least 2048 outputs"),
+        ({"scalar_bins": 448}, "not 448 and 2048"),
+        ({"pair_features": 516}, "512 Fourier frequencies"),
     ],
     ids=str,
 )
@@ -381,7 +380,7 @@ def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: st
     sizes = dataclasses.replace(VALUES, **change)
     unsupported_reason = values_obstacle(SIZES, TwoLayerValues(sizes, none, none))
     assert unsupported_reason == text or str(text) in str(unsupported_reason)
-    assert "two layers" in str(values_obstacle(SIZES, None))
+    assert "two-layer" in str(values_obstacle(SIZES, None))
 
 
 @pytest.mark.parametrize(
@@ -389,16 +388,16 @@ def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: st
     [
         ({"gpu": Gpu((10, 0))}, "compute capability"),
         ({"gpu": None}, "compute capability"),
-        ({"dtype": torch.float32}, "computes in bf16"),
+        ({"dtype": torch.float32}, "weights in bf16"),
         ({"plain": False}, "without gains"),
         ({"processors": 100}, "multiprocessor"),
         ({"free_bytes": 1_000_000_000}, "memory"),
-        ({"kv_bytes": 1}, "keys and values"),
+        ({"kv_bytes": 1}, "KV cache in bf16"),
         ({"num_heads": 16}, "heads of 64"),
         ({"ff_dim": 10240}, "2 to 4 times"),
         ({"vocab_size": 51208}, "vocabulary"),
         ({"max_pages": 129}, "pages"),
-        ({"num_layers": 40}, "as many layers"),
+        ({"num_layers": 44}, "instructions of so many layers"),
         ({"page_size": 32}, "pages"),
     ],
     ids=str,
@@ -406,7 +405,7 @@ def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: st
 def test_a_limit_that_is_exceeded_is_named(change: dict[str, Any], text: str) -> None:
     own = {field.name for field in dataclasses.fields(KernelTarget)}
     if set(change) <= own:
-        wish = dataclasses.replace(WISH, **change)
+        target = dataclasses.replace(TARGET, **change)
     else:
-        wish = dataclasses.replace(WISH, sizes=dataclasses.replace(SIZES, **change))
-    assert text in str(unsupported_reason(wish))
+        target = dataclasses.replace(TARGET, sizes=dataclasses.replace(SIZES, **change))
+    assert text in str(unsupported_reason(target))

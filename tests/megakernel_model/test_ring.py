@@ -61,7 +61,7 @@ def test_accepted_rings_hand_every_stage_over_in_every_order() -> None:
 
 @pytest.mark.parametrize(("ring", "under_way"), [(11, 2), (11, 4), (9, 2)])
 def test_a_refused_ring_stops(ring: int, under_way: int) -> None:
-    """A producer takes a stage that the other one has filled again for one that never lands."""
+    """A loader takes a stage that the other one has filled again for one that never lands."""
     assert ring_problem(ring, under_way) is not None
     assert any("wait for ever" in fault for fault in faults(ring, under_way, orders=60))
 

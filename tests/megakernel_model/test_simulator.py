@@ -47,7 +47,7 @@ def test_every_order_gives_what_the_model_gives(world: World) -> None:
 
 
 def test_the_host_ends_the_steps_of_all_workers_at_once() -> None:
-    """Whenever its wish comes: what there is of the steps is what there would have been."""
+    """Its stop flag may be set at any time: the published steps are the same as without it."""
     world = WORLDS[0]
     lengths = set()
     for seed in range(30):

@@ -75,7 +75,7 @@ def test_more_steps_are_as_valid_as_three() -> None:
 
 
 def test_a_ring_that_holds_a_whole_layer_twice_is_refused() -> None:
-    """A producer so far ahead copies keys and values before they are written."""
+    """A loader so far ahead copies keys and values before they are written."""
     with pytest.raises(InvalidProgram, match="ATTEND: reads KV that may not be written"):
         validate(build_program(dataclasses.replace(SMALL, num_layers=1), 40))
 

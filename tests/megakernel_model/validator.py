@@ -58,7 +58,7 @@ class Access:
     """Cells of a buffer: `first`, `first + stride`, ... (`count` of them).
 
     `layer` and `position` are those of KV, where positions are counted from the launch's first
-    step on. `copied`: the producer reads it, as early as its ring allows.
+    step on. `copied`: the loader reads it, as early as its ring allows.
     """
 
     buffer: Buffer
@@ -220,7 +220,7 @@ _RESULTS = {
 # For a program that is accepted, in every execution: no wait lasts for ever; every read finds the
 # value that the model's definition wants there, written by an instruction that is over; nothing
 # is
-# overwritten while it may still be read, by the producers' copies neither; every operand is in
+# overwritten while it may still be read, by the loaders' copies neither; every operand is in
 # range.
 #
 # Three steps in a row are examined. The counters' targets grow by the same number each step, and

@@ -1,4 +1,4 @@
-"""What must hold of rows with values beside rows that draft, inside the resident kernel, on any
+"""Properties of rows with values beside rows that draft, inside the megakernel, on any
 machine: no row has other bits than by single tokens.
 
 Shape legend: N rows, S steps.

@@ -1,4 +1,4 @@
-"""The kernels of captured steps on the same model, whose bits those of the resident kernel are."""
+"""The kernels of captured steps on the same model, whose bits those of the megakernel are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of captured steps on the same values, whose bits those of the resident kernel are.
+"""The kernels of captured steps on the same values, whose bits those of the megakernel are.
 
 Shape legend: B rows, D width, F inner width, N bins of a scalar, S bins of a pair.
 """

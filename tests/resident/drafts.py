@@ -1,4 +1,4 @@
-"""What must hold of draft tokens inside the resident kernel, on any machine: they change how many
+"""Properties of draft tokens inside the megakernel, on any machine: they change how many
 steps an answer takes, and not one bit of it.
 """
 

@@ -1,4 +1,4 @@
-"""What the resident kernel runs on in tests: a GPU, or a CPU that plays one."""
+"""What the megakernel runs on in tests: a GPU, or a CPU that plays one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of values inside the resident kernel, on any machine."""
+"""Properties of values inside the megakernel, on any machine."""
 
 from __future__ import annotations
 

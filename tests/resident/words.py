@@ -1,4 +1,4 @@
-"""What must hold of the resident kernel's steps, on any machine.
+"""Properties of the megakernel's steps, on any machine.
 
 Shape legend: S steps, B rows, V vocabulary.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from legato_engine.kernels.accelerated import Sampler
-from legato_engine.kernels.megakernel.kernel import RING_STAGES, ResidentWeights
+from legato_engine.kernels.megakernel.kernel import RING_STAGES, MegakernelWeights
 from legato_engine.kernels.megakernel.program import CounterKind, Program, counter
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
@@ -31,7 +31,7 @@ class World:
         self.sizes, self.machine, self.device = sizes, machine, machine.device
         self.model = Model.random(sizes, POSITIONS, self.device)
         self.kernels: dict[int, ResidentKernel] = {}
-        self.weights: ResidentWeights | None = None
+        self.weights: MegakernelWeights | None = None
 
     def kernel(self, num_rows: int) -> ResidentKernel:
         tiles = next(tiles for tiles in RING_STAGES if num_rows <= 8 * tiles)

@@ -71,12 +71,14 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
         crops_per_launch=0,
     )
     graph = assemble(config)
-    from legato_engine.kernels.megakernel import offer  # its folder may have been removed
+    # The folder may have been removed.
+    from legato_engine.kernels.megakernel import offer
+    from legato_engine.kernels.megakernel.kernel import MegakernelBuild
 
-    late = functools.partial(offer.ResidentBuild, delays=arguments.late)
-    with mock.patch.object(offer, "ResidentBuild", late):
+    late = functools.partial(MegakernelBuild, delays=arguments.late)
+    with mock.patch.object(offer, "MegakernelBuild", late):
         others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
-    if not others["resident"].runner.resident_rows:  # loops stand in for it
+    if not others["resident"].runner.megakernel_rows:  # loops stand in for it
         del others["resident"]
     freeze_loaded(config)
     return {"graph": graph, **others}
@@ -159,7 +161,7 @@ def _row(
         name: []
         for name, (path, _) in STEPS.items()
         if path in assemblies
-        and (path != "resident" or streams <= assemblies[path].runner.resident_rows)
+        and (path != "resident" or streams <= assemblies[path].runner.megakernel_rows)
     }
     for repeat in range(repeats + 1):
         for name in list(runs) if repeat % 2 else reversed(runs):

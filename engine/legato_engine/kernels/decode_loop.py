@@ -19,25 +19,22 @@ from legato_engine.kernels.cuda.drafting import DraftTensors
 from legato_engine.kernels.cuda.sampling import RowTensors
 
 DONE, STOP = 0, 1
-"""Indices of a ring's words: the number of steps whose tokens are there, and the host's wish that
-the loop end.
-"""
+"""Indices of a ring's words: the number of published steps, and the host's stop flag."""
 
 NOT_BEHIND = -1
-"""The index of a token that is not behind a loop."""
+"""Index of a token that is not behind a loop."""
 
 ANY = -2
-"""No token of a table of successors, nor the id of one that is not finite."""
+"""Transition on any token: no token's id, nor that of logits that are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AnyLoop:
     """Tensors of a loop's control step; int64, except bytes.
 
-    On the device: the sampled `token_B` (-1: not finite), the rows' `constraint_B`, the table of
-    what follows which, and the loop's `limit` and `step` [1]. `outputs_N` is all that a step has
-    for the host, its tokens included. In memory that host and device share: `ring_SN` and `words`
-    [2].
+    On the device: the sampled `token_B` (-1: not finite), the rows' `constraint_B`, the transition
+    table, and the loop's `limit` and `step` [1]. `outputs_N` is everything that a step publishes,
+    its tokens included. In memory that host and device share: `ring_SN` and `words` [2].
     """
 
     token_B: torch.Tensor
@@ -53,8 +50,9 @@ class AnyLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoopTensors(AnyLoop):
-    """A loop of one token a row and step: `row_B` with `scratch_row` for padding, and the three
-    position fields of the staged step.
+    """Tensors of a loop with one token per row and step.
+
+    `row_B` has `scratch_row` for padding; the other fields are the staged step's positions.
     """
 
     row_B: torch.Tensor
@@ -65,9 +63,9 @@ class LoopTensors(AnyLoop):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DraftLoopTensors(AnyLoop):
-    """A loop of drafting steps, which place and settle their tokens themselves.
+    """Tensors of a loop of drafting steps, which place and verify their tokens themselves.
 
-    By row of the launch: `row_B` with `scratch_row` for padding, the most draft tokens `room_B`,
+    By row of the launch: `row_B` with `scratch_row` for padding, the maximum draft tokens `room_B`,
     the end `reach_B` of the positions that it may write, its first token `start_B`, and the number
     of tokens `count_B` that the step has returned. By row of the state: the `position_R` of the
     newest token and the last one to feed, `limit_R`.
@@ -85,8 +83,8 @@ class DraftLoopTensors(AnyLoop):
 def control_step(loop: LoopTensors) -> bool:
     """Publish the step's outputs, advance the rows and return whether a step follows.
 
-    None follows after the limit, after a token that is not finite, or when the host wishes so. The
-    count of steps is written after their outputs.
+    None follows after the limit, after a token that is not finite, or if the host's stop flag is
+    set. The count of steps is written after their outputs.
     """
     real_B = loop.row_B != loop.scratch_row
     advance(loop.successor_C2, loop.constraint_B, loop.token_B)
@@ -98,8 +96,8 @@ def control_step(loop: LoopTensors) -> bool:
 def control_drafting_step(loop: DraftLoopTensors) -> bool:
     """Publish the step's outputs, advance constraints and return whether a step follows.
 
-    None follows either after a row's last token, where a row could not write as many draft tokens
-    as it may have, or if no row had a token to feed: then the host plans anew.
+    Besides, none follows after a row's last token, where a row's pages do not suffice for its
+    maximum of draft tokens, or if no row had a token to feed: then the host plans anew.
     """
     fed_B = (loop.row_B != loop.scratch_row) & (loop.count_B > 0)
     for row in fed_B.nonzero()[:, 0].tolist():
@@ -116,7 +114,7 @@ def control_drafting_step(loop: DraftLoopTensors) -> bool:
 
 
 def _published(loop: AnyLoop) -> bool:
-    """Count the step, once its outputs are in the ring; whether another may follow."""
+    """Publish the step's outputs and return whether another step may follow."""
     step = int(loop.step)
     loop.ring_SN[step] = loop.outputs_N
     loop.step.add_(1)
@@ -125,7 +123,7 @@ def _published(loop: AnyLoop) -> bool:
 
 
 def advance(successor_C2: torch.Tensor, constraint_B: torch.Tensor, token_B: torch.Tensor) -> None:
-    """Replace each constraint by the one that follows it after the token sampled under it."""
+    """Advance each constraint by the token sampled under it."""
     constraint_B.copy_(_successor(successor_C2, constraint_B, token_B))
 
 
@@ -135,7 +133,7 @@ def follow(
     token_B: torch.Tensor,
     after_B: torch.Tensor,
 ) -> None:
-    """Let constraint b follow token `after_B[b]`, sampled under it; it stays where that is below 0.
+    """Advance constraint b by token `after_B[b]`; keep it where that index is below 0.
 
     Can be captured.
     """
@@ -156,11 +154,11 @@ def place_behind(
     index_B: torch.Tensor,
     scratch_row: int,
 ) -> None:
-    """Place tokens of rows that were in a loop: token b is at the loop's next position of its row
-    `index_B[b]`.
+    """Place tokens of rows that were in a loop at the loop's next positions.
 
-    `staged` has the fields of a step, with the last position that the token may have. Where the
-    loop has gone past it, the row has ended and the token becomes padding. Can be captured.
+    Token b continues row `index_B[b]` of the loop. `staged` has the fields of a step, with the last
+    position that the token may have. Where the loop has passed it, the row has ended and the token
+    becomes padding. Can be captured.
     """
     behind_B = index_B >= 0
     start_B = next_B[index_B.clamp(min=0)]
@@ -172,13 +170,11 @@ def place_behind(
         staged[name].masked_fill_(ended_B, scratch_row)
 
 
-# ---------------------------------------------------------------- resident builds
-
-# Which builds of the resident kernel there are.
+# ---------------------------------------------------------------- megakernel builds
 
 
 class BatchKind(enum.StrEnum):
-    """Token contents of a launch: ids only, with values, with draft tokens, or both."""
+    """Kind of tokens in a launch: words only, with values, with draft tokens, or both."""
 
     WORDS = "words"
     VALUES = "values"
@@ -187,53 +183,57 @@ class BatchKind(enum.StrEnum):
 
     @staticmethod
     def of(*, values: bool, drafts: bool) -> BatchKind:
+        """Return the kind of a launch with `values` and `drafts`."""
         if drafts:
             return BatchKind.BOTH if values else BatchKind.DRAFTS
         return BatchKind.VALUES if values else BatchKind.WORDS
 
     @property
     def has_values(self) -> bool:
+        """Return whether tokens may have values."""
         return self in (BatchKind.VALUES, BatchKind.BOTH)
 
     @property
     def has_drafts(self) -> bool:
+        """Return whether rows may draft."""
         return self in (BatchKind.DRAFTS, BatchKind.BOTH)
 
     def counts_as(self, num_rows: int, num_tokens: int) -> int:
-        """Return the rows that a launch of `num_tokens` tokens counts as: with both, its tokens, as
-        rows with values have one each.
+        """Return the rows that a launch counts as: its tokens with both, because rows with values
+        have one token and drafting rows several.
         """
         return num_tokens if self is BatchKind.BOTH else num_rows
 
 
 class Build(NamedTuple):
-    """The kernel for launches that count as up to `rows` rows, with all draft tokens that rows may
-    have where all of them draft.
+    """Compiled megakernel for launches that count as up to `rows` rows.
+
+    With drafts it has room for all draft tokens that the policy may give these rows.
     """
 
     kind: BatchKind
     rows: int
 
     def tokens(self, block: int) -> int:
-        """The most of a step, with `block` draft tokens of a row."""
+        """Return the maximum tokens of a step, with up to `block` draft tokens a row."""
         return self.rows if self.kind is BatchKind.BOTH else self.rows * (1 + block)
 
 
-# ---------------------------------------------------------------- resident launch
+# ---------------------------------------------------------------- megakernel launch
 
-# What launches of several decode steps for rows that need no host between them read and write.
+# Inputs and outputs of launches of several decode steps.
 #
 # Shape legend: B rows of a launch, R rows of the state, M pages of a row, C constraints, V
 # vocabulary, S steps.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ResidentDrafts:
-    """Speculation of a launch whose first tokens are placed, at fixed addresses.
+class MegakernelDrafts:
+    """Drafting tensors of a launch whose first tokens are placed, at fixed addresses.
 
     Staged fields of tokens and of rows, the draft `state`, the policy's constants and step costs
     (`DraftKernels`), a step's `outputs` by row of the launch and the same fields of the host's
-    `ring`, and how many tokens a lookup matches at least and at most.
+    `ring`, and the minimum and maximum `lengths` of a lookup's match.
     """
 
     staged: Mapping[str, torch.Tensor]
@@ -246,12 +246,12 @@ class ResidentDrafts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ResidentRows:
+class MegakernelRows:
     """Step inputs and outputs at fixed addresses; int64 except sampling parameters.
 
     By row of a launch: its row of the state, its constraint, and the positions of the first step.
-    `successor_C2` and `words` [2] are those of `kernels.decode_loop`; `ring_SB` is its ring's
-    tokens, beside which are float32 values and their certainties.
+    `successor_C2` and `words` [2] are those of `AnyLoop`; `ring_SB` has the ring's tokens,
+    `payload_SB2` and `certainty_SB2` its float32 values and their certainties.
     """
 
     row_B: torch.Tensor
@@ -266,51 +266,52 @@ class ResidentRows:
     payload_SB2: torch.Tensor
     certainty_SB2: torch.Tensor
     words: torch.Tensor
-    drafts: ResidentDrafts | None = None
+    drafts: MegakernelDrafts | None = None
 
 
-class ResidentSteps(Protocol):
-    """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s, or
-    with drafts `control_drafting_step`'s.
+class MegakernelSteps(Protocol):
+    """Launches of several steps in one kernel.
+
+    Every step ends as `control_step` specifies, or with drafts `control_drafting_step`.
     """
 
     @property
-    def most_rows(self) -> Mapping[BatchKind, int]:
+    def max_rows(self) -> Mapping[BatchKind, int]:
         """Return the maximum rows of its launches, as `counts_as` counts them."""
         ...
 
     def run(
         self,
-        rows: ResidentRows,
+        rows: MegakernelRows,
         num_rows: int,
         num_steps: int,
         *,
         payload: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        """Enqueue at most `num_steps` steps of the first `num_rows` rows, with drafts of up to
-        `num_tokens` tokens each.
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows; with drafts a step has up
+        to `num_tokens` tokens.
 
-        Values are not written where they are not asked for (`payload`).
+        Values are written with `payload` only.
         """
         ...
 
     def fault(self) -> str | None:
-        """The wait that a launch which is over gave up; no launch may follow it.
+        """Return the wait that timed out in a finished launch, or None; no launch may follow it.
 
-        Its last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
+        The last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResidentOffer:
-    """Launches of the kernel that a model can have on its device.
+class MegakernelOffer:
+    """Megakernel builds that a model can run on its device.
 
-    `subject`: what their times depend on, by name. `make` compiles some of the `builds`, and packs
-    a second copy of the weights.
+    `subject`: everything that their times depend on, by name. `make` compiles some of the `builds`
+    and packs a second copy of the weights.
     """
 
     subject: Mapping[str, str]
     builds: tuple[Build, ...]
-    make: Callable[[Collection[Build]], ResidentSteps]
+    make: Callable[[Collection[Build]], MegakernelSteps]

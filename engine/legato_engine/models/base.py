@@ -21,7 +21,7 @@ from legato_engine.types import Outline
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
-    from legato_engine.kernels.decode_loop import ResidentOffer
+    from legato_engine.kernels.decode_loop import MegakernelOffer
     from legato_engine.speculative.policy import BlockPolicy
 
 
@@ -79,9 +79,11 @@ class StepKernels(Protocol):
         """Write the tokens' payloads, also to their rows' state, and their certainties."""
         ...
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
-        """Offer launches of several steps of up to `max_rows` rows, which draft by a `policy` if
-        there is one, or say why there are none.
+    def offer_megakernel(
+        self, max_rows: int, policy: BlockPolicy | None = None
+    ) -> MegakernelOffer | str:
+        """Offer the megakernel for up to `max_rows` rows, which draft by the `policy` if given, or
+        return the reason why not.
         """
         ...
 

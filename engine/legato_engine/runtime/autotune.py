@@ -1,6 +1,6 @@
 """Autotuning: choice between megakernel and captured graph by measured step time.
 
-Both paths have the same bits, so that the choice is of speed alone.
+Both paths give the same bits, so the choice affects speed alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import msgspec
 from legato_engine.kernels.cache import cache_folder, store
 from legato_engine.kernels.decode_loop import BatchKind, Build
 
-_TURNS = 3  # of both paths, of which the shortest steps count
+_TURNS = 3  # of both paths; the shortest step of each counts
 
 
 Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
 
 
 class StepTimes(msgspec.Struct, frozen=True, order=True):
-    """A step of so many rows, all drawn or all greedy, in a launch of the kernel and in a captured
-    loop. `common`: they have an image's pages in common.
+    """Times of a step in the megakernel (`resident`) and in a captured loop.
+
+    All rows are `drawn`, or all greedy; with `common` they share an image's pages.
     """
 
     kind: BatchKind
@@ -44,17 +45,18 @@ class Choice(Protocol):
 
 
 class Timer(Protocol):
-    """Seconds of a step, whose rows are all `drawn` or all greedy and have pages in `common` or
-    none, in the kernel or captured.
+    """Measures a step's seconds, in the megakernel or captured.
+
+    All rows are `drawn`, or all greedy; they have pages in `common`, or none.
     """
 
     def __call__(
-        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, in_megakernel: bool
     ) -> float: ...
 
 
 class Fixed:
-    """All launches, or none."""
+    """A `Choice` of all launches, or of none."""
 
     def __init__(self, takes: bool) -> None:
         self._takes = takes
@@ -68,7 +70,7 @@ ALL, NONE = Fixed(True), Fixed(False)
 
 
 class PathTable:
-    """A `Choice` by measured times; so many rows as were not measured are the next larger count."""
+    """A `Choice` by measured times; between measured row counts the next larger one decides."""
 
     def __init__(self, times: Iterable[StepTimes]) -> None:
         self.times = tuple(sorted(times))
@@ -104,8 +106,8 @@ class PathTable:
 
 
 def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
-    """Measure a lone row of each kind and the most rows of each build, greedy and drawn, with pages
-    of their own and with some in common, both paths in turns.
+    """Measure a lone row of each kind and the maximum rows of each build, both paths in turns:
+    greedy and drawn, without and with common pages.
     """
     counts = [each for build in builds for each in _measured_by(build, builds)]
     times = []
@@ -114,8 +116,8 @@ def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
             continue
         turns = [
             [
-                seconds(kind, rows, drawn=drawn, common=common, resident=resident)
-                for resident in (True, False)
+                seconds(kind, rows, drawn=drawn, common=common, in_megakernel=in_megakernel)
+                for in_megakernel in (True, False)
             ]
             for _ in range(_TURNS)
         ]
@@ -124,7 +126,10 @@ def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
 
 
 class Kept:
-    """A table in the folder of compiled kernels, of a `subject` that its times depend on."""
+    """File of a table in the folder of compiled kernels.
+
+    `subject`: everything that its times depend on.
+    """
 
     def __init__(self, subject: Mapping[str, str]) -> None:
         self._subject = dict(subject)
@@ -162,7 +167,7 @@ def _may_share(kind: BatchKind, num_rows: int) -> bool:
 
 
 def _measured_by(build: Build, builds: Sequence[Build]) -> list[Build]:
-    """The counts of rows that are measured with a build."""
+    """List the row counts that are measured with a build."""
     first = next(each for each in builds if each.kind == build.kind)
     lone = build == first and build.rows > 1
     return [Build(build.kind, 1), build] if lone else [build]

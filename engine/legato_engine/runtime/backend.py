@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from legato_engine.kernels.decode_loop import ResidentOffer
+from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.graphs import Work
@@ -64,9 +64,11 @@ class Backend(Protocol):
         """The work of a step, in order, to be repeated at fixed addresses."""
         ...
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
-        """Offer launches of several steps in one kernel, whose rows draft by a `policy` if there is
-        one, or say why there are none.
+    def offer_megakernel(
+        self, max_rows: int, policy: BlockPolicy | None = None
+    ) -> MegakernelOffer | str:
+        """Offer the megakernel for up to `max_rows` rows, which draft by the `policy` if given, or
+        return the reason why not.
         """
         ...
 

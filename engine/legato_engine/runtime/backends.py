@@ -7,7 +7,7 @@ from typing import NamedTuple
 import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
-from legato_engine.kernels.decode_loop import ResidentOffer, ResidentSteps
+from legato_engine.kernels.decode_loop import MegakernelOffer, MegakernelSteps
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import Model, StepKernels
 from legato_engine.models.paged_attention import KVCache
@@ -36,27 +36,29 @@ def backend_for(kernels: StepKernels | None, resources: Resources) -> Backend:
 
 
 class Paths(NamedTuple):
-    """The resident kernel, what of its launches are chosen, and what is to be measured for that
-    when all is warm.
+    """Result of selecting decode paths.
+
+    `unmeasured`: the offer whose builds have to be measured after the warm-up, if any.
     """
 
-    resident: ResidentSteps | None
+    megakernel: MegakernelSteps | None
     choice: Choice = ALL
-    unmeasured: ResidentOffer | None = None
+    unmeasured: MegakernelOffer | None = None
 
 
 def paths_for(
     backend: Backend, max_rows: int, drafts: DraftState | None, *, by_times: bool
 ) -> Paths:
-    """Choose decode paths with or without the megakernel, by stored `times`; the log says
-    where loops stand in for it, and why.
+    """Choose between megakernel and captured loops, with `by_times` from stored times.
+
+    The log says why captured loops replace the megakernel.
     """
     offer = _offer(backend, max_rows, drafts)
     if isinstance(offer, str):
         if by_times:
-            _log.info("decode_paths", all="loop", reason=f"the resident kernel {offer}")
+            _log.info("decode_paths", all="loop", reason=f"the megakernel {offer}")
         else:
-            _log.warning("no_resident_kernel", reason=f"it {offer}", instead="decode_path loop")
+            _log.warning("megakernel_unavailable", reason=f"it {offer}", instead="decode_path loop")
         return Paths(None)
     table = _kept(offer).read() if by_times else None
     if table is not None:
@@ -64,18 +66,18 @@ def paths_for(
         wanted = table.wanted(offer.builds)
         return Paths(offer.make(wanted) if wanted else None, table)
     steps = offer.make(offer.builds)
-    most = {str(kind): rows for kind, rows in steps.most_rows.items()}
-    _log.info("resident_kernel", most_rows=most)
+    max_rows_by_kind = {str(kind): rows for kind, rows in steps.max_rows.items()}
+    _log.info("megakernel_compiled", max_rows=max_rows_by_kind)
     return Paths(steps, unmeasured=offer if by_times else None)
 
 
-def choose(offer: ResidentOffer, times: LoopTimes, loops: DecodeLoops) -> None:
-    """Measure both paths, choose by it, and keep it for later starts; nothing may be in flight."""
-    if not loops.resident_rows:  # it is stuck
+def choose(offer: MegakernelOffer, times: LoopTimes, loops: DecodeLoops) -> None:
+    """Measure both paths, choose by the times and store them; nothing may be in flight."""
+    if not loops.megakernel_rows:  # after a timeout
         return
-    with times.rehearsing():
+    with times.calibrating():
         table = measure(offer.builds, times.seconds)
-    if not loops.resident_rows:
+    if not loops.megakernel_rows:
         return
     _log.info("decode_paths", milliseconds=table.milliseconds(), measured="now")
     _kept(offer).write(table)
@@ -84,11 +86,11 @@ def choose(offer: ResidentOffer, times: LoopTimes, loops: DecodeLoops) -> None:
         loops.without_kernel()
 
 
-def _kept(offer: ResidentOffer) -> Kept:
+def _kept(offer: MegakernelOffer) -> Kept:
     return Kept({**offer.subject, "measurement": own_hash()})
 
 
-def _offer(backend: Backend, max_rows: int, drafts: DraftState | None) -> ResidentOffer | str:
+def _offer(backend: Backend, max_rows: int, drafts: DraftState | None) -> MegakernelOffer | str:
     if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
-        return "takes draft tokens of lookups alone"
-    return backend.resident(max_rows, None if drafts is None else drafts.policy)
+        return "runs drafts by lookup only"
+    return backend.offer_megakernel(max_rows, None if drafts is None else drafts.policy)

@@ -27,21 +27,21 @@ Progress = Callable[[float], None]
 
 _TIMES = 5
 _PAIRS = 3
-_ENOUGH = 0.1  # seconds of measuring one shape, after which it is not measured again
-_LONG = 0.1  # seconds of a step, after which larger ones may be estimated
-_STEEP = 4  # if it takes so many times the first, so that positions take its time, not weights
+_MAX_SHAPE_SECONDS = 0.1  # of measuring one shape
+_LONG_STEP_SECONDS = 0.1  # from which on larger steps may be extrapolated
+_COMPUTE_BOUND_RATIO = 4  # a step that takes so many times the first is bound by compute
 _STEP_CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 
 
 class StepCosts:
-    """Times a backend's steps over the first slot's buffers; nothing may be in flight.
+    """Measures a backend's steps over the first slot's buffers; nothing may be in flight.
 
-    A start waits for these steps, so long ones are timed fewer times, as what disturbs a short one
-    hardly shows in them, and on a CPU alone, as they do not overlap there. The shortest time of a
-    shape counts, because other load, and what is cold at first, only lengthen it.
+    A start waits for these steps, so long ones are timed fewer times: noise hardly shows in them.
+    On a GPU each is timed behind another one, as in service. The shortest time of a shape counts,
+    because other load and cold caches only lengthen it.
 
-    The context that rows read is the scratch page, so no sequence's pages are written to.
+    Rows read and write the scratch page, so no sequence's pages change.
     """
 
     def __init__(self, resources: Resources, backend: Backend) -> None:
@@ -64,22 +64,22 @@ class StepCosts:
         return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
 
     def steps(self, progress: Progress = lambda fraction: None) -> tuple[tuple[int, float], ...]:
-        """Seconds of a step by bucket, made monotonic.
+        """Measure a step's seconds by bucket, made monotonic.
 
-        Beyond a long step they are on the line from the first step through that one.
+        Beyond a long step they are extrapolated from the first step through that one.
         """
         buckets = self._backend.buckets
         seconds: list[float] = []
         for done, bucket in enumerate(buckets):
             progress(done / (len(buckets) + 1))
             seconds.append(self._seconds(bucket))
-            if seconds[-1] > max(_LONG, _STEEP * seconds[0]):
+            if seconds[-1] > max(_LONG_STEP_SECONDS, _COMPUTE_BOUND_RATIO * seconds[0]):
                 break
         measured = tuple(zip(buckets, accumulate(seconds, max), strict=False))
         return (*measured, *_on_line(measured[0], measured[-1], buckets[len(measured) :]))
 
     def propose(self) -> float:
-        """Seconds of one more draft token in the longest block.
+        """Measure the seconds of one more draft token in the longest block.
 
         It is the small difference of two steps, so both are timed in turn.
         """
@@ -93,7 +93,7 @@ class StepCosts:
         return seconds
 
     def _seconds(self, bucket: int, block: int = 0, *, times: int = _TIMES) -> float:
-        """The shortest of full steps after a proposal of `block` tokens."""
+        """Return the shortest time of full steps after a proposal of `block` tokens."""
         rooms = self._rooms(bucket)
         staged = self._slot.staged.host
         staged["scheduled_row"].fill(self._drafts.scratch_row)
@@ -101,7 +101,7 @@ class StepCosts:
         staged["room"][: len(rooms)] = rooms
         staged["control"][:] = EXACT, self._drafts.proposal_for(block)
         seconds: list[float] = []
-        end = time.monotonic() + _ENOUGH
+        end = time.monotonic() + _MAX_SHAPE_SECONDS
         while not seconds or (len(seconds) < times and time.monotonic() < end):
             seconds.append(self._timed(bucket, len(rooms)))
         staged["scheduled_row"].fill(self._drafts.scratch_row)
@@ -111,7 +111,7 @@ class StepCosts:
         return min(seconds)
 
     def _rooms(self, bucket: int) -> Sequence[int]:
-        """Draft tokens of each row, so that all rows together fill the bucket."""
+        """Return the draft tokens of each row, so that all rows together fill the bucket."""
         rows = min(bucket, self._num_rows)
         counts = (bucket // rows + (row < bucket % rows) for row in range(rows))
         return [min(count - 1, self._drafts.max_block) for count in counts]
@@ -120,7 +120,7 @@ class StepCosts:
         """Time a step; on a GPU one that is enqueued while another runs, as in service."""
         compute = self._device.compute
         spare = 2 * self._drafts.max_block + 2
-        compute.submit(lambda: self._drafts.rehearse(self._context, spare=spare))
+        compute.submit(lambda: self._drafts.set_calibration_rows(self._context, spare=spare))
         if self._device.torch_device.type != "cpu":
             self._step(bucket, num_rows)
         start = compute.record()
@@ -145,11 +145,11 @@ def _on_line(
 
 # ---------------------------------------------------------------- loop times
 
-# Measured times of steps in loops, by the resident kernel and captured.
+# Measured times of steps in loops, in the megakernel and captured.
 
 _STEPS = 10
 _LOOP_CONTEXT = 512  # positions: an image, a question and half of an answer
-_COMMON = 0.75  # of its pages, where rows have some in common: the image's
+_COMMON_FRACTION = 0.75  # of a row's pages: the image's
 _TEMPERATURE, _TOP_P = 0.7, 0.9  # of drawn rows
 _FREE = 0  # the constraint of words
 
@@ -160,12 +160,12 @@ def own_hash() -> str:
 
 
 class LoopTimes:
-    """Times steps of loops over the first slot's buffers; nothing may be in flight.
+    """Measures loop steps over the first slot's buffers; nothing may be in flight.
 
-    Rows read pages of their own, or some in common as requests about one image do, and write to the
-    scratch page alone. In lists all tokens have values and no drafts; other drafts are of an answer
-    that repeats one token, so that all are accepted. Among drawn lists every other row has words:
-    the token of a value is drawn from one.
+    Rows read pages of their own, or share some as requests about one image do, and write to the
+    scratch page only. Rows with values emit one value per step and no drafts. Drafting rows repeat
+    one token, so that all drafts are accepted. In drawn batches with values every other row emits
+    words, because a value's token is drawn from a single candidate.
     """
 
     def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
@@ -177,10 +177,8 @@ class LoopTimes:
         self._lone = [index for index, each in enumerate(known) if each and len(each) == 1]
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Install sampling parameters and pinned constraints for calibration; pages may
-        change.
-        """
+    def calibrating(self) -> Iterator[None]:
+        """Install sampling parameters and pinned constraints; restore them and the pages after."""
         resources, state = self._resources, self._resources.state
         successor_C2 = resources.successor_C2
         rules = (state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R)
@@ -209,12 +207,12 @@ class LoopTimes:
             resources.compute.record().wait()
 
     def seconds(
-        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, in_megakernel: bool
     ) -> float:
-        """Time one step; call inside `rehearsing()`."""
+        """Time one step; call inside `calibrating()`."""
         resources, loops = self._resources, self._loops
         compute, slot = resources.compute, resources.slots[_SLOT]
-        before, loops.choice = loops.choice, ALL if resident else NONE
+        before, loops.choice = loops.choice, ALL if in_megakernel else NONE
 
         def set_rows() -> None:
             resources.state.temperature_R.fill_(_TEMPERATURE if drawn else 0.0)
@@ -239,7 +237,9 @@ class LoopTimes:
         return (ended.time_ns() - begun.time_ns()) / 1e9 / max(1, num_steps)
 
     def _take_pages(self, *, common: bool) -> None:
-        """Different ones up to the context, as far as the pool has so many, or most in common."""
+        """Fill page tables up to the context: distinct pages, as far as the pool has enough, or
+        mostly shared ones.
+        """
         resources = self._resources
         table_RM, num_pages = resources.state.page_table_RM, resources.kv.k_LNHSE.shape[1]
         rows, width = resources.state.scratch_row, self._context // resources.kv.page_size
@@ -247,11 +247,11 @@ class LoopTimes:
         table_RM.zero_()
         table_RM[:rows, :width] = 1 + pages % (num_pages - 1)
         if common:
-            shared = int(_COMMON * width)
+            shared = int(_COMMON_FRACTION * width)
             table_RM[:rows, :shared] = table_RM[0, :shared].clone()
 
     def _repeat(self, drafts: DraftState, token: int) -> None:
-        """Let all rows have had one token up to the context, and tokens left."""
+        """Fill all rows' histories up to the context with one token, with more tokens to go."""
         drafts.clear()
         drafts.tokens_RC[:, : self._context + 1] = token
         drafts.position_R.fill_(self._context)
@@ -262,7 +262,7 @@ class LoopTimes:
         self._resources.state.token_R.fill_(token)
 
     def _constraints(self, kind: BatchKind, drawn: bool) -> list[int]:
-        """Yield the rows' constraints in turn."""
+        """Return the constraints to assign to rows in turn."""
         if kind is BatchKind.WORDS or not self._lone:
             return [_FREE]
         if kind is BatchKind.DRAFTS:
@@ -270,8 +270,9 @@ class LoopTimes:
         return [index for each in self._lone for index in (each, _FREE)] if drawn else self._lone
 
     def _stage(self, kind: BatchKind, count: int, drawn: bool) -> tuple[int, int]:
-        """Stage rows at the end of the context, which count as so many; return their number and the
-        most tokens of a step.
+        """Stage rows at the end of the context that count as `count` rows.
+
+        Return the number of rows and the maximum tokens of a step.
         """
         slot, scratch_row = self._resources.slots[_SLOT], self._resources.state.scratch_row
         num_rows = min(count, scratch_row)

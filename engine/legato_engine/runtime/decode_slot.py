@@ -283,7 +283,7 @@ class DraftState:
         counts = AcceptanceCounts()
         self.overall[0], self.overall[1] = counts.accepted_weight, counts.tried_weight
 
-    def rehearse(self, position: int, *, spare: int) -> None:
+    def set_calibration_rows(self, position: int, *, spare: int) -> None:
         """Put all rows at a position, with draft tokens, `spare` positions before their last."""
         self.position_R.fill_(position)
         self.limit_R.fill_(position + spare)

@@ -13,7 +13,7 @@ import torch
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.accelerated import DraftKernels, LookupKernel, RowTensors
-from legato_engine.kernels.decode_loop import DONE, ResidentDrafts
+from legato_engine.kernels.decode_loop import DONE, MegakernelDrafts
 from legato_engine.models.base import Model
 from legato_engine.models.paged_attention import DecodeBatch
 from legato_engine.runtime.buffers import TokenRing
@@ -169,9 +169,9 @@ class DraftingDecode:
         return work
 
 
-# ---------------------------------------------------------------- resident drafts
+# ---------------------------------------------------------------- megakernel drafts
 
-# Launches of the resident kernel whose rows draft.
+# Megakernel launches whose rows draft.
 
 
 class DraftSnapshot:
@@ -184,14 +184,15 @@ class DraftSnapshot:
         self._descriptor_R4 = torch.zeros_like(drafts.descriptor_R4)
 
     def take(self) -> None:
-        """Can be captured."""
+        """Copy the state; can be captured."""
         self._payload_R2.copy_(self._state.payload_R2)
         self._position_R.copy_(self._drafts.position_R)
         self._descriptor_R4.copy_(self._drafts.descriptor_R4)
 
     def restore(self, rows: Sequence[int], ring: TokenRing) -> None:
-        """Put a launch's rows where the steps that the ring counts have left them: some may have
-        been settled in the step after those.
+        """Restore a launch's rows to the last step that the ring counts.
+
+        Some rows may already have verified the drafts of the step after it.
         """
         drafts, state, done = self._drafts, self._state, int(ring.words[DONE])
         names = "count", "proposed", "descriptor", "payload"
@@ -214,18 +215,18 @@ class DraftSnapshot:
 
 
 class DraftLaunches:
-    """The kernel finds the tokens of a launch's first step placed, and leaves its rows' state."""
+    """Drafting state around megakernel launches: first tokens before, rows' state after."""
 
     def __init__(self, resources: Resources, rings: Sequence[TokenRing]) -> None:
         drafts = resources.state.drafts
         assert drafts is not None, "rows draft with speculation alone"
         kernels, proposer = drafts.operations, drafts.proposer
-        assert isinstance(kernels, DraftKernels), "a GPU has kernels"
-        assert isinstance(proposer, LookupKernel), "the kernel looks up"
+        assert isinstance(kernels, DraftKernels), "drafts need kernels on a GPU"
+        assert isinstance(proposer, LookupKernel), "the megakernel drafts by lookup"
         self._resources, self._rings, self._drafts = resources, rings, drafts
         self._before = DraftSnapshot(drafts, resources.state)
         self._tensors = [
-            ResidentDrafts(
+            MegakernelDrafts(
                 staged=slot.staged.device,
                 state=drafts,
                 rules=kernels.rules,
@@ -237,13 +238,13 @@ class DraftLaunches:
             for slot, ring in zip(resources.slots, rings, strict=True)
         ]
 
-    def begin(self, slot: int) -> ResidentDrafts:
-        """Enqueue block sizes, proposals and tokens of the first step."""
+    def begin(self, slot: int) -> MegakernelDrafts:
+        """Enqueue block sizes, proposals and token placement of the first step."""
         self._resources.graphs.run(self._begin_work, slot)
         return self._tensors[slot]
 
     def restore(self, slot: int) -> None:
-        """After a launch that gave up a wait, the latest one."""
+        """Restore the rows of the slot's latest launch, which ended by a timeout."""
         rows = self._resources.slots[slot].staged.device["scheduled_row"].tolist()
         self._before.restore(rows, self._rings[slot])
 

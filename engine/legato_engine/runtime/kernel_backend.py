@@ -12,7 +12,7 @@ import torch
 from legato_engine.device.base import Event
 from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import SampledTokens, Sampler
-from legato_engine.kernels.decode_loop import ResidentOffer
+from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.base import ChunkedPrefill, StepInputs, StepKernels
 from legato_engine.models.paged_attention import Chunk
@@ -342,8 +342,10 @@ class KernelBackend:
             works.append(graphs.captured(self._works.logprobs, slot, payload, False))
         return tuple(works)
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
-        return self._kernels.resident(max_rows, policy)
+    def offer_megakernel(
+        self, max_rows: int, policy: BlockPolicy | None = None
+    ) -> MegakernelOffer | str:
+        return self._kernels.offer_megakernel(max_rows, policy)
 
     def prepare(self, slot: int, changes: Changes) -> None:
         self._prepare(slot, changes, admits=False)

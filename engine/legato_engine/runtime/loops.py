@@ -19,8 +19,8 @@ from legato_engine.kernels.decode_loop import (
     BatchKind,
     DraftLoopTensors,
     LoopTensors,
-    ResidentRows,
-    ResidentSteps,
+    MegakernelRows,
+    MegakernelSteps,
     control_drafting_step,
     control_step,
     follow,
@@ -35,40 +35,42 @@ from legato_engine.scheduler.interfaces import NoTokens, Pause
 from legato_engine.scheduler.loops import MAX_STEPS
 
 _POLL_SECONDS = 2e-5
-_ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
+_SLEEP_FRACTION = 0.7  # of a step, before its outputs are polled
+_MAX_SLEEP_SECONDS = 5e-3
 
 
-class Looks:
-    """Steps of a loop take about as long as each other."""
+class PollTimer:
+    """Polling schedule for the outputs of a loop, whose steps take about equally long."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Another loop, whose first step may wait for a whole launch."""
+        """Forget the last loop: the first step of the next may wait for a whole launch."""
         self._found_at = self._step_seconds = 0.0
 
     def found(self) -> None:
+        """Note that a step's outputs are there."""
         now = time.perf_counter()
         if self._found_at > 0.0:
             self._step_seconds = now - self._found_at
         self._found_at = now
 
     def pauses(self) -> Iterator[float]:
-        """Seconds after each look: first most of a step, as the last one took, then little."""
-        rest = self._found_at + _ASLEEP * self._step_seconds - time.perf_counter()
-        yield min(max(rest, _POLL_SECONDS), _LONGEST)
+        """Yield the seconds to sleep after each poll: first most of a step, then little."""
+        rest = self._found_at + _SLEEP_FRACTION * self._step_seconds - time.perf_counter()
+        yield min(max(rest, _POLL_SECONDS), _MAX_SLEEP_SECONDS)
         while True:
             yield _POLL_SECONDS
 
 
 # ---------------------------------------------------------------- host loop
 
-# A loop of decode steps where work is not captured.
+# Decode loops without CUDA graphs.
 
 
 def host_loop(works: tuple[Work, ...], loop: AnyLoop) -> Work:
-    """Run `works` in turn, then the control step, until that says so."""
+    """Repeat `works` and the control step until that ends the loop."""
 
     def work() -> None:
         while True:
@@ -94,63 +96,61 @@ def _control(loop: AnyLoop) -> bool:
 
 # Several decode steps as one launch, without the host between them.
 #
-# The rows have pages for all steps, and their constraints follow the model's table. The host
-# follows
-# the outputs through a ring and may end the loop after any step. The launch is the resident
-# kernel
-# where that takes its rows, else captured steps.
+# The rows have pages for all steps, and the device advances their constraints with the model's
+# transition table. The host polls a ring for the outputs and may stop the loop after any step. The
+# launch is the megakernel's where that runs its batch, else captured steps.
 
 _log = structlog.get_logger()
 
-_WORTHWHILE_IN_KERNEL, _WORTHWHILE = 2, 8  # steps; captured ones are hardly faster than single ones
+_MIN_MEGAKERNEL_STEPS, _MIN_CAPTURED_STEPS = 2, 8  # captured steps gain little over single ones
 
 
 class DecodeLoops:
-    """The loops of every slot, each made once for a batch."""
+    """The loops of every slot; each is made once per batch shape."""
 
     def __init__(
         self,
         resources: Resources,
         backend: Backend,
-        resident: ResidentSteps | None = None,
+        megakernel: MegakernelSteps | None = None,
         choice: Choice = ALL,
     ) -> None:
-        """`choice`: what is `resident`, of what that takes."""
+        """Create the loops; `choice` decides which eligible launches use the `megakernel`."""
         on = resources.device.torch_device
         self._resources = resources
         self._backend = backend
-        self._resident = resident
+        self._megakernel = megakernel
         self.choice = choice
         self._rings = [
             TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
             for slot in resources.slots
         ]
-        drafts = resident is not None and any(kind.has_drafts for kind in resident.most_rows)
+        drafts = megakernel is not None and any(kind.has_drafts for kind in megakernel.max_rows)
         self._drafting = DraftLaunches(resources, self._rings) if drafts else None
-        self._in_kernel = [False for _ in resources.slots]  # the latest loop of each slot
+        self._in_megakernel = [False for _ in resources.slots]  # the latest loop of each slot
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
-        self._looks = Looks()
+        self._poll_timer = PollTimer()
         self._made: dict[tuple[int, int, int, Needs], Work] = {}
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Make every loop that a launch may need, and run none but a resident step of padding."""
+        """Make every loop that a launch may need; run a megakernel step of padding, no other."""
         slots, resources = range(len(self._rings)), self._resources
         needs = {_widened(Needs(*each)) for each in product((False, True), repeat=3)}
         for slot, bucket, rank in product(slots, resources.buckets, resources.ranks):
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
-        if self._resident is not None:
-            for kind in filter(self._most_rows, self._resident.most_rows):
+        if self._megakernel is not None:
+            for kind in filter(self._max_rows, self._megakernel.max_rows):
                 plain = Needs(sampled=False, payload=kind.has_values, logprobs=False)
                 for slot in slots if kind.has_drafts else (0,):
-                    self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
+                    self._submit(self._megakernel, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.follow(slot)
 
     def follow(self, slot: int) -> None:
-        """Enqueue the constraints that follow the tokens of the other slot's launch."""
+        """Enqueue the transitions of constraints after the tokens of the other slot's launch."""
         self._resources.graphs.run(self._follow_work, slot)
 
     def start(
@@ -164,18 +164,20 @@ class DecodeLoops:
         needs: Needs,
         common: bool,
     ) -> None:
-        """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, maybe none; rows and
-        constraints are staged. `common`: as a `Choice` has it.
+        """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, or none if that is 0.
+
+        Rows and constraints are staged. `common`: most rows share their leading pages, as in
+        `Choice`.
         """
         self._rings[slot].reset()
-        self._looks.begin()
-        resident = None
+        self._poll_timer.begin()
+        megakernel = None
         if not (rank or needs.logprobs):
-            resident = self._kernel_for(num_rows, num_tokens, needs, common)
-        self._in_kernel[slot] = resident is not None
-        if resident is not None:
+            megakernel = self._kernel_for(num_rows, num_tokens, needs, common)
+        self._in_megakernel[slot] = megakernel is not None
+        if megakernel is not None:
             if num_steps:
-                self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
+                self._submit(megakernel, slot, num_rows, num_tokens, num_steps, needs)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
 
@@ -188,14 +190,14 @@ class DecodeLoops:
             self._resources.compute.submit(work)
 
     @property
-    def resident_rows(self) -> int:
-        """The most rows whose launches are the resident kernel's; 0 after it was stuck."""
-        resident = self._resident
-        return 0 if resident is None else max(map(self._most_rows, resident.most_rows))
+    def megakernel_rows(self) -> int:
+        """Return the maximum rows of the megakernel's launches; 0 without it or after a timeout."""
+        megakernel = self._megakernel
+        return 0 if megakernel is None else max(map(self._max_rows, megakernel.max_rows))
 
-    def _most_rows(self, kind: BatchKind) -> int:
-        assert self._resident is not None, "rows of no kernel"
-        rows = range(self._resident.most_rows[kind], 0, -1)
+    def _max_rows(self, kind: BatchKind) -> int:
+        assert self._megakernel is not None, "rows of no kernel"
+        rows = range(self._megakernel.max_rows[kind], 0, -1)
         takes, ways = self.choice.takes, tuple(product((False, True), repeat=2))
 
         def any_way(count: int) -> bool:
@@ -205,36 +207,37 @@ class DecodeLoops:
 
     def _kernel_for(
         self, num_rows: int, num_tokens: int, needs: Needs, common: bool
-    ) -> ResidentSteps | None:
-        resident = self._resident
+    ) -> MegakernelSteps | None:
+        megakernel = self._megakernel
         kind = BatchKind.of(values=needs.payload, drafts=self._drafting is not None)
         count = kind.counts_as(num_rows, num_tokens)
-        if resident is None or count > resident.most_rows.get(kind, 0):
+        if megakernel is None or count > megakernel.max_rows.get(kind, 0):
             return None
         takes = self.choice.takes(kind, count, drawn=needs.sampled, common=common)
-        return resident if takes else None
+        return megakernel if takes else None
 
     def without_kernel(self) -> None:
-        """Apply the change; nothing may be in flight."""
-        self._resident = self._drafting = None
+        """Run all loops by captured steps; nothing may be in flight."""
+        self._megakernel = self._drafting = None
 
     def stop(self, slot: int) -> None:
+        """Stop the slot's loop after its current step."""
         self._rings[slot].stop()
 
     def worthwhile_steps(self, slot: int) -> int:
-        """The fewest steps that made up for the start and end of the latest loop."""
-        return _WORTHWHILE_IN_KERNEL if self._in_kernel[slot] else _WORTHWHILE
+        """Return the steps needed to amortise the overhead of a loop like the slot's latest."""
+        return _MIN_MEGAKERNEL_STEPS if self._in_megakernel[slot] else _MIN_CAPTURED_STEPS
 
     def next_outputs(
         self, slot: int, end: Event, pause: Pause
     ) -> Mapping[str, np.ndarray] | NoTokens:
-        """Wait for the next step's outputs; none are left once the loop's `end` has passed."""
-        ring, pauses = self._rings[slot], self._looks.pauses()
+        """Wait for the next step's outputs; none are left once the loop's `end` has completed."""
+        ring, pauses = self._rings[slot], self._poll_timer.pauses()
         while True:
             ended = end.query()  # first: outputs are there before it
             outputs = ring.read()
             if outputs is not None:
-                self._looks.found()
+                self._poll_timer.found()
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
@@ -243,14 +246,15 @@ class DecodeLoops:
                 return NoTokens.YET
 
     def restore(self, slot: int) -> bool:
-        """After a launch that gave up a wait, let rows go on after the last step that they have; no
-        other of the kind follows. Whether the rows' state is now an earlier one, so that a decode
-        behind the launch does not count.
+        """After a timeout in the megakernel, restore the rows to the last step in the ring.
+
+        Later loops use captured steps. Return whether the state of rows was reset to an earlier
+        step, so that a decode queued behind the launch does not count.
         """
-        if self._resident is None or not (fault := self._resident.fault()):
+        if self._megakernel is None or not (fault := self._megakernel.fault()):
             return False
-        _log.error("resident_kernel_stuck", wait=fault)
-        self._resident = None
+        _log.error("megakernel_timeout", wait=fault)
+        self._megakernel = None
         if (drafting := self._drafting) is not None:
             compute = self._resources.compute
             compute.submit(lambda: drafting.restore(slot))
@@ -259,7 +263,7 @@ class DecodeLoops:
 
     def _submit(
         self,
-        resident: ResidentSteps,
+        megakernel: MegakernelSteps,
         slot: int,
         num_rows: int,
         num_tokens: int,
@@ -268,7 +272,7 @@ class DecodeLoops:
     ) -> None:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         staged = buffers.staged.device
-        rows = ResidentRows(
+        rows = MegakernelRows(
             row_B=staged["row"],
             constraint_B=buffers.constraint.device["constraint"],
             position_B=staged["position"],
@@ -284,7 +288,7 @@ class DecodeLoops:
             drafts=None if self._drafting is None else self._drafting.begin(slot),
         )
         self._resources.compute.submit(
-            lambda: resident.run(
+            lambda: megakernel.run(
                 rows,
                 num_rows,
                 num_steps,
@@ -350,5 +354,5 @@ class DecodeLoops:
 
 
 def _widened(needs: Needs) -> Needs:
-    """Log-probabilities are rare, and one loop with values does for all of them."""
+    """Merge needs: log-probabilities are rare, so one loop with values serves all of them."""
     return needs._replace(payload=True) if needs.logprobs else needs

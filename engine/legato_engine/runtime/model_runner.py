@@ -10,7 +10,7 @@ import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
-from legato_engine.kernels.decode_loop import ResidentOffer
+from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import MaskRefiner, Model
 from legato_engine.models.paged_attention import KVCache
@@ -194,13 +194,15 @@ class ModelRunner:
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
         loops: bool | None = False,
-        resident: bool | None = False,
+        megakernel: bool | None = False,
     ) -> None:
-        """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
+        """Allocate slots and select the backend.
+
+        Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
         many tokens as `block_policy` says. With `loops` launches may be loops; None is for loops
-        that are captured kernels, whose bits do not depend on the batch. With `resident` loops are
-        one kernel, where it can run; None: where `choose_paths` finds it faster.
+        that are captured kernels, whose bits do not depend on the batch. With `megakernel` loops
+        run in the megakernel where it can; None: where `choose_paths` finds it faster.
         """
         kernels = step_kernels(model, kv, adapters)
         if loops is None:
@@ -226,14 +228,16 @@ class ModelRunner:
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
         self._loops: DecodeLoops | None = None
-        self._unmeasured: ResidentOffer | None = None
+        self._unmeasured: MegakernelOffer | None = None
         if loops:
             paths = Paths(None)
-            if resident is not False:
-                by_times = resident is None
+            if megakernel is not False:
+                by_times = megakernel is None
                 paths = paths_for(self._backend, max_running, self._drafts, by_times=by_times)
             self._unmeasured = paths.unmeasured
-            self._loops = DecodeLoops(self._resources, self._backend, paths.resident, paths.choice)
+            self._loops = DecodeLoops(
+                self._resources, self._backend, paths.megakernel, paths.choice
+            )
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
@@ -246,9 +250,9 @@ class ModelRunner:
         return self._loops is not None
 
     @property
-    def resident_rows(self) -> int:
-        """The most rows that the resident kernel takes now."""
-        return 0 if self._loops is None else self._loops.resident_rows
+    def megakernel_rows(self) -> int:
+        """Return the maximum rows of the megakernel's launches; 0 without it or after a timeout."""
+        return 0 if self._loops is None else self._loops.megakernel_rows
 
     @property
     def limits(self) -> BatchLimits:

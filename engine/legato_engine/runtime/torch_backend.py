@@ -12,7 +12,7 @@ from itertools import product, starmap
 import torch
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.decode_loop import ResidentOffer
+from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.models.base import Adapter
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
 from legato_engine.runtime.backend import Needs
@@ -283,7 +283,9 @@ class TorchBackend:
         else:
             self._graphs.run(self._forward_work, slot, bucket, 1, rank)
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+    def offer_megakernel(
+        self, max_rows: int, policy: BlockPolicy | None = None
+    ) -> MegakernelOffer | str:
         del max_rows, policy
         return "needs kernels for the model"
 

@@ -69,7 +69,7 @@ def warm_runner(
         max_images=config.pictures_per_launch,
         refiner=refiner,
         loops=None if config.decode_path == AUTO_PATH else config.decode_path in LOOP_PATHS,
-        resident=None if config.decode_path == AUTO_PATH else config.decode_path == RESIDENT_PATH,
+        megakernel=None if config.decode_path == AUTO_PATH else config.decode_path == RESIDENT_PATH,
     )
     progress(0.0)
     runner.warm_up()

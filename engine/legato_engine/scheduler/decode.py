@@ -16,7 +16,7 @@ from legato_engine.speculative.policy import PRESSURE_RATIO
 
 class RunningSequences:
     """Sequences with a row, zombies excluded. Those that begin with the same page are neighbours,
-    as attention of the resident kernel reads leading pages once for neighbours that have them in
+    as attention of the megakernel reads leading pages once for neighbours that have them in
     common; otherwise in order of admission.
 
     When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and

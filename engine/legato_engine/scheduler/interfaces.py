@@ -127,7 +127,7 @@ class Runner(Protocol):
     def collect(self, launch: Launch) -> list[RowTokens] | None:
         """Wait for the copy; set a refinement's answer.
 
-        None for decodes that do not count: they ran behind a loop that gave up where none but the
+        None for decodes that do not count: they ran behind a loop that timed out where none but the
         loop itself knew how far its rows were.
         """
         ...

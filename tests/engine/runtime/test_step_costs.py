@@ -44,7 +44,7 @@ class Watching:
 
 def test_every_token_of_a_step_is_fed(assembly, monkeypatch):
     """All rows feed the same number of tokens, at adjacent positions after the context."""
-    monkeypatch.setattr(calibration, "_LONG", math.inf)  # however busy the machine is
+    monkeypatch.setattr(calibration, "_LONG_STEP_SECONDS", math.inf)  # however busy the machine is
     costs = assembly.runner.costs()
     drafts = assembly.runner._drafts
     stream = assembly.device.compute

@@ -1,6 +1,6 @@
 """The megakernel on the current GPU: packed weights, memory, launch.
 
-The weights are those of the kernels of single steps, `kernels.cuda.value_heads`.
+Weights of values are those of single steps, `kernels.cuda.value_heads`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.speculative.policy import BlockPolicy
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.decode_loop import ResidentDrafts, ResidentRows
+    from legato_engine.kernels.decode_loop import MegakernelDrafts, MegakernelRows
     from legato_engine.kernels.step import StepCache
 
 _NUM_POINTERS = 18
-_FEATURE_BYTES = 2048  # of a row: a quarter of its warps' sums
+_FEATURE_BYTES = 2048  # per row: a quarter of its warps' sums
 
 
 class BuildValues:
@@ -96,20 +96,21 @@ def _defines(values: TwoLayerValues) -> dict[str, int]:
 
 
 def value_dims(values: TwoLayerValues) -> ValueDims:
+    """Return the sizes of a model's value decoders."""
     return ValueDims(values.inner_dim, values.sizes.scalar_bins, values.sizes.pair_bins)
 
 
 def values_obstacle(sizes: DecoderSizes, values: TwoLayerValues | None) -> str | None:
     """Return why the megakernel cannot read a model's values, or None."""
     if values is None:
-        return "takes values of decoders of two layers"
+        return "runs values of two-layer decoders only"
     dims, own = value_dims(values), values.sizes
     if min(dims.inner_blocks, dims.bin_blocks) < sizes.dim // BLOCK:
-        return f"needs {BLOCK} outputs of each layer of values for each {BLOCK} of the width"
+        return f"needs value decoders whose layers have at least {sizes.dim} outputs"
     if own.scalar_bins % 128 or own.pair_bins % 256:
-        return "takes bins in multiples of 128"
+        return f"runs 128 n scalar and 256 n pair bins, not {own.scalar_bins} and {own.pair_bins}"
     if 4 * max(own.scalar_features, own.pair_features) > _FEATURE_BYTES:
-        return f"takes up to {_FEATURE_BYTES // 4} frequencies of a value"
+        return f"runs up to {_FEATURE_BYTES // 4} Fourier frequencies of a value"
     return None
 
 
@@ -120,9 +121,9 @@ def _weights(encoder: ValueEncoder, decoder: DecoderWeights) -> tuple[torch.Tens
     )
 
 
-# ---------------------------------------------------------------- resident drafts
+# ---------------------------------------------------------------- drafts
 
-# Drafts in a build of the resident kernel: constants, and where launches find a slot's rows.
+# Drafts in a build of the megakernel: constants, and where launches find a slot's rows.
 
 _ROW_FIELDS = ("scheduled_row", "room", "reach", "start", "fed")
 _TOKEN_FIELDS = (
@@ -143,8 +144,8 @@ class BuildDrafts:
         self._follows = torch.zeros(1, dtype=torch.int32, device=device)
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
-    def table(self, rows: ResidentRows) -> torch.Tensor | None:
-        """`Drafting` of drafts.cuh for these rows, whose tensors stay where they are."""
+    def table(self, rows: MegakernelRows) -> torch.Tensor | None:
+        """Return `Drafting` of drafts.cuh for these rows, whose tensors have fixed addresses."""
         drafts = rows.drafts
         if drafts is None:
             return None
@@ -154,8 +155,8 @@ class BuildDrafts:
             self._tables[key] = torch.tensor(words, dtype=torch.int64, device=self._device)
         return self._tables[key]
 
-    def _words(self, rows: ResidentRows, drafts: ResidentDrafts) -> list[int]:
-        """The fields in their order, pointers and numbers alike."""
+    def _words(self, rows: MegakernelRows, drafts: MegakernelDrafts) -> list[int]:
+        """List the fields in their order, pointers and numbers alike."""
         state, staged = drafts.state, drafts.staged
         fields = (
             *(staged[name] for name in _ROW_FIELDS),
@@ -172,41 +173,45 @@ class BuildDrafts:
         return [*(each.data_ptr() for each in fields), *numbers, self._follows.data_ptr()]
 
 
-# ---------------------------------------------------------------- resident
+# ---------------------------------------------------------------- builds
 
-# The resident kernel on the current GPU: weights packed in the order of its program, launches.
+# Weights packed in the order of the program, and launches.
 #
 # Shape legend: O outputs, I inputs, W workers, T tokens of all tiles; otherwise that of
-# `kernels.resident_launch`.
+# `kernels.decode_loop`.
 
 SOURCE = "step.cu"
 PATIENCE_MS = 1000
-"""How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
+"""Timeout of a wait: a step takes a few milliseconds, and all workers run at the same time."""
 RING_STAGES = {1: 12, 2: 10}
 """Stages of the ring by tiles of 8 tokens: as many of 16 KB as shared memory holds."""
 UNDER_WAY = 3
 """Stages that are copied at the same time: the fastest on H100 and H200."""
 
-_OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
+_OWN_PAGES = 32  # of a row in a worker's quarter, as in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
 MAX_SHARED = 227 * 1024
-"""Bytes that a thread block may have on a GPU of compute capability 9.0."""
+"""Shared memory of a thread block in bytes, at compute capability 9.0."""
 _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
-_SAMPLING_BYTES = 704  # at least `Sampling`, what is called takes, and single words in worker.cuh
+_SAMPLING_BYTES = 704  # `Sampling`, called functions' arguments and single words of worker.cuh
 _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
-"""What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one, and a
-step's tokens.
+"""Fields of a timeout report; the kinds are a counter, a full stage, an empty one, and a step's
+tokens.
 """
 
 
 def model_sizes(sizes: DecoderSizes, num_layers: int) -> ModelSizes:
-    """Without values. Raises ValueError as `ModelSizes` does."""
+    """Return the sizes without values.
+
+    Raises:
+        ValueError: as of `ModelSizes`.
+    """
     return ModelSizes(sizes.dim, sizes.ff_dim // sizes.dim, num_layers, sizes.vocab_size)
 
 
-class ResidentWeights:
-    """A decoder's weights as a program streams them."""
+class MegakernelWeights:
+    """A decoder's weights in the order in which a program streams them."""
 
     def __init__(
         self, program: Program, layers: Sequence[DecoderLayer], head: Affine, head_norm: Affine
@@ -259,13 +264,13 @@ class ResidentWeights:
         self.stream[to] = packed[torch.tensor(source, device=weight_OI.device)]
 
 
-class ResidentBuild:
-    """The kernel for up to `8 * tiles` rows, with counters that only its launches advance."""
+class MegakernelBuild:
+    """One compiled megakernel, for up to `8 * tiles` tokens a step, with counters of its own."""
 
     def __init__(
         self,
         program: Program,
-        weights: ResidentWeights,
+        weights: MegakernelWeights,
         embedding: torch.Tensor,
         cache: StepCache,
         tiles: int,
@@ -276,15 +281,15 @@ class ResidentBuild:
         delays: bool = False,
         compile_source: Compile | None = Module,
     ) -> None:
-        """`values` as the program has them; rows draft by `policy`, if the program has drafts.
+        """Allocate memory and compile; `values` and drafts by `policy` must match the program.
 
-        `under_way`: stages that are being copied at once, for measuring; 0: `UNDER_WAY`. `delays`:
-        warps come late at random, for tests. `compile_source`: for another machine than the current
-        GPU; None: `load` does it.
+        `under_way`: stages that are copied at the same time, for measuring; 0: `UNDER_WAY`.
+        `delays`: warps sleep at random, for tests. `compile_source`: compiler for another machine
+        than the current GPU; None: `load` compiles.
         """
         sizes, device = program.sizes, embedding.device
-        assert (values is None) == (sizes.values is None), "the program has other values"
-        assert (policy is not None) == sizes.drafts, "a policy is of a program with drafts"
+        assert (values is None) == (sizes.values is None), "the values do not match the program"
+        assert (policy is not None) == sizes.drafts, "a policy needs a program with drafts"
         self._weights, self._embedding, self._cache = weights, embedding, cache
         self.tokens = tokens = 8 * tiles
         self.patience_ms = PATIENCE_MS
@@ -306,7 +311,7 @@ class ResidentBuild:
             self.load(compile_source)
         self._table = torch.tensor(program.table(), dtype=torch.int16, device=device)
         self._report = torch.zeros(16, dtype=torch.int32, pin_memory=device.type == "cuda")
-        # Counters, the epoch, the abort word, and the host's wish: a cache line each.
+        # Counters, the epoch, the abort word, and the stop flag: a cache line each.
         lines = torch.zeros(
             program.num_counters + 3, _COUNTER_WORDS, dtype=torch.int32, device=device
         )
@@ -328,12 +333,13 @@ class ResidentBuild:
         self._token = scratch(tokens, dtype=torch.int32)
 
     def load(self, compile_source: Compile = Module) -> None:
+        """Compile the sources, or read them from the cache."""
         module = compile_source(SOURCE, self.constants, own=True, folder=source_folder())
         self._kernel = module.kernel("steps", shared=self._shared)
 
     def run(
         self,
-        rows: ResidentRows,
+        rows: MegakernelRows,
         num_rows: int,
         num_steps: int,
         *,
@@ -343,9 +349,11 @@ class ResidentBuild:
         profile: torch.Tensor | None = None,
         patience_ms: int | None = None,
     ) -> None:
-        """Enqueue; the last tensors are for measuring (see `Arguments` in worker.cuh)."""
-        most = max(num_rows, num_tokens)
-        assert 0 < num_rows <= most <= self.tokens, f"{most} tokens in a build for {self.tokens}"
+        """Enqueue a launch; the last tensors are for measuring (see `Arguments` in worker.cuh)."""
+        step_tokens = max(num_rows, num_tokens)
+        assert 0 < num_rows <= step_tokens <= self.tokens, (
+            f"{step_tokens} tokens in a build for {self.tokens}"
+        )
         weights, cache, state = self._weights, self._cache, rows.state
         pointers: tuple[Argument, ...] = (
             *(self._table, self._counters, self._epoch, self._abort, self._report),
@@ -371,21 +379,22 @@ class ResidentBuild:
         self._kernel.launch(self._grid, _THREADS, (*pointers, *numbers), cooperative=True)
 
     def fault(self) -> str | None:
-        """The wait that a launch which is over gave up."""
-        said, *values = self._report.tolist()
-        if not said:
+        """Return the wait that timed out in a finished launch, or None."""
+        timed_out, *values = self._report.tolist()
+        if not timed_out:
             return None
         return ", ".join(f"{name} {value}" for name, value in zip(_REPORT, values, strict=False))
 
 
 def rows_of(inputs: torch.Tensor) -> torch.Tensor:
-    """Inputs of products [T, I], which lie as `place_of` in inputs.cuh says, row by row."""
+    """Return inputs of products, laid out as by `place_of` in inputs.cuh, row by row [T, I]."""
     tokens, width = inputs.shape
     pieces = inputs.view(width // GROUP, tokens // 8, GROUP // 32, 8, 32)
     return pieces.permute(1, 3, 0, 2, 4).reshape(tokens, width)
 
 
 def source_folder() -> Traversable:
+    """Return the folder of the CUDA sources."""
     return importlib.resources.files("legato_engine.kernels.megakernel") / "sources"
 
 

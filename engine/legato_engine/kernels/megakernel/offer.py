@@ -16,14 +16,14 @@ from legato_engine.kernels.cuda.capability import HOPPER, Gpu, gpu_of
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.module import checked, compile_ahead
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import BatchKind, Build, ResidentOffer
+from legato_engine.kernels.decode_loop import BatchKind, Build, MegakernelOffer
 from legato_engine.kernels.megakernel.kernel import (
     MAX_PAGES,
     MAX_SHARED,
     RING_STAGES,
     SOURCE,
-    ResidentBuild,
-    ResidentWeights,
+    MegakernelBuild,
+    MegakernelWeights,
     model_sizes,
     shared_body,
     source_folder,
@@ -35,7 +35,7 @@ from legato_engine.kernels.megakernel.program import (
     WORD_BYTES,
     WORDS,
     build_program,
-    most_instructions,
+    max_instructions,
 )
 from legato_engine.kernels.megakernel.sizes import (
     BLOCK,
@@ -49,7 +49,7 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.speculative.policy import BlockPolicy
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.decode_loop import ResidentRows
+    from legato_engine.kernels.decode_loop import MegakernelRows
     from legato_engine.kernels.step import StepCache
 
 _SPARE = 1.2  # of the weights' memory: packing also needs a layer
@@ -73,7 +73,7 @@ def _instructions_fit(target: KernelTarget) -> bool:
     """Return whether the instructions fit beside the ring in every build."""
     sizes = model_sizes(target.sizes, target.num_layers)
     body = max(shared_body(sizes, ring, 8 * tiles) for tiles, ring in RING_STAGES.items())
-    return body + most_instructions(target.num_layers) * WORDS * WORD_BYTES <= MAX_SHARED
+    return body + max_instructions(target.num_layers) * WORDS * WORD_BYTES <= MAX_SHARED
 
 
 def _adds_alike(target: KernelTarget) -> bool:
@@ -86,31 +86,31 @@ def _adds_alike(target: KernelTarget) -> bool:
 
 _LIMITS: tuple[tuple[str, Callable[[KernelTarget], bool]], ...] = (
     ("needs a GPU of compute capability 9.0", lambda w: w.gpu == HOPPER),
-    ("computes in bf16", lambda w: w.dtype is torch.bfloat16),
-    ("caches keys and values in bf16", lambda w: w.sizes.kv_bytes == 2),
-    ("takes layers of attention beside a dense MLP, without gains", lambda w: w.plain),
+    ("needs weights in bf16", lambda w: w.dtype is torch.bfloat16),
+    ("needs a KV cache in bf16", lambda w: w.sizes.kv_bytes == 2),
+    ("needs layers with parallel attention and dense MLP, without gains", lambda w: w.plain),
     (
-        f"takes heads of {HEAD_DIM} dimensions, {ROTARY_DIM} of them rotated",
+        f"needs heads of {HEAD_DIM} dimensions, {ROTARY_DIM} of them rotated",
         lambda w: w.sizes.dim == w.sizes.num_heads * HEAD_DIM and w.sizes.rotary_dim == ROTARY_DIM,
     ),
     (
-        f"takes an MLP of 2 to {BLOCKS_AT_ONCE} times the width",
+        f"needs an MLP of 2 to {BLOCKS_AT_ONCE} times the width",
         lambda w: w.sizes.ff_dim in [w.sizes.dim * n for n in range(2, BLOCKS_AT_ONCE + 1)],
     ),
     (
-        f"takes a vocabulary of at least the width, in blocks of {BLOCK}",
+        f"needs a vocabulary of at least the width, a multiple of {BLOCK}",
         lambda w: w.sizes.vocab_size % BLOCK == 0 and w.sizes.vocab_size >= w.sizes.dim,
     ),
     (
-        f"takes up to {MAX_PAGES} pages of {PAGE} positions a row",
+        f"runs up to {MAX_PAGES} pages of {PAGE} positions a row",
         lambda w: w.sizes.page_size == PAGE and w.sizes.max_pages <= MAX_PAGES,
     ),
     (
         f"needs a multiprocessor for each {BLOCK} of the width",
         lambda w: w.sizes.dim // BLOCK <= w.processors,
     ),
-    ("adds up a layer's output in other parts than captured steps", _adds_alike),
-    ("takes as many layers as a thread block has instructions for", _instructions_fit),
+    ("splits the sums of a layer's output differently from the captured kernels", _adds_alike),
+    ("has no room in shared memory for the instructions of so many layers", _instructions_fit),
     (
         "needs memory for a second copy of the weights",
         lambda w: model_sizes(w.sizes, w.num_layers).weight_bytes * _SPARE <= w.free_bytes,
@@ -119,7 +119,7 @@ _LIMITS: tuple[tuple[str, Callable[[KernelTarget], bool]], ...] = (
 
 
 def unsupported_reason(target: KernelTarget) -> str | None:
-    """The first limit that a model on its device exceeds, in words, or None."""
+    """Return the first limit that the model or its device exceeds, or None."""
     return next((text for text, holds in _LIMITS if not holds(target)), None)
 
 
@@ -136,9 +136,7 @@ def kernel_target(
     return KernelTarget(sizes, num_layers, plain, dtype, gpu_of(device), count, free)
 
 
-# ---------------------------------------------------------------- resident subject
-
-# What the times of the resident kernel's steps, and of captured ones, depend on.
+# ---------------------------------------------------------------- identity of measured times
 
 PACKAGES = ("legato_engine.kernels.cuda", "legato_engine.kernels.megakernel")
 
@@ -174,6 +172,7 @@ def code_hash() -> str:
 
 
 def code_files(package: str) -> Iterator[Traversable]:
+    """Yield a package's Python and CUDA sources."""
     yield from _files(importlib.resources.files(package))
 
 
@@ -185,13 +184,11 @@ def _files(folder: Traversable) -> Iterator[Traversable]:
             yield each
 
 
-# ---------------------------------------------------------------- resident decoder
-
-# All builds of the resident kernel that a model's launches need.
+# ---------------------------------------------------------------- decoder
 
 
-class ResidentDecoder:
-    """A `kernels.resident_launch.ResidentSteps`; launches must not overlap."""
+class MegakernelDecoder:
+    """All builds that a model's launches need; launches must not overlap."""
 
     def __init__(
         self,
@@ -206,23 +203,21 @@ class ResidentDecoder:
         values: TwoLayerValues | None = None,
         policy: BlockPolicy | None = None,
     ) -> None:
-        """Compile what is `wanted` of `builds_for`: with `values`, and for rows that draft by a
-        `policy`.
-        """
+        """Compile the `wanted` builds, with `values` and for rows that draft by a `policy`."""
         drafts, block = policy is not None, 0 if policy is None else policy.max_block
-        self.most_rows = {
+        self.max_rows = {
             kind: max(build.rows for build in wanted if build.kind is kind)
             for kind in sorted({build.kind for build in wanted})
         }
         self.program = build_program(sizes, RING_STAGES[1])
-        """Of words, for 8 rows; the others differ in the ring and in values."""
-        weights = ResidentWeights(self.program, layers, head, head_norm)
+        """Program of words for 8 rows; the others differ in the ring, values and drafts."""
+        weights = MegakernelWeights(self.program, layers, head, head_norm)
 
-        def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[ResidentBuild]:
+        def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[MegakernelBuild]:
             kind = BatchKind.of(values=values is not None, drafts=drafts)
             tiles = sorted({_tiles(each.tokens(block)) for each in wanted if each.kind is kind})
             return [
-                ResidentBuild(
+                MegakernelBuild(
                     build_program(of, RING_STAGES[each]),
                     weights,
                     embedding,
@@ -238,8 +233,8 @@ class ResidentDecoder:
         of = dataclasses.replace(sizes, drafts=drafts)
         self.builds = builds(of)
         """Builds for 8 and 16 tokens, as far as they are wanted."""
-        self.value_builds: list[ResidentBuild] = []
-        """The same where some row's tokens may have values."""
+        self.value_builds: list[MegakernelBuild] = []
+        """Builds for launches in which some row's tokens may have values."""
         if values is not None:
             self.value_builds = builds(dataclasses.replace(of, values=value_dims(values)), values)
         made = (*self.builds, *self.value_builds)
@@ -254,7 +249,7 @@ class ResidentDecoder:
 
     def run(
         self,
-        rows: ResidentRows,
+        rows: MegakernelRows,
         num_rows: int,
         num_steps: int,
         *,
@@ -307,7 +302,7 @@ def offer(
     values: TwoLayerValues | None,
     max_rows: int,
     policy: BlockPolicy | None,
-) -> ResidentOffer | str:
+) -> MegakernelOffer | str:
     """Offer the megakernel for batches of up to `max_rows` rows, or return the reason why not.
 
     `values`: value heads of coordinates, if the model has them. `policy`: block sizes of drafts.
@@ -321,10 +316,10 @@ def offer(
     block = 0 if policy is None else policy.max_block
     builds = builds_for(max_rows, values=values is not None, block=block)
     if not builds:
-        return f"takes up to {MAX_TOKENS - 1} draft tokens a row"
+        return f"runs up to {MAX_TOKENS - 1} draft tokens a row, not {block}"
 
-    def make(wanted: Collection[Build]) -> ResidentDecoder:
-        return ResidentDecoder(
+    def make(wanted: Collection[Build]) -> MegakernelDecoder:
+        return MegakernelDecoder(
             model_sizes(sizes, len(layers)),
             layers,
             head,
@@ -337,4 +332,4 @@ def offer(
         )
 
     about = subject(sizes, len(layers), builds, policy, embedding.device)
-    return ResidentOffer(about, builds, make)
+    return MegakernelOffer(about, builds, make)

@@ -24,10 +24,9 @@ NONE = -1
 
 
 class Op(enum.IntEnum):
-    """Operation of an instruction; MOMENTS, SUMS and NEEDED are local to a worker.
+    """Operations of instructions; MOMENTS, SUMS and NEEDED are local to a worker.
 
-    FC1 and HEAD also find MOMENTS, mean and deviation of X[src]. A worker may keep X[src] from FC1
-    on, in registers, or read it again.
+    FC1 and HEAD also compute MOMENTS, the mean and deviation of X[src].
     """
 
     FC1 = 0  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
@@ -36,16 +35,16 @@ class Op(enum.IntEnum):
     ATTEND = 3  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
     MERGE = 4  # HEADS[head] of every fourth token = merged(PART[blocks of the head])
     OUT = 5  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
-    LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
+    LISTEN = 6  # STOP = the host's stop flag, if `num_blocks` is 1
     HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
-    WEIGH = 8  # WEIGHED[worker] = of rows that are drawn, what a slice of LOGITS has (draws.py)
+    WEIGH = 8  # WEIGHED[worker] = masses and best tokens of drawn rows in a slice of LOGITS
     SAMPLE = 9  # TOKEN[rows] = a draw by WEIGHED and LOGITS, or the argmax over BEST
-    COMMIT = 10  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    COMMIT = 10  # the step's token = TOKEN, which worker 0 publishes; whether a step follows
     EMBED = 11  # X[dst][block] = the embedding of the step's token or value
     INNER = 12  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
     BINS = 13  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
     VALUE = 14  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
-    SETTLE = 15  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    SETTLE = 15  # DRAFT[rows] = accepted draft tokens of the row by TOKEN, and its next proposal
     PLACE = 16  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
 
 
@@ -58,9 +57,7 @@ class InputSource(enum.IntEnum):
 
 
 class CounterKind(enum.IntEnum):
-    """Kinds of counters: those from BEST on are not of a layer, those from EMBED on are of values,
-    and the last two of drafts.
-    """
+    """Counter kinds: up to PART per layer, from EMBED on for values, the last two for drafts."""
 
     X = 0
     ACT = 1
@@ -80,14 +77,14 @@ class CounterKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One entry of a worker's list; the device reads these fields as int16, in this order.
+    """Entry of a worker's list; the device reads these fields as int16, in this order.
 
     `wait` is a counter, which has to reach `wait_count + step * wait_stride`, where steps count
-    from the first launch on. `signal` is the counter that gets one. Output blocks, or the rows of
-    SAMPLE, are `block`, `block + W`, ... (`num_blocks` of them, W
-    workers); inputs are `num_chunks` chunks from `chunk` on. `stage` is the first of its
-    `num_blocks * num_chunks` stages in the worker's stream of weights, for OUT and FC2 as well.
-    With `only_draws` it waits only in launches with a row that is drawn: see `without_draws`.
+    from the first launch on. `signal` is the counter to increment. Output blocks, or the rows of
+    SAMPLE, are `block`, `block + W`, ... (`num_blocks` of them, W workers); inputs are
+    `num_chunks` chunks from `chunk` on. `stage` is the first of its `num_blocks * num_chunks`
+    stages in the worker's stream of weights, for OUT and FC2 as well. With `only_draws` it waits
+    only in launches with a drawn row: see `without_draws`.
     """
 
     op: int
@@ -107,7 +104,7 @@ class Instruction:
 
     @property
     def num_stages(self) -> int:
-        """Stages of weights that it takes from the ring."""
+        """Number of weight stages that the instruction reads from the ring."""
         return self.num_blocks * self.num_chunks
 
 
@@ -118,7 +115,7 @@ WORD_BYTES = 2
 
 
 def counter(sizes: ModelSizes, kind: CounterKind, layer: int = 0, head: int = 0) -> int:
-    """Index of a counter."""
+    """Return the index of a counter."""
     of_layer = CounterKind.Q + 2 * sizes.num_heads
     if kind >= CounterKind.BEST:
         return sizes.num_layers * of_layer + kind - CounterKind.BEST
@@ -136,7 +133,7 @@ def num_counters(sizes: ModelSizes) -> int:
 
 # ---------------------------------------------------------------- operands
 
-# Operands of instructions: what the device takes without looking.
+# Operands of instructions, which the device does not check.
 
 BLOCKS_AT_ONCE = 4
 """Blocks of FC1 whose sums a worker's shared memory holds."""
@@ -170,7 +167,7 @@ _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
 
 
 def check_operands(program: Program) -> str | None:
-    """The first operand out of range, in words, or None."""
+    """Return the first operand out of range, in words, or None."""
     sizes = program.sizes
     if len(program.workers) != sizes.num_workers or program.ring_stages < 2:
         return f"{len(program.workers)} workers with rings of {program.ring_stages} stages"
@@ -187,7 +184,7 @@ def check_operands(program: Program) -> str | None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _first_problem(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> str | None:
-    """Cached, as most instructions of a changed program are those of the unchanged one."""
+    """Return an instruction's first problem; cached, because mutants are mostly alike."""
     return next(_problems(sizes, worker, it, stage), None)
 
 
@@ -244,7 +241,7 @@ def _layers(sizes: ModelSizes, op: Op) -> range:
 
 
 def _buffer_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:
-    words = sizes.values is None  # whose embedding any worker can read whole
+    words = sizes.values is None  # any worker can read a word's whole embedding
     sources = {InputSource.X0, InputSource.X1} | ({InputSource.EMBED} if words else set())
     if "src" in _USED[op] and it.src not in sources:
         yield f"src {it.src}"
@@ -287,41 +284,32 @@ def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> 
 
 # The program of a decode step: a list of instructions for every worker, as data.
 #
-# A worker is a thread block of the resident kernel. It runs its list once per step, in order. A
-# second thread of control, its producer, fills a ring in shared memory with the weights of the
-# same
-# list, in order, as soon as stages are free: it waits for no counter.
+# A worker is a thread block of the megakernel. It runs its list once per step, in order. Two loader
+# warps fill a ring in shared memory with the weights of the same list, in order, as soon as stages
+# are free; they wait for no counter.
 #
 # Before an instruction runs, its worker waits until a counter in global memory has a value; after
-# it
-# has run, the worker adds one to a counter. Counters are never reset: each step's targets are
-# higher
-# by the number of signals of one step, and a launch goes on where the last one ended.
+# it has run, the worker increments a counter. Counters are never reset: each step's targets are
+# higher by the number of signals of one step, and a launch continues where the last one ended.
 #
-# The order in a layer hides every hop between workers with another phase's stream: the inner
-# activations are needed after the QKV weights, queries after half of fc2, the parts of heads
-# after a
-# quarter more, and whole heads after the last quarter.
+# The order in a layer hides every hop between workers behind another phase's stream: the inner
+# activations are needed after the QKV weights, queries after half of fc2, the parts of heads after
+# a quarter more, and whole heads after the last quarter.
 #
-# A model with values has a program of its own for launches in which some row may have one: the
-# embedding is an instruction, as that of a value is a map, and between SAMPLE and COMMIT values
-# are
-# read. Their weights are no part of the stream, since only the sampled tokens say which are
-# needed.
+# With values the program has more instructions: the embedding is one, because that of a value is a
+# map, and values are read between SAMPLE and COMMIT. Their weights are not in the stream, because
+# only the sampled tokens determine which are needed.
 #
-# So has a model whose rows draft: a step has several tokens of a row, and only the step before it
-# says how many, at which positions. Between SAMPLE and COMMIT draft tokens are verified and those
-# of
-# the next step placed. Producers run ahead with weights, which do not depend on that, and wait
-# for
-# COMMIT before they copy keys and values. A program may have both: a row's newest token may have
-# a
-# value, and draft tokens are words.
+# With drafts a step has several tokens per row, and only the step before it determines how many, at
+# which positions. Between SAMPLE and COMMIT draft tokens are verified and those of the next step
+# placed. Loaders run ahead with weights, which do not depend on that, and wait for COMMIT before
+# they copy keys and values. A program may have both: a row's newest token may have a value, and
+# draft tokens are words.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Every worker's list, and how many stages the rings have."""
+    """Instruction lists of all workers, and the number of stages of their rings."""
 
     sizes: ModelSizes
     ring_stages: int
@@ -349,11 +337,11 @@ class Program:
         return dataclasses.replace(self, workers=tuple(workers))
 
     def stream_stages(self, worker: int) -> int:
-        """Stages of weights in a worker's stream."""
+        """Return the number of weight stages in a worker's stream."""
         return sum(each.num_stages for each in self.workers[worker])
 
     def table(self) -> list[int]:
-        """The words of all instructions, worker after worker; shorter lists end in ops of -1."""
+        """Return all instructions' words, worker by worker; shorter lists end in ops of -1."""
         longest = max(map(len, self.workers))
         words: list[int] = []
         for instructions in self.workers:
@@ -364,13 +352,13 @@ class Program:
         return words
 
 
-def most_instructions(num_layers: int) -> int:
+def max_instructions(num_layers: int) -> int:
     """Return an upper bound of a worker's instructions for any model."""
     return 8 * num_layers + 11
 
 
 def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
-    """The program of a model."""
+    """Build the program of a model."""
     workers = tuple(tuple(_numbered(_worker(sizes, worker))) for worker in range(sizes.num_workers))
     return Program(sizes, ring_stages, workers)
 
@@ -385,7 +373,7 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     best, weighed, token = (
         counter(sizes, kind) for kind in (CounterKind.BEST, CounterKind.WEIGHED, CounterKind.TOKEN)
     )
-    # The read of the host's memory takes a microsecond or two, which this worker's head makes up.
+    # The read of the host's memory takes a microsecond or two, beside this worker's head.
     yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
     yield Instruction(
         Op.HEAD,
@@ -426,7 +414,7 @@ def _drafts(sizes: ModelSizes, worker: int, token: int) -> Iterator[Instruction]
 
 
 def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instruction]:
-    """Values of the step's tokens."""
+    """Emit instructions that read the values of the step's tokens."""
     last = sizes.num_layers
     inner, bins = counter(sizes, CounterKind.INNER), counter(sizes, CounterKind.BINS)
     yield Instruction(
@@ -448,7 +436,7 @@ def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instr
 
 
 def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
-    """X's counter of a layer is of the layer's output."""
+    """Emit a layer; its counter X counts the blocks of the layer's output."""
 
     def at(kind: CounterKind) -> int:
         return counter(sizes, kind, layer, worker // SPLITS)
@@ -504,23 +492,23 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
 
 
 def _x(layer: int) -> InputSource:
-    """The buffer of the residual stream that enters a layer; layers write and read in turns."""
+    """Return the buffer of the residual stream that enters a layer; layers alternate."""
     return InputSource(layer % 2)
 
 
 def _wait(sizes: ModelSizes, which: int) -> dict[str, int]:
-    """A wait for all workers' signals."""
+    """Return the fields of a wait for all workers' signals."""
     return {"wait": which, "wait_count": sizes.num_workers, "wait_stride": sizes.num_workers}
 
 
 def _wait_samplers(sizes: ModelSizes, which: int) -> dict[str, int]:
-    """A wait for the signals of all workers that have rows."""
+    """Return the fields of a wait for the signals of all workers that have rows."""
     samplers = min(sizes.num_workers, MAX_TOKENS)
     return {"wait": which, "wait_count": samplers, "wait_stride": samplers}
 
 
 def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
-    """Stages of the stream in the order of use."""
+    """Number the stages of the stream in the order of use."""
     stage = 0
     for each in instructions:
         yield dataclasses.replace(each, stage=stage if each.num_stages else 0)
@@ -529,13 +517,12 @@ def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
 
 # ---------------------------------------------------------------- stream
 
-# Which weights a stage of a worker's stream holds: the order in which they are packed.
-#
-# A stage is a block of 16 rows of one matrix by a chunk of its inputs.
+# The order in which weights are packed. A stage is a block of 16 rows of one matrix by a chunk of
+# its inputs.
 
 
 class Matrix(enum.Enum):
-    """Weights of a model, by the names of their outputs."""
+    """Weight matrices of a model."""
 
     FC1 = "fc1"
     QKV = "qkv"
@@ -555,7 +542,7 @@ MATRICES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightStage:
-    """`layer` is the number of layers for the head."""
+    """Stage of the weight stream; the head's `layer` is the number of layers."""
 
     matrix: Matrix
     layer: int
@@ -564,7 +551,7 @@ class WeightStage:
 
 
 def instruction_stages(instruction: Instruction, num_workers: int) -> Iterator[WeightStage]:
-    """The stages of an instruction in the order of the stream: block after block."""
+    """Yield the stages of an instruction in the order of the stream: block after block."""
     if instruction.num_stages == 0:
         return
     matrix = MATRICES[Op(instruction.op)]
@@ -575,7 +562,7 @@ def instruction_stages(instruction: Instruction, num_workers: int) -> Iterator[W
 
 
 def worker_stages(program: Program, worker: int) -> list[WeightStage]:
-    """A worker's whole stream."""
+    """List the stages of a worker's whole stream."""
     num_workers = program.sizes.num_workers
     return [
         stage
@@ -585,7 +572,7 @@ def worker_stages(program: Program, worker: int) -> list[WeightStage]:
 
 
 def qkv_rows(block: int) -> list[int]:
-    """Rows of the joint query, key and value map in a block, in its order.
+    """List a block's rows of the joint query, key and value map, in order.
 
     The rotated pairs (i, i + 16) of a head's first 32 rows are rows g and g + 8 of a block.
     """
@@ -599,10 +586,8 @@ def qkv_rows(block: int) -> list[int]:
 
 # ---------------------------------------------------------------- header
 
-# What the device knows of the program: constants and the layout of an instruction.
-#
-# `python -m legato_engine.kernels.megakernel.program` writes program.cuh; a test compares the
-# two.
+# Constants and layout of an instruction for the device. `python -m
+# legato_engine.kernels.megakernel.program` writes program.cuh; a test compares the two.
 
 FILE = "program.cuh"
 _CONSTANTS = (
@@ -612,7 +597,7 @@ _CONSTANTS = (
     "SPLITS",
     "GROUP",
     "WARPS",
-    "PRODUCERS",
+    "LOADERS",
     "MAX_TOKENS",
     "PAGE",
     "PAGE_BYTES",
@@ -624,7 +609,7 @@ _CONSTANTS = (
 
 
 def header() -> str:
-    """The text of the file."""
+    """Return the text of program.cuh."""
     lines = [
         "// Written by `python -m legato_engine.kernels.megakernel.program`.",
         "#pragma once",
@@ -647,9 +632,9 @@ def header() -> str:
 
 
 def defines(model: ModelSizes, ring_stages: int, under_way: int, tiles: int) -> dict[str, int]:
-    """Constants of a build: the model's sizes, the ring, and groups of 8 tokens.
+    """Return a build's constants: the model's sizes, the ring, and `tiles` groups of 8 tokens.
 
-    `under_way`: stages of the ring that are being copied at once, at most.
+    `under_way`: the maximum stages of the ring that are copied at the same time.
     """
     return {
         "DIM": model.dim,

@@ -14,10 +14,10 @@ GROUP = 64
 """Inputs of a stage that one warp multiplies."""
 WARPS = 8
 """Warps of a worker that compute."""
-PRODUCERS = 2
-"""Warps of a worker that fill its ring, in turns."""
+LOADERS = 2
+"""Warps of a worker that fill its ring in turns."""
 MAX_TOKENS = 16
-"""Tokens of a step: one of each row, or with drafts several of some."""
+"""Maximum tokens of a step: one per row, or with drafts several."""
 PAGE = 16
 """Positions of a KV page."""
 _PARTS, _LONG = 4, 4096  # inputs from which they have parts: `num_parts` in skinny_gemm.py
@@ -26,14 +26,14 @@ RANGES = 32
 FIRST_DIGITS = 21
 """Parts of a unit of distance, in which ranges are cut: as sample.cuh has it."""
 NEAR_RANGES, NEAR_DIGITS, FAR_DIGITS = 28, 6, 211
-"""So many narrow ranges, their width and that of the others, in these parts."""
+"""Number of narrow ranges, their width and that of the other ranges, in these parts."""
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
 """Keys and values of one head in one page, bf16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueDims:
-    """Two decoders of values, each of two layers; `pair_bins` counts the bins of both values."""
+    """Sizes of two two-layer value decoders; `pair_bins` counts the bins of both values."""
 
     inner_dim: int
     scalar_bins: int
@@ -46,16 +46,16 @@ class ValueDims:
 
     @property
     def bin_blocks(self) -> int:
-        """Blocks of all bins, likewise."""
+        """Blocks of all bins: the scalar's, then the pair's."""
         return (self.scalar_bins + self.pair_bins) // BLOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A decoder; the MLP is `ff_ratio` times as wide as the residual stream.
+    """Sizes of a decoder whose MLP is `ff_ratio` times as wide as the residual stream.
 
     `values`: steps read the values of tokens and feed them back; None: all tokens are words.
-    `drafts`: rows feed draft tokens too, and each step verifies them and proposes the next.
+    `drafts`: rows also feed draft tokens, and each step verifies them and proposes the next.
 
     Raises:
         ValueError: a size that the kernel's division into workers does not fit.
@@ -109,8 +109,10 @@ class ModelSizes:
 
     @property
     def out_parts(self) -> int:
-        """Parts of the inputs of a layer's output map, the MLP's and then attention's, whose sums
-        are added up in order: those of captured steps, where the kernel can have them.
+        """Parts (split K) of the inputs of a layer's output map, the MLP's and then attention's.
+
+        Their sums are added in order. They are the captured kernels' where the megakernel can
+        split alike.
         """
         inputs = (1 + self.ff_ratio) * self.chunks
         whole = (
@@ -130,7 +132,7 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all streams; workers with one head block less have a gap."""
+        """Bytes of all streams; workers with one head block less have a gap."""
         layer = (4 + 2 * self.ff_ratio) * self.dim
         head = self.num_workers * BLOCK * -(-self.vocab_blocks // self.num_workers)
         return 2 * self.dim * (self.num_layers * layer + head)
@@ -146,7 +148,7 @@ class ModelSizes:
         return self.vocab_size // BLOCK
 
     def head_blocks(self, worker: int) -> int:
-        """Blocks of the output head that a worker has: `worker`, `worker + num_workers`, ..."""
+        """Return a worker's blocks of the output head: `worker`, `worker + num_workers`, ..."""
         return self.share(worker, self.vocab_blocks)
 
     def share(self, worker: int, blocks: int) -> int:
@@ -154,7 +156,7 @@ class ModelSizes:
         return len(range(worker, blocks, self.num_workers))
 
     def sampled_rows(self, worker: int) -> int:
-        """Tokens from which a worker samples, and rows that it settles: `worker`, `worker +
+        """Return how many tokens a worker samples and rows it verifies: `worker`, `worker +
         num_workers`, ...
         """
         return self.share(worker, MAX_TOKENS)
@@ -167,15 +169,13 @@ LEGATO_TINY = ModelSizes(dim=320, ff_ratio=3, num_layers=6, vocab_size=1536)
 def ring_problem(ring_stages: int, under_way: int) -> str | None:
     """Return why a ring cannot have these sizes, or None.
 
-    A producer waits for the stage `under_way` before its own to land. If the other one may fill
-    that stage's place again meanwhile, the phase looks like the one before, and the wait never
-    ends. A producer is fewer than `ring_stages` ahead of the other, and fewer than `under_way` if
+    A loader waits for the stage `under_way` before its own to land. If the other one may fill
+    that stage's place again meanwhile, the phase equals the one before, and the wait never
+    ends. A loader is fewer than `ring_stages` ahead of the other, and fewer than `under_way` if
     each waits for the other's stages.
     """
     if under_way < 1 or ring_stages < 2 * under_way:
         return f"{ring_stages} stages with {under_way} under way"
-    if under_way % PRODUCERS == 0 and ring_stages % PRODUCERS:
-        return (
-            f"{ring_stages} stages change producers, and none waits for the other with {under_way}"
-        )
+    if under_way % LOADERS == 0 and ring_stages % LOADERS:
+        return f"{ring_stages} stages change loaders, and none waits for the other with {under_way}"
     return None

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from legato_engine.kernels.decode_loop import ResidentOffer
+from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.parameters import (
     DecoderLayer,
     DenseMlp,
@@ -282,7 +282,9 @@ class MoondreamStep:
         for part in self._passes(sampled.hidden_BD.shape[0]):
             self._values.read(state, sampled.part(part))
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+    def offer_megakernel(
+        self, max_rows: int, policy: BlockPolicy | None = None
+    ) -> MegakernelOffer | str:
         try:
             from legato_engine.kernels.megakernel.offer import offer
         except ModuleNotFoundError:

@@ -18,7 +18,7 @@ __device__ __forceinline__ void decide(bool ends, i64 now, const i64* limit, i64
   *step = now + 1;
   publish_count(words, now + 1);
   const auto handle = (cudaGraphConditionalHandle)(unsigned)high << 32 | (unsigned)low;
-  cudaGraphSetConditional(handle, follows(ends, now + 1, *limit, stop_wished(words)));
+  cudaGraphSetConditional(handle, follows(ends, now + 1, *limit, stop_requested(words)));
 }
 
 // `ring` [steps, units] and `words` (steps done; whether to stop) are page-locked memory of the host, which reads

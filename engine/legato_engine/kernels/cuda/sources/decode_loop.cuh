@@ -16,7 +16,7 @@ __device__ __forceinline__ void publish_token(volatile i64* ring, int stride, i6
   ring[step * stride + b] = token;
 }
 __device__ __forceinline__ void publish_count(volatile i64* words, i64 done) { words[0] = done; }
-__device__ __forceinline__ bool stop_wished(const volatile i64* words) { return words[1] != 0; }
+__device__ __forceinline__ bool stop_requested(const volatile i64* words) { return words[1] != 0; }
 
 // Whether a row's drafting step is the last that the host has planned for: after the row's last token, or where it could
 // not write as many draft tokens as it may have.

@@ -1,13 +1,13 @@
-// Attention of the tokens by tensor cores. A worker has a head and its own quarter of every row's pages, every SPLITS-th. What
-// the softmax of a token's quarters leaves is merged in MERGE, every SPLITS-th token by each worker of the head.
+// Attention by tensor cores. A worker has a head and a quarter of every row's pages: every SPLITS-th. MERGE merges the softmax
+// partials of a token's quarters; each worker of the head merges every SPLITS-th token.
 //
-// A unit's tokens share the reads of pages as columns of the same products: with DRAFTS those of a row, else those of rows that have
-// leading pages in common. These are over before any row's own pages, of which a row's tracks go on from there. A page is one warp's;
-// those of a row's quarter are taken in turns. Results depend on a token's own query, keys, values and position alone: what a page has
-// for other tokens of its row has weight 0.
+// A unit's tokens share the reads of pages as columns of the same products: with DRAFTS the tokens of a row, else those of rows
+// that have leading pages in common. Common pages come first; each row's tracks continue from there with the row's own pages. Each
+// page is processed by one warp; warps alternate by pages. A token's result depends on its own query, keys, values and position
+// only: positions in a page that it must not see have weight 0.
 //
-// In a warp lane = 4g + t. Of scores it has those of the unit's token g, at positions 2t, 2t + 1, 2t + 8, 2t + 9 of a page; of
-// sums of values those of tokens 2t and 2t + 1, in dimensions 8g.. .
+// In a warp lane = 4g + t. A lane has the scores of the unit's token g, at positions 2t, 2t + 1, 2t + 8, 2t + 9 of a page, and the
+// sums of values of tokens 2t and 2t + 1, in dimensions 8g.. .
 #pragma once
 #include "matrix.cuh"
 #include "softmax_parts.cuh"
@@ -17,7 +17,7 @@ constexpr int OWN_LINES = LINES / SPLITS;  // of a worker
 static_assert(OWN_LINES * TURNS == WARPS, "a warp has a track");
 static_assert(STAGE_PAGES <= WARPS, "a page of a stage for each warp");
 
-// Dimensions 16t.. of the queries, of token g; zero where there is none.
+// Dimensions 16t.. of the query of token g; zero without such a token.
 struct Queries {
   uint4 low, high;
   __device__ __forceinline__ void load(const Arguments& a, const Unit& unit) {
@@ -33,9 +33,9 @@ struct Page {
   const unsigned char* keys;
   int begin;
 
-  // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g. Even positions are read
-  // from their first piece on and odd ones from their second, so no two lanes read from one bank. Both halves of the queries are
-  // multiplied with either piece, as rows g and g + 8 of a product, and each position takes those that belong together.
+  // Products of query g with the keys at positions 8 `half` + 2t and the next one. Even positions are read from their first piece
+  // on and odd ones from their second, which avoids bank conflicts. Both halves of the queries are multiplied with either piece,
+  // as rows g and g + 8 of a product, and each position uses the matching ones.
   __device__ __forceinline__ float2 multiply(const Queries& q, int half) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const uint4* key = reinterpret_cast<const uint4*>(keys) + (half * 8 + g) * (HEAD_DIM / 8) + 2 * t;
@@ -49,31 +49,31 @@ struct Page {
     return float2{sums.x + more.z, more.y + sums.w};
   }
 
-  // Dimensions 8g.. at one of the positions; zero where none was written, as 0 times anything is not 0.
+  // Dimensions 8g.. of the values at a position. Unwritten positions must be zero: weight 0 times NaN is not 0.
   __device__ __forceinline__ uint4 value(int position) const {
     const uint4* values = reinterpret_cast<const uint4*>(keys + PAGE_BYTES / 2) + threadIdx.x % 32 / 4;
     return values[position * (HEAD_DIM / 8)];
   }
 };
 
-// A unit's pages of the quarter belong to WARPS tracks in turns, by their place in the row. Which warp has a track changes no
-// result: the first track is another warp's in each unit, or the same warps would have a page more of all of them.
+// A unit's pages of the quarter belong to WARPS tracks in turns, by their index in the row. Which warp has a track changes no
+// result. The assignment rotates by unit: otherwise the same warps would have one page more in every unit.
 __device__ __forceinline__ int track_of(int index) { return threadIdx.x / 32 - 5 * index & WARPS - 1; }
 
-// What the softmax of each track of a token leaves; sums of products lie there at other times.
+// Softmax partials of each track of a token; the memory has sums of products at other times.
 using Parts = float2[WARPS][HEAD_DIM / 2];
 __device__ __forceinline__ Parts* parts_of(Shared& shared) {
   static_assert(sizeof(shared.sums) >= sizeof(Parts) * TOKENS, "the parts of all tokens");
   return reinterpret_cast<Parts*>(&shared.sums[0][0][0][0]);
 }
 
-// A warp's softmax of the unit's tokens: of token g the highest score, of tokens 2t and 2t + 1 the sums of weights.
+// A warp's online softmax of the unit's tokens: the highest score of token g, the sums of weights of tokens 2t and 2t + 1.
 struct Softmax {
   float top = -INFINITY;
   float2 sum = {0.f, 0.f};
   float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
-  // `own`: token g's position, the last that it attends to; -1: there is no such token.
+  // `own`: token g's position, the last that it attends to; -1 without such a token.
   __device__ __forceinline__ void add(const Queries& q, const Page& page, int own) {
     const int t = threadIdx.x % 4;
     const float2 near = page.multiply(q, 0), far = page.multiply(q, 1);
@@ -112,7 +112,7 @@ struct Softmax {
     }
   }
 
-  // Of one token, what `store` left of it.
+  // Load the partials of one token from `store`.
   __device__ __forceinline__ void load(Shared& shared, int token, int track) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if (g == 0) top = shared.ends[token][track].x;
@@ -126,7 +126,7 @@ struct Softmax {
     }
   }
 
-  // For the merge of the worker's warps, or for the tokens' own pages.
+  // Store the partials, for the merge of the worker's warps or for the rows' own pages.
   __device__ __forceinline__ void store(Shared& shared, const Unit& unit, int track) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Parts* parts = parts_of(shared);
@@ -141,9 +141,9 @@ struct Softmax {
   }
 };
 
-// Keys and values of positions of this step in a page, which QKV wrote after the page was copied: they are put where the copy
-// would have them, and zeros where later positions will have values, as memory has anything there. A lane has dimensions 2 lane
-// and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer of them than the quarters have positions.
+// Keys and values of this step in a page, which QKV wrote after the page was copied. They are written to the copy in the ring, with
+// zero values at later positions, whose memory is undefined. A lane has dimensions 2 lane and 2 lane + 1. A row's tokens are in one
+// page of a quarter, because a step has fewer tokens than the other quarters have positions.
 struct Written {
   __device__ __forceinline__ static void put(unsigned char* to, int i, u32 key, u32 value) {
     *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = key;
@@ -188,7 +188,7 @@ struct Written {
   }
 };
 
-// Pages of a unit from `begin` to `end`, as produce_pages copies them; `mine`: the warp's track.
+// Pages of a unit from `begin` to `end`, as load_pages copies them; `mine`: the warp's track.
 __device__ __forceinline__ void attend_pages(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, Softmax& track, int layer, int index,
     int mine, const Unit& unit, int begin, int end) {
@@ -197,8 +197,8 @@ __device__ __forceinline__ void attend_pages(
   const int last = last_position(shared, unit, at.step);
   Written written;
   written.load(a, shared, layer, index, first_position(shared, unit.token, at.step), last, end, mine);
-  // From one page of the warp to its next: other warps take what is between, and the first page's lets the stage go for those
-  // that have none of it.
+  // Visit the warp's pages; other warps process those between. The warp of a stage's first page also releases the stage for the
+  // warps that have no page of it.
   u32 stage = 0;
   for (u32 i = mine - begin & WARPS - 1; i < end - begin; i += WARPS) {
     const u32 place = i % STAGE_PAGES, others = min((u32)STAGE_PAGES - 1, end - begin - 1 - (i - place));
@@ -212,7 +212,7 @@ __device__ __forceinline__ void attend_pages(
   ring.skip((u32)(end - begin + STAGE_PAGES - 1) / STAGE_PAGES - stage);
 }
 
-// Pages that rows have in common.
+// Attend to pages that rows have in common.
 __device__ __forceinline__ void attend_common(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
   for (int index = 0; index < shared.num_units; index++) {
     const Unit unit = unit_of(shared, index);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void attend_common(const Arguments& a, Place& at, Sha
   workers_sync();
 }
 
-// In the order of produce_common and produce_own. Queries are read ahead.
+// Attend to all pages, in the order of load_common_pages and load_own_pages. Queries are prefetched.
 __device__ __forceinline__ void attend(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
   const int owners = num_owners(a, shared);
   Unit next = owner_of(shared, 0);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void run_attend(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   attend(a, at, shared, ring, it.layer);
   workers_sync();
-  // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to tracks.
+  // A quarter has OWN_LINES lines. Its pages belong to lines in turns, as to tracks.
   const Parts* parts = parts_of(shared);
   for (int i = warp; i < num_tokens(a, shared) * OWN_LINES; i += WARPS) {
     const int token = i / OWN_LINES, line = i % OWN_LINES, place = (token * WORKERS + blockIdx.x) * OWN_LINES + line;

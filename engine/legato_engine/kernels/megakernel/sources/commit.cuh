@@ -1,15 +1,15 @@
-// The end of a step: what the host wishes, and whether a step follows.
+// The end of a step: the host's stop flag, and whether a step follows.
 #pragma once
 #include "decode_loop.cuh"
 #include "draws.cuh"
 
 __device__ __forceinline__ void run_listen(const Arguments& a, const Instruction& it) {
-  if (it.num_blocks && threadIdx.x == 0) *a.stop = stop_wished(a.words);
+  if (it.num_blocks && threadIdx.x == 0) *a.stop = stop_requested(a.words);
 }
 
-// Both values of a step's token, and the certainties of its kind and of them.
+// Publish both values of a step's token, and the certainties of its kind and of them.
 __device__ __forceinline__ void publish_value(const Arguments& a, i64 step, int lane, const float4& value) {
-  const i64 at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
+  const i64 at = step * a.ring_stride + lane;  // in 8-byte words, because all fields of a step are contiguous
   a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;
   a.certainty_ring[at].x = value.z, a.certainty_ring[at].y = value.w;
 }
@@ -25,7 +25,7 @@ __device__ __forceinline__ void stage_commit(const Arguments& a, const Place& at
   if (lane < a.rows) {
     shared.chosen[lane] = token;
     shared.constraint[lane] = (int)successor(a.successors, shared.constraint[lane], token);
-    shared.token[lane] = min(max(token, 0), VOCAB - 1);  // after a failed wait it may be anything
+    shared.token[lane] = min(max(token, 0), VOCAB - 1);  // after a timeout it may be anything
     if (VALUES) shared.value[lane] = load_fresh_float4(a.value + lane);
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;

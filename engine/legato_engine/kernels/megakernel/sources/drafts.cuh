@@ -1,6 +1,6 @@
 // Several tokens of a row in a step. SETTLE verifies draft tokens and proposes the next, PLACE decides how many of them the
-// next step feeds, and COMMIT takes that into shared memory. Before the first step a launch of kernels of
-// kernels/cuda/drafting.py has placed its tokens: these are the same functions on the same memory.
+// next step feeds, and COMMIT copies the result to shared memory. The first step's tokens are placed before the launch, by the
+// kernels of kernels/cuda/drafting.py: the same functions on the same memory.
 #pragma once
 #include "commit.cuh"
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ void run_drafts(const Instruction&, int) {}
 #include "ngram_lookup.cuh"
 #include "units.cuh"
 
-// What a step's end reads and writes, all of it in device memory but for the host's ring.
+// Inputs and outputs of a step's end, in device memory except for the host's ring.
 struct Drafting {
   DraftRows rows;
   i64* constraint;  // by row of the launch
@@ -31,7 +31,7 @@ struct Drafting {
 
 __device__ __forceinline__ bool aborted(const DraftArguments& a) { return load_relaxed(a.abort) != 0; }
 
-// Whether any row of the launch is drawn, by one warp.
+// Find whether any row of the launch is drawn; by one warp.
 __device__ __forceinline__ void take_draws(const DraftArguments& a, Shared& shared) {
   const int lane = (int)kept_lane();
   const i64 row = lane < a.rows ? a.drafting->rows.row[lane] : a.drafting->scratch;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void take_draws(const DraftArguments& a, Shared& shar
   if (lane == 0) shared.draws = any;
 }
 
-// The tokens that are placed, by one warp; padding follows them.
+// Read the placed tokens, which padding follows; by one warp.
 __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
   const Drafting& d = *a.drafting;
   const int lane = (int)kept_lane();
@@ -55,7 +55,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
     shared.row[lane] = (int)row, shared.position[lane] = (int)position, shared.first[lane] = (int)first;
     shared.token[lane] = (int)(source < 0 ? drafted : load_fresh_i64(d.state.row_token + row));
     shared.constraint[lane] = (int)load_fresh_i64(d.constraint + index);
-    if (VALUES) {  // of which a draft token has none
+    if (VALUES) {  // draft tokens have none
       const float2 payload = source < 0 ? float2{0.f, 0.f} : load_fresh_float2(a.row_payload + row);
       shared.value[lane] = float4{payload.x, payload.y, 1.f, 1.f};
     }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   const int end = later ? __ffs(later) - 1 : __popc(all);
   if (units >> lane & 1) shared.unit[__popc(units & (1u << lane) - 1)] = packed(Unit{lane, end - lane, 0});
   if (lane == 0) shared.num_units = __popc(units);
-  if (lane == 0 && !units) shared.unit[0] = packed(Unit{0, 1, 0});  // is read ahead
+  if (lane == 0 && !units) shared.unit[0] = packed(Unit{0, 1, 0});  // is prefetched
 }
 
 // Pages of the units; `take_tokens` came before.
@@ -154,12 +154,12 @@ __device__ __forceinline__ void run_place(const DraftArguments& a, Shared& share
 
 __device__ __forceinline__ void stage_commit(const DraftArguments& a, Shared& shared, int step) {
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x, told = shared.count;
+    const int lane = threadIdx.x, fed = shared.count;
     const bool gone = aborted(a), goes_on = !gone && load_fresh_u32(a.drafting->follows) != 0;
-    if (lane < told) shared.chosen[lane] = (int)load_fresh_u32(a.token + lane);
+    if (lane < fed) shared.chosen[lane] = (int)load_fresh_u32(a.token + lane);
     __syncwarp();
     if (goes_on) take_tokens(a, shared);
-    if (lane == 0) shared.chosen_count = told, shared.ended = gone ? ABORTED : goes_on ? GOES_ON : ENDED;
+    if (lane == 0) shared.chosen_count = fed, shared.ended = gone ? ABORTED : goes_on ? GOES_ON : ENDED;
   }
   __syncwarp();
   workers_sync();
@@ -170,7 +170,7 @@ __device__ __forceinline__ void stage_commit(const DraftArguments& a, Shared& sh
   if (threadIdx.x == 0) store_release_shared(&shared.placed, step + 2);
 }
 
-// A function of its own, with few registers: those that it needs would be spilled in the code of the other instructions.
+// A called function with few registers: inlined, it would make the other instructions spill.
 __device__ __noinline__ void run_drafts(const Instruction& it, int step) {
   Shared& shared = worker_memory();
   switch (it.op) {
@@ -182,7 +182,7 @@ __device__ __noinline__ void run_drafts(const Instruction& it, int step) {
   }
 }
 
-// What the host hears of a step: of tokens, and of rows.
+// Publish a step's outputs by token and by row.
 __device__ __forceinline__ void publish_drafts(const Arguments& a, const Shared& shared, int step) {
   const Drafting& d = *a.drafting;
   const int lane = threadIdx.x % 32;

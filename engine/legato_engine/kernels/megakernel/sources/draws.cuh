@@ -1,7 +1,7 @@
-// Every row's token. Of a row that is drawn each worker weighs a slice of the vocabulary: what ranges of distance from the
-// highest score have, and the best tokens by score and noise. The row's worker finds the range of the last kept token in
-// that. Only where a token of that range itself has the best score and noise does it read scores, to see whether that
-// one is kept. Sums are of integers and comparisons exact, so that the token is sample.cu's.
+// Sampling. For a drawn row each worker weighs a slice of the vocabulary: it sums masses and counts by range of distance from
+// the highest score, and finds the best tokens by score plus noise. From these the row's worker finds the range of the last
+// kept token. It reads scores only if the best token is in that range, to find out whether it is kept. Sums are of integers and
+// comparisons exact, so that the token equals that of sample.cu.
 #pragma once
 #include "output.cuh"
 
@@ -11,7 +11,7 @@ static_assert(NEAR_RANGES + ((int)(REACH * FIRST_DIGITS) - NEAR_RANGES * NEAR_DI
 
 __device__ __forceinline__ i64 weighed_at(int index, int worker) { return ((i64)index * WORKERS + worker) * RANGES; }
 
-// A row's sampling rules, and its highest score by its temperature.
+// A row's sampling rules, and its highest score divided by the temperature.
 struct Rules {
   const float* scores;
   float temperature, top_p, peak;
@@ -41,7 +41,7 @@ __device__ __forceinline__ Rules rules_of(const Shared& shared, int index, int s
 
 constexpr Best NO_BEST = {0u, 0u, ~0u};
 
-// The row's highest score and the lowest token that has it, in every lane; ids with BROKEN stay so.
+// The row's highest score and the lowest token that has it, in every lane; BROKEN stays set in an id.
 __device__ __forceinline__ uint2 highest_of(const uint2* best, int index) {
   uint2 highest = {0u, ~0u};
   for (int j = threadIdx.x % 32; j < WORKERS; j += 32) {
@@ -54,15 +54,15 @@ __device__ __forceinline__ uint2 highest_of(const uint2* best, int index) {
 }
 __device__ __forceinline__ bool is_token(uint2 highest) { return highest.y < VOCAB && from_key(highest.x) > -INFINITY; }
 
-// A token whose score with noise may be the best.
+// A token whose score plus noise may be the best.
 struct Contender {
   float x;
   int id;
 };
 constexpr int SCORES_AT_ONCE = 128;  // scores that a warp reads at once
 
-// A warp's share of the fours of scores from `first` to `end`: `contends(x, id)` of each that is in reach, and of those that
-// do, `meet(their exact score, x)` one after the other, in all lanes.
+// Visit a warp's share of the groups of four scores from `first` to `end`: `contends(x, id)` filters scores in reach; for each of
+// the remaining ones all lanes call `meet(exact score, x)`.
 template <class Contends, class Meet>
 __device__ __forceinline__ void each_contender(
     const Rules& rules, int first, int end, int stride, Contender* list, Contends contends, Meet meet) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void each_contender(
   }
 }
 
-// Memory of a warp for what it weighs, in place of its sums.
+// A warp's memory for weighing, in place of its sums.
 struct Scale {
   Bin bins[RANGES];
   Contender list[SCORES_AT_ONCE];
@@ -112,7 +112,7 @@ __device__ __forceinline__ Scale& own_scale(Shared& shared) {
   return reinterpret_cast<Scale*>(&shared.sums[0][0][0][0])[threadIdx.x / 32];
 }
 
-// The worker's slice of one row, by one warp.
+// Weigh the worker's slice of one row; by one warp.
 __device__ __forceinline__ void weigh_row(Shared& shared, int index, int step) {
   const DrawArguments& a = shared.draw;
   const int lane = threadIdx.x % 32, first = blockIdx.x * OWN_FOURS;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void weigh_row(Shared& shared, int index, int step) {
   if (!is_token(highest)) return;
   const Rules rules = rules_of(shared, index, step, highest.x);
   const bool bounded = rules.bounded();
-  // The highest is kept if any lower one is: those need its score with noise at least. Both scores and the bound are rough.
+  // The highest score is always kept, so others must reach its score plus noise. Scores and bound are approximate.
   const float floor = rules.rough(rules.peak, mix(rules.key + (u64)highest.y)) - 2.f * NOISE_SLACK;
   Scale& scale = own_scale(shared);
   scale.bins[lane] = Bin{};
@@ -143,7 +143,7 @@ __device__ __forceinline__ void weigh_row(Shared& shared, int index, int step) {
   a.weighed.share[to] = uint4{(u32)mass, (u32)(mass >> 32), bin.count, 0u};
 }
 
-// A function of its own, as `draw_row` is: registers of the code around would be spilled.
+// A called function, as `draw_row`: inlined, it would make its callers spill.
 __device__ __noinline__ void weigh_rows(int count, int step) {
   Shared& shared = worker_memory();
   for (int index = threadIdx.x / 32; index < count; index += WARPS) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void run_weigh(const Arguments& a, const Place& at, S
   if (shared.drawn) weigh_rows(num_tokens(a, shared), at.step);
 }
 
-// Over the thread block, in every thread.
+// Sum over the thread block, in every thread.
 __device__ __forceinline__ Share block_sum(Share mine, Share (&warps)[WARPS]) {
 #pragma unroll
   for (int lanes = 16; lanes; lanes >>= 1) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ Best block_best(Best mine, Best (&warps)[WARPS]) {
   return warp_best(warps[threadIdx.x % WARPS]);
 }
 
-// What all workers have in a lane's range, in every warp.
+// Sum all workers' shares of the lane's range, in every warp.
 __device__ __forceinline__ Share share_of_range(Shared& shared, int index) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& warps = *reinterpret_cast<Share (*)[WARPS][RANGES]>(&shared.sums[0][0][0][0]);
@@ -198,7 +198,7 @@ __device__ __forceinline__ Share share_of_range(Shared& shared, int index) {
   return all;
 }
 
-// The best of all ranges up to this one, in every lane.
+// The best token of all ranges up to this one, in every lane.
 __device__ __forceinline__ Best best_through(const Shared& shared, int index, int range) {
   if (range < 0) return NO_BEST;
   Best best = NO_BEST;
@@ -209,8 +209,8 @@ __device__ __forceinline__ Best best_through(const Shared& shared, int index, in
   return warp_best(best);
 }
 
-// The range of the last kept token is `last`. `best` is of it and beats `below`, which is kept: whether it is kept itself say the
-// mass and the count of the range's tokens before it. Of a range that is not kept whole the next best may be.
+// Find the best kept token. `last` is the range of the last kept token, `best` is in it and beats `below`, which is kept. `best` is
+// kept if mass and count of the range's tokens before it are within the bounds; otherwise the next best is tried.
 __device__ __forceinline__ Best best_kept(Shared& shared, const Rules& rules, const Choice& last, Bounds most, Best best, Best below) {
   Sampling& sampling = shared.sampling;
   Contender* list = own_scale(shared).list;
@@ -235,7 +235,7 @@ __device__ __forceinline__ Best best_kept(Shared& shared, const Rules& rules, co
   return below;
 }
 
-// A row's drawn token; `highest` is its highest score and the token that has it.
+// Draw a row's token; `highest` is its highest score and the token that has it.
 __device__ __noinline__ u32 draw_row(int index, int step, uint2 highest) {
   Shared& shared = worker_memory();
   const Rules rules = rules_of(shared, index, step, highest.x);

@@ -5,12 +5,12 @@
 constexpr int IN_CHUNKS = CHUNKS, SLICES = CHUNK / GROUP;
 #include "moments.cuh"
 
-// Where the inputs of products lie, in the order in which lanes take them, so that what a warp loads at once is one piece:
-// [inputs / GROUP, TILES, GROUP / 32, 8 tokens, 32].
+// Index of an input of products. They are stored in the order in which lanes load them, so that each load of a warp is
+// contiguous: [inputs / GROUP, TILES, GROUP / 32, 8 tokens, 32].
 __device__ __forceinline__ int place_of(int token, int input) {
   return input / GROUP * (GROUP * TOKENS) + (token / 8 * (GROUP / 32) + input % GROUP / 32) * 256 + token % 8 * 32 + input % 32;
 }
-// The lane's piece of half of a group: those of token tile * 8 + lane / 4.
+// Index of the lane's piece of half a group: inputs of token tile * 8 + lane / 4.
 __device__ __forceinline__ int piece_of(int group, int tile, int half) {
   return group * (GROUP * TOKENS) + (tile * (GROUP / 32) + half) * 256 + threadIdx.x % 32 * 8;
 }
@@ -21,10 +21,10 @@ __device__ __forceinline__ bool active() {
 // The warp's group of a chunk.
 __device__ __forceinline__ int group_of(int chunk) { return chunk * SLICES + threadIdx.x / 32; }
 
-// 64 inputs of the tokens, as a lane holds them for the products.
+// A lane's share of 64 inputs of all tokens.
 struct Inputs {
   uint4 of[TILES][2];
-  // A group of the first `tokens`, from global memory.
+  // Load a group of the first `tokens` from global memory.
   __device__ __forceinline__ void load(const bf16* from, int group, int tokens) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
@@ -39,7 +39,7 @@ struct Inputs {
 template <class Taken>
 __device__ __forceinline__ const bf16* residual(const Taken& a, int source) { return source == SOURCE_X0 ? a.x0 : a.x1; }
 
-// 8 values of the lane's token of a tile from the residual stream, or the token's embedding: those that it multiplies of half a chunk.
+// The 8 values that a lane multiplies of half a chunk, from the residual stream or the token's embedding.
 __device__ __forceinline__ uint4 load_piece(const Arguments& a, const Shared& shared, int source, int tile, int chunk, int half) {
   const int token = tile * 8 + threadIdx.x % 32 / 4, group = group_of(chunk);
   const bool live = token < num_tokens(a, shared) && active();
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint4 load_piece(const Arguments& a, const Shared& sh
   return live ? load_fresh(from) : uint4{0, 0, 0, 0};
 }
 
-// All chunks of the residual stream, which registers hold from an instruction's first block on: at once, as all else that it
-// needs can wait.
+// Load all chunks of the residual stream, which registers hold from an instruction's first block on; before its other operands,
+// which are needed later.
 __device__ __forceinline__ void load_chunks(const Arguments& a, const Shared& shared, int source, Inputs (&to)[CHUNKS]) {
   if (source != SOURCE_EMBED) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_chunks(const Arguments& a, const Shared& sh
     for (int i = 0; i < 2 * CHUNKS; i++) to[i / 2].of[tile][i % 2] = load_piece(a, shared, source, tile, i / 2, i % 2);
 }
 
-// Mean and inverse deviation of a token, of its slices.
+// Mean and inverse deviation of a token from its slices.
 __device__ __forceinline__ float2 whole_moments(const Shared& shared, int token) {
   const auto over = [](const float (&x)[WARPS]) {
     return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])),
@@ -78,7 +78,7 @@ __device__ __forceinline__ float2 whole_moments(const Shared& shared, int token)
   return float2{mean, deviation_of(over(squares))};
 }
 
-// A slice of the tokens of a tile; `at(chunk, half)` is the lane's piece of it.
+// Store the moments of a slice of a tile's tokens; `at(chunk, half)` is the lane's piece of it.
 template <class At>
 __device__ __forceinline__ void store_slices(Shared& shared, int tile, At at) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,4 +1,4 @@
-// Products of the tokens with blocks of weights from the ring, and what becomes of their sums.
+// Products of the tokens with blocks of weights from the ring, and the instructions FC1, QKV and FC2.
 //
 // In a warp lane = 4g + t. A warp multiplies 64 inputs of every stage; a sum's .x and .y are row g of tokens 2t and
 // 2t + 1 of a tile, .z and .w row g + 8.
@@ -6,7 +6,7 @@
 #include "inputs.cuh"
 #include "ring.cuh"
 
-// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (kernels/cuda/resident.py packs them so).
+// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (packed by kernels/megakernel/kernel.py).
 struct Fragment {
   uint4 of[4];
   __device__ __forceinline__ void load(const unsigned char* stage) {
@@ -41,7 +41,7 @@ struct Sums {
   }
 };
 
-// Stages of the ring in registers, the next one ahead of the products of this one.
+// Stages of the ring in registers; the next one is loaded ahead of this one's products.
 struct Reader {
   Fragment next = {};
   __device__ __forceinline__ void begin(const Arguments& a, Place& at, Ring& ring) {
@@ -49,7 +49,7 @@ struct Reader {
     if (active()) next.load(stage);
     ring.release(a, next.read());
   }
-  // `more`: there is a stage after this one.
+  // `more`: whether another stage follows.
   __device__ __forceinline__ void multiply(
       const Arguments& a, Place& at, Ring& ring, Sums& sums, const Inputs& in, bool more) {
     const Fragment mine = next;
@@ -62,7 +62,7 @@ struct Reader {
   }
 };
 
-// What the warps multiplied of a block.
+// The sums of a block over all warps.
 __device__ __forceinline__ float4 total(const Shared& shared, int block, int tile) {
   float4 all = shared.sums[0][block][tile][threadIdx.x % 32];
 #pragma unroll
@@ -177,11 +177,11 @@ __device__ __forceinline__ void run_qkv(
   }
 }
 
-// Chunks of the inner activations whose inputs registers hold at once.
+// Chunks of the inner activations that registers hold at a time.
 constexpr int INNER_AT_ONCE = 8 / TILES;
 
-// The inputs of a layer's output map, the inner activations and then the heads, are cut into PARTS, whose sums are added up in
-// order: as layer_out adds them. The last part has the heads.
+// The inputs of a layer's output map, the inner activations and then the heads, are split into PARTS, whose sums are added in
+// order, as by layer_out. The last part has the heads.
 constexpr int PART_CHUNKS = (FF + DIM) / CHUNK / PARTS;
 static_assert((FF + DIM) / CHUNK % PARTS == 0 && (PARTS - 1) * PART_CHUNKS * CHUNK <= FF, "unsupported parts");
 static_assert(PARTS <= BLOCKS_AT_ONCE && FF / CHUNK / 2 / PART_CHUNKS <= 1, "one part before attention, whose results lie on the others'");
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_part(Shared& shared, const Sums& sums, int
   for (int tile = 0; tile < TILES; tile++) part_sums(shared, part, threadIdx.x / 32, tile) = sums.of[tile];
 }
 
-// Parts `from` up to `to`, whose sums all warps have stored; each of the first warps has a tile.
+// Add parts `from` up to `to`, whose sums all warps have stored; each of the first TILES warps adds one tile.
 __device__ __forceinline__ void add_parts(Shared& shared, float4& all, int from, int to) {
   for (int part = from; part < to; part++) {
     float4 whole = part_sums(shared, part, 0, threadIdx.x / 32);
@@ -205,7 +205,7 @@ __device__ __forceinline__ void add_parts(Shared& shared, float4& all, int from,
   }
 }
 
-// `added`: the parts that are in `shared.parts`.
+// `added`: the number of parts in `shared.parts`.
 __device__ __forceinline__ void run_fc2(
     const Arguments& a, Place& at, Ring& ring, Sums& sums, int& added, const Instruction& it) {
   Shared& shared = ring.shared;

@@ -1,8 +1,8 @@
-// The output head: logits of rows for which more than the best is wanted, and of each row the worker's best, ties to the lower id.
+// The output head: each row's best token of the worker, ties to the lower id, and the scores of rows that need more than that.
 #pragma once
 #include "matrix.cuh"
 
-// Keys and ids; an id with BROKEN stays so.
+// Compare keys, then ids; BROKEN stays set in an id.
 __device__ __forceinline__ bool better(uint2 a, uint2 b) { return a.x > b.x || (a.x == b.x && a.y < b.y); }
 __device__ __forceinline__ uint2 best_of(uint2 a, uint2 b) { return better(b, a) ? b : a; }
 __device__ __forceinline__ uint2 from_lane(uint2 mine, int lanes) {
@@ -11,7 +11,7 @@ __device__ __forceinline__ uint2 from_lane(uint2 mine, int lanes) {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x7f800000u; }
 
-// A block's logits of a tile, whose best join the warp's own.
+// Compute a block's logits of a tile and merge their best into the warp's.
 __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shared& shared, int row, int tile, float4 sum) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float2 low = a.head_folded[row], high = a.head_folded[row + 8];

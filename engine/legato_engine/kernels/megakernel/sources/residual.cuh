@@ -1,4 +1,4 @@
-// A layer's output: the residual stream, plus the sums of fc2, plus the map of attention's heads.
+// A layer's output: the residual stream plus the sums of fc2 plus the projection of attention's heads.
 #pragma once
 #include "attention.cuh"
 

@@ -1,7 +1,7 @@
 // Decode steps as one launch: every thread block runs its worker's instructions, step after step.
 #include "commit.cuh"
 #include "output.cuh"
-#include "producer.cuh"
+#include "loader.cuh"
 #include "residual.cuh"
 #include "values.cuh"
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void stage_decode(const Arguments& a, Shared& shared)
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
-#if VALUES || DRAFTS || TILES > 1  // registers that hold it would be spilled
+#if VALUES || DRAFTS || TILES > 1  // a copy in registers would spill
       const Instruction& it = table[at.index];
 #else
       const Instruction it = table[at.index];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void stage_decode(const Arguments& a, Shared& shared)
           if (is_of_drafts(it)) run_drafts(it, at.step);
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
-        telling_sync();
+        signalling_sync();
       else if (it.op != OP_FC2 && it.op != OP_LISTEN)
         workers_sync();
       note_time(a, at, 2);
@@ -65,8 +65,7 @@ __device__ __forceinline__ void stage_kv(Shared& shared, const i64* row, const i
 }
 #endif
 
-// Warps of the first two warpgroups compute; of the third each has a task of its own. Registers go from these to
-// those.
+// Warps of the first two warpgroups compute; those of the third load, poll and signal, and give registers to the consumers.
 constexpr int ALL_THREADS = THREADS + 128;
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
@@ -138,11 +137,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     stage_decode(a, shared);
   } else {
     give_registers<56>();
-    if (warp < WARPS + PRODUCERS) {
-      if (elected()) produce(a, shared, warp - WARPS);
+    if (warp < WARPS + LOADERS) {
+      if (elected()) load_stages(a, shared, warp - WARPS);
       finish_copies(shared);
     }
-    if (warp == WARPS + PRODUCERS && threadIdx.x % 32 == 0) watch(a, shared);
-    if (warp == WARPS + PRODUCERS + 1) tell(a, shared);
+    if (warp == WARPS + LOADERS && threadIdx.x % 32 == 0) poll_counters(a, shared);
+    if (warp == WARPS + LOADERS + 1) signal_counters(a, shared);
   }
 }

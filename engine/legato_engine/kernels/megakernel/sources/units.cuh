@@ -1,4 +1,4 @@
-// Tokens that share attention's reads: which pages are theirs.
+// Units of tokens that share attention's reads, and their pages.
 #pragma once
 #include "worker.cuh"
 
@@ -6,7 +6,7 @@ __device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
   const int all = shared.unit[index];
   return Unit{all & 31, (all >> 5 & 7) + 1, DRAFTS ? 0 : all >> 8};
 }
-// Owners of the pages that are not in common: units with DRAFTS, else rows.
+// Owners of the pages that are not in common: with DRAFTS units, else rows.
 __device__ __forceinline__ int num_owners(const Arguments& a, const Shared& shared) { return DRAFTS ? shared.num_units : a.rows; }
 __device__ __forceinline__ Unit owner_of(const Shared& shared, int index) {
   return DRAFTS ? unit_of(shared, index) : Unit{index, 1, shared.common[index]};
@@ -25,8 +25,8 @@ __device__ __forceinline__ int pages_of(const Shared& shared, const Unit& unit, 
 }
 
 #if !DRAFTS
-// Units of the launch's rows, by one warp, from the pages that all positions so far fill. A row joins the unit before it if
-// they have at least half of that unit's common pages in common.
+// Find the units of the launch's rows by their full pages; by one warp. A row joins the unit before it if they share at least
+// half of that unit's common pages.
 __device__ __forceinline__ void find_units(Shared& shared, int rows) {
   const int lane = threadIdx.x % 32, quarter = blockIdx.x % SPLITS;
   const int filled = lane < rows ? (shared.position[lane] / PAGE + SPLITS - 1 - quarter) / SPLITS : 0;

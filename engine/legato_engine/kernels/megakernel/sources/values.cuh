@@ -1,11 +1,11 @@
-// Values inside a step: the embedding of tokens that have some, and how they are read of a step's tokens.
+// Values inside a step: embeddings of tokens with values, and decoding of the values of sampled tokens.
 //
-// A decoder's weights are read only in steps in which some row's token needs it, so that no producer can know of them:
-// the warps that compute read them past the ring, as kernels/cuda/packing.py packs them. Blocks and activations of both
-// decoders lie one after the other: the scalar's, then the pair's.
+// A decoder's weights are read only in steps in which some row's token needs it, which loaders cannot know ahead: consumers read
+// them past the ring, as kernels/cuda/packing.py packs them. Blocks and activations of both decoders are consecutive: the
+// scalar's, then the pair's.
 //
-// Sums run as in the kernels of captured steps (embed.cu, value_bins.cu), whose bits these are. VALUE_PARTS: parts of the
-// inputs of a decoder's second layer, each of which has sums of its own.
+// Sums run in the order of the captured kernels (embed.cu, value_bins.cu), so that the bits are equal. VALUE_PARTS: parts (split K)
+// of a decoder's second layer.
 #pragma once
 #include "commit.cuh"
 #include "value_math.cuh"
@@ -21,7 +21,7 @@ static_assert(TOKENS * FEATURES * sizeof(bf16) <= sizeof(Shared::sums), "feature
 static_assert(SCALAR_FEATURES % 4 == 0 && PAIR_FEATURES % 4 == 0, "unsupported sizes");
 static_assert(INNER % (VALUE_PARTS * INNER_CHUNK) == 0 && BLOCKS_AT_ONCE % VALUE_PARTS == 0, "unsupported sizes");
 
-// The embedding of the tokens of one kind: a warp has two of the worker's outputs, whose weights serve all of them.
+// Embed the tokens of one kind: a warp computes two of the worker's outputs for all of them.
 template <int INPUTS>
 __device__ __forceinline__ void embed_values(
     const Shared& shared, const bf16* features, const bf16* weights, const bf16* bias, bf16* x, int rows, int id, int block) {
@@ -101,7 +101,7 @@ struct Past {
   }
 };
 
-// Sums of a block of a map with COUNT chunks of WIDTH inputs; `load(chunk, inputs)` has the tokens'.
+// Multiply a block of a map with COUNT chunks of WIDTH inputs; `load(chunk, inputs)` loads the tokens' inputs.
 template <int WIDTH, int COUNT, class Load>
 __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sums& sums, Load load) {
   constexpr int AT_ONCE = COUNT % 2 == 0 ? 2 : 1;  // few registers: see `run_values`
@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sum
   }
 }
 
-// What the warps multiplied of a block, whose parts are added up in order; with few registers, as `run_values` has.
+// Add the sums of a block over all warps, part by part in order; with few registers (see `run_values`).
 template <int NUM_PARTS>
 __device__ __forceinline__ float4 total_of_parts(const Shared& shared, int block, int tile) {
   float4 all = {0.f, 0.f, 0.f, 0.f};
@@ -132,9 +132,8 @@ __device__ __forceinline__ float4 total_of_parts(const Shared& shared, int block
   return all;
 }
 
-// The worker's blocks of a layer whose decoders are needed, as many at a time as there is room for the sums of their
-// parts: `of(block)` says whose they are, `multiply(block, part, sums)` has their sums, `finish(block, tile, sum)` takes
-// them.
+// Compute the worker's blocks of a layer whose decoders are needed, as many at a time as the sums of their parts fit:
+// `of(block)` is a block's decoder, `multiply(block, part, sums)` computes sums, `finish(block, tile, sum)` stores them.
 template <int NUM_PARTS, class Of, class Multiply, class Finish>
 __device__ __forceinline__ void each_block(
     Shared& shared, int begin, int num_blocks, Of of, Multiply multiply, Finish finish) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ void each_block(
   }
 }
 
-// A lane's sums of a block are of rows g and g + 8, and tokens 2t and 2t + 1 of a tile: `store(token, row, low, high)`.
+// Store a lane's sums of a block, of rows g and g + 8 and tokens 2t and 2t + 1 of a tile, by `store(token, row, low, high)`.
 template <class Store>
 __device__ __forceinline__ void each_sum(const ValueArguments& a, const Shared& shared, int block, int tile, const float4& sum, Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -179,7 +178,7 @@ __device__ __forceinline__ const bf16* bin_weights(const ValueArguments& a, int 
   return (pair ? a.pair.fc2 : a.scalar.fc2) + (i64)(block - pair * SCALAR_BLOCKS) * (BLOCK * INNER);
 }
 
-// What BINS will read comes closer while the workers wait for each other.
+// Prefetch the weights of BINS while the workers wait for each other.
 __device__ __forceinline__ void fetch_bins(const ValueArguments& a, const Shared& shared) {
   constexpr int PIECE = BLOCK * INNER_CHUNK * 2, PIECES = INNER / INNER_CHUNK;
   for (int i = threadIdx.x; blockIdx.x + i / PIECES * WORKERS < BIN_BLOCKS; i += THREADS) {
@@ -246,7 +245,7 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
       });
 }
 
-// The values of tokens that the worker sampled; others have zeros and certainties of one.
+// Decode the values of tokens that the worker sampled; words have zeros and certainties of one.
 __device__ __forceinline__ void run_value(int begin, int count) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
@@ -273,8 +272,8 @@ __device__ __forceinline__ void run_value(int begin, int count) {
   }
 }
 
-// A function of its own, with few registers: those that it needs are spilled in the code of the other instructions. So the number
-// of tokens is read anew wherever it is used.
+// A called function with few registers: inlined, it would make the other instructions spill. For the same reason it reads the
+// number of tokens anew wherever it needs it.
 __device__ __noinline__ void run_values(const Instruction& it) {
   switch (it.op) {
     case OP_EMBED: run_embed(it.dst, it.block); break;

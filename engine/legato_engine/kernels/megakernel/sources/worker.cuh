@@ -1,15 +1,16 @@
-// A worker of the resident kernel: its arguments, its shared memory, and the step's tokens.
+// A worker of the megakernel: its arguments, its shared memory, and the step's tokens.
 //
 // Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
-// PARTS of the inputs of a layer's output map, RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
-// VALUES: whether tokens may have values (see values.cuh). DRAFTS: whether rows feed draft tokens too (see drafts.cuh).
+// PARTS (split K) of a layer's output map, RING stages of the ring, at most UNDER_WAY of them being copied at a time, TILES groups
+// of 8 tokens, SHARED bytes.
+// VALUES: whether tokens may have values (see values.cuh). DRAFTS: whether rows also feed draft tokens (see drafts.cuh).
 // T tokens of a step, at most TOKENS: one of each of B rows, or with DRAFTS as many as the step before has placed.
 #pragma once
 #include "common.cuh"
 #include "program.cuh"
 #include "sample.cuh"
 
-constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
+constexpr int THREADS = WARPS * 32;  // consumers; the warps after them are two loaders, the polling and the signalling warp
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
@@ -25,7 +26,7 @@ struct ValueKind {
   const bf16 *frequencies, *encoder, *encoder_bias, *fc1, *fc1_bias, *fc2, *fc2_bias;
 };
 
-// What instructions of drafts take, as in `Arguments`.
+// Arguments of the instructions of drafts, as in `Arguments`.
 struct Drafting;  // see drafts.cuh
 struct DraftArguments {
   const Drafting* drafting;
@@ -38,7 +39,7 @@ struct DraftArguments {
   const i64* pages;
   int row_pages, rows, steps;
 };
-// What instructions of values take, as in `Arguments`.
+// Arguments of the instructions of values, as in `Arguments`.
 struct ValueArguments {
   ValueKind scalar, pair;
   const bf16* embedding;
@@ -51,13 +52,13 @@ struct ValueArguments {
   int rows;
 };
 
-// What workers find of a row that is drawn, in ranges of distance from its highest score.
+// Partial results of drawn rows, by range of distance from the row's highest score.
 struct Weighed {
-  uint4* share;  // [TOKENS, WORKERS, RANGES]: a range's mass, in two words, and its tokens
-  uint4* best;   // likewise: score with noise, score and id of the best token of it and all before it
+  uint4* share;  // [TOKENS, WORKERS, RANGES]: a range's mass, in two words, and its number of tokens
+  uint4* best;   // likewise: score with noise, score and id of the best token of this range and all before it
 };
 
-// What a draw takes, as in `Arguments`: in shared memory, since code that is called has no other's registers.
+// Arguments of draws, as in `Arguments`: in shared memory, because called functions share no registers with their callers.
 struct DrawArguments {
   const float *scores, *row_temperature, *row_top_p;
   const i64 *row_top_k, *row_seed, *sample_position;
@@ -69,26 +70,26 @@ struct Arguments {
   const Instruction* table;  // [WORKERS, count]
   u32* counters;
   u32* epoch;    // steps of all launches before
-  u32* abort;    // not zero: no wait waits any more
-  int* report;   // host memory: what the first overdue wait waited for
+  u32* abort;    // not zero: all waits return immediately
+  int* report;   // host memory: the first wait that timed out
   const bf16* weights;  // [WORKERS, stream_stages] stages
   const float2* folded;       // [layers, 3 * DIM + FF]: of QKV, then of FC1, in the order of blocks
   const float2* head_folded;  // [VOCAB]
   const float* out_bias;      // [layers, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
   bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM] and act [TOKENS, FF]; all but q lie as `place_of` says
-  float* part;   // [TOKENS, WORKERS, OWN_LINES, HEAD_DIM]: what attention gives of a worker's quarter
+  float* part;   // [TOKENS, WORKERS, OWN_LINES, HEAD_DIM]: attention over a worker's quarter
   float2* ends;  // [TOKENS, WORKERS, OWN_LINES]: top and sum of each part
   bf16* heads;   // likewise [TOKENS, DIM]: of all quarters
   uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
   float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy, or of all with VALUES
   int* token;    // [TOKENS], -1: not finite
-  int* stop;     // the host's wish, as the first worker heard it in this step
+  int* stop;     // the host's stop flag, as the first worker read it in this step
   bf16 *keys, *values;           // [layers, pages, HEADS, PAGE, HEAD_DIM]
   const float *cosines, *sines;  // [positions, ROTARY_DIM / 2]
   // Of the launch's rows, by index: the row of the state R, its constraint C, and positions of the first step.
   const i64 *row, *constraint, *sample_position;  // [B]
-  i64* position;                 // [B]: also where a launch behind this one goes on, but for rows that draft
+  i64* position;                 // [B]: also where a launch behind this one continues, except for drafting rows
   const i64* pages;              // [R, row_pages]
   i64* row_token;                // [R]: the newest token, which the first step reads and every step writes
   const float *row_temperature, *row_top_p;  // [R]
@@ -96,8 +97,7 @@ struct Arguments {
   const float* constraints;      // [C, VOCAB], added to logits
   const i64 (*successors)[2];    // [C], as in decode_loop.cuh
   volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
-  // With VALUES alone, which spares the other builds registers: the same ring's other fields, [steps, B] at the same
-  // stride.
+  // With VALUES only, which saves registers in the other builds: the ring's other fields, [steps, B] at the same stride.
   volatile float2 *payload_ring, *certainty_ring;
   float2* row_payload;           // [R]: as row_token
   const float4* value;           // [TOKENS]: as in `ValueArguments`
@@ -105,7 +105,7 @@ struct Arguments {
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
   int count, layers, stream_stages, layer_pages, row_pages, rows, steps, ring_stride, patience_ms;
-  u32 zero;  // which the compiler does not know
+  u32 zero;  // opaque to the compiler
   const Drafting* drafting;  // with DRAFTS
 };
 
@@ -115,25 +115,25 @@ __device__ __forceinline__ bool is_of_drafts(const Instruction& it) { return DRA
 constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
 constexpr u32 GOES_ON = 0, ENDED = 1, ABORTED = 2;
 
-// What the warps find of a row's token.
+// Partial sampling results of the warps.
 struct Sampling {
   Share shares[WARPS];
   Best best[WARPS];
 };
 
-// Tokens that share attention's reads, UNIT_TOKENS at most: with DRAFTS a row's, at consecutive positions; else those of rows
-// that have leading pages in common, of which the worker's quarter has `common`.
+// Tokens that share attention's reads, at most UNIT_TOKENS: with DRAFTS those of one row, at consecutive positions; else those of
+// rows that have leading pages in common, of which `common` are in the worker's quarter.
 constexpr int UNIT_TOKENS = 8;
 struct Unit {
   int token, count, common;  // the first token
 };
-using PackedUnit = unsigned short;  // one read
+using PackedUnit = unsigned short;  // read at once
 __device__ __forceinline__ PackedUnit packed(const Unit& unit) { return unit.token | unit.count - 1 << 5 | unit.common << 8; }
 
 struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
-  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts
-  // Of a layer's output map: each warp's sums of the first part of the inputs, and the total of parts that are over.
+  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // by warp; also attention's parts
+  // Of a layer's output map: each warp's sums of the first part of the inputs, and the total of finished parts.
   float4 first_part[WARPS][TILES][32], parts[TILES][32];
   float2 slices[WARPS][TOKENS], moments[TOKENS];
   union {
@@ -141,34 +141,34 @@ struct __align__(16) Shared {
     uint2 best[WARPS][TOKENS];   // the head's
   };
   u64 full[RING], empty[RING];
-  u32 begun[RING];  // one more than the lap in which copies to a stage have begun; 0: none
+  u32 begun[RING];  // 1 + the lap in which copies to a stage have begun; 0: none
   Sampling sampling;
   DrawArguments draw;
-  int token[TOKENS];      // that the step begins with; -1 for the host only
-  int chosen[TOKENS];     // the host's, as of the step that is over
+  int token[TOKENS];      // input of the step; -1 is published only
+  int chosen[TOKENS];     // output of the finished step, to publish
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, by row, or by unit with DRAFTS
   ValueArguments values;
-  float4 value[TOKENS];   // as of the token that the step begins with
-  float2 read[2];  // what VALUE has of a token's values
-  u32 needed;  // decoders of values, as bits
-  u32 drawn;   // rows of the step that are not greedy, as bits
+  float4 value[TOKENS];   // of the step's input tokens
+  float2 read[2];  // VALUE's results for one token
+  u32 needed;  // value decoders that the step needs, as a bit mask
+  u32 drawn;   // rows of the step that are not greedy, as a bit mask
   bool draws;  // whether the launch has any
-  u32 kept;    // rows whose scores memory has
+  u32 kept;    // rows whose scores are stored, as a bit mask
   u32 epoch;
-  u32 passed;  // waits of the program that are over
+  u32 passed;  // completed waits of the program
   u32 ended;   // GOES_ON, ENDED or ABORTED
   int num_units;
-  PackedUnit unit[TOKENS + 1];  // the last one's contents do not matter: it is read ahead
+  PackedUnit unit[TOKENS + 1];  // the last one is prefetched and never used
   unsigned char common[TOKENS + 1];  // of a row's pages, those in common with its unit; likewise
 #if DRAFTS
   DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
   int count, chosen_count;
-  u32 placed;  // steps whose tokens are here, or were
+  u32 placed;  // steps whose tokens have been placed here
   int longest, groups, sums_of_warps[WARPS];  // of PLACE and SETTLE
-  bool goes_on;  // as PLACE says
+  bool goes_on;  // PLACE's decision
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");

@@ -1,56 +1,56 @@
-// The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
-// in its order: they wait for free stages alone. They take turns by stages, as the many small copies of keys and
-// values take one too long. What they copy of those was written in earlier steps.
+// Loader, polling and signalling warps. Loaders keep the ring full with the program's weights, keys and values, in its
+// order, and wait for free stages only. They alternate by stages, because the many small copies of keys and values take
+// one loader too long. The keys and values that they copy were written in earlier steps.
 #pragma once
 #include "drafts.cuh"
 #include "units.cuh"
 
-// Whose turn a stage is.
+// Alternation of loaders by stages.
 struct Turn {
-  int others;      // stages before the producer's next one
-  u32 stages = 0;  // of both, the one at hand included
+  int others;      // stages until the loader's next one
+  u32 stages = 0;  // of both loaders, including the current one
   __device__ __forceinline__ bool mine() {
     stages++;
     if (others--) return false;
-    others = PRODUCERS - 1;
+    others = LOADERS - 1;
     return true;
   }
 };
 
-// No copy may be under way when its memory becomes another's. Both producers have begun their last one here.
+// No copy may be in flight when the block ends and its shared memory is reused. Both loaders have begun their last copies here.
 __device__ __forceinline__ void finish_copies(Shared& shared) {
   __syncwarp();
-  threads_sync<3, PRODUCERS * 32>();
+  threads_sync<3, LOADERS * 32>();
   if (threadIdx.x % 32) return;
   for (int slot = 0; slot < RING; slot++)
     if (const u32 begun = shared.begun[slot])
       while (!barrier_done(shared.full + slot, begun - 1 & 1)) {}
 }
 
-// The next stage, when it is free and fewer than UNDER_WAY others are being copied. With more of them under way none
-// comes sooner, and what the workers wait for, activations and counters, queues behind them in the memory system. A producer that
-// waits beyond the last step's end is done, which is as good as dead.
+// The next stage, once it is free and fewer than UNDER_WAY others are being copied. More copies in flight do not finish
+// sooner, and the activations and counters that workers wait for queue behind them in the memory system. A loader that
+// still waits after the last step has no more work, as if dead.
 __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, const Ring& ring, const Turn& turn, u32 bytes) {
   const bool wraps = ring.slot < UNDER_WAY;
   const int slot = ring.slot, before = slot - UNDER_WAY + (wraps ? RING : 0);
   u64 deadline = 0;
-  for (u32 polls = 1; !at.dead; polls++) {  // both in one look
+  for (u32 polls = 1; !at.dead; polls++) {  // one poll of both
     const bool is_free = barrier_done(ring.shared.empty + slot, ring.parity() ^ 1);
     const bool landed = turn.stages <= UNDER_WAY || barrier_done(ring.shared.full + before, ring.parity() ^ wraps);
     if (is_free && landed) break;
     at.dead = is_over(ring.shared);
     if (polls % 256 == 0 && !at.dead)
-      at.dead = give_up(a, at, deadline, is_free ? Waited{1, before, ring.parity() ^ wraps, 0} : Waited{2, slot, ring.parity() ^ 1, 0});
+      at.dead = times_out(a, at, deadline, is_free ? Waited{1, before, ring.parity() ^ wraps, 0} : Waited{2, slot, ring.parity() ^ 1, 0});
   }
   dawdle(9);
   if (!at.dead) barrier_expect(ring.shared.full + slot, bytes);
   return ring.shared.ring[slot];
 }
 
-// Copies to the stage have begun.
+// Note that copies to the stage have begun.
 __device__ __forceinline__ void note_begun(const Ring& ring) { store_release_shared(ring.shared.begun + ring.slot, ring.lap + 1); }
 
-__device__ __forceinline__ void produce_weights(
+__device__ __forceinline__ void load_weights(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages,
     u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
@@ -64,9 +64,9 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
-// Pages from `begin` to `end` of a row that has cached positions before `cached`; only the last one may have others. `head`: where
-// the worker's head is in a page of the layer, in bytes from the first page's.
-__device__ __forceinline__ void produce_pages(
+// Load pages `begin` to `end` of a row whose positions before `cached` are cached; only the last page may have others. `head`: byte
+// offset of the worker's head in a page of the layer, from the first page's.
+__device__ __forceinline__ void load_pages(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, const int* pages, int begin, int end, int cached, u64 policy) {
   constexpr int HALF = PAGE_BYTES / 2;  // of keys, and of values
   const int quarter = blockIdx.x % SPLITS;
@@ -90,28 +90,28 @@ __device__ __forceinline__ void produce_pages(
   }
 }
 
-// Pages that rows have in common.
-__device__ __forceinline__ void produce_common(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
+// Load pages that rows have in common.
+__device__ __forceinline__ void load_common_pages(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
   const Shared& shared = ring.shared;
   for (int index = 0; index < shared.num_units; index++)
     if (const Unit unit = unit_of(shared, index); unit.common)
-      produce_pages(a, at, ring, turn, head, shared.pages[unit.token], 0, unit.common, first_position(shared, unit.token, at.step), policy);
+      load_pages(a, at, ring, turn, head, shared.pages[unit.token], 0, unit.common, first_position(shared, unit.token, at.step), policy);
 }
 
-// All other pages, as far as earlier steps wrote them.
-__device__ __forceinline__ void produce_own(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
+// Load all other pages, as far as earlier steps wrote them.
+__device__ __forceinline__ void load_own_pages(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
   const Shared& shared = ring.shared;
   Unit next = owner_of(shared, 0);
   for (int index = 0; index < num_owners(a, shared); index++) {
     const Unit unit = next;
     next = owner_of(shared, index + 1);
-    produce_pages(a, at, ring, turn, head, shared.pages[index], unit.common, pages_of(shared, unit, at.step),
+    load_pages(a, at, ring, turn, head, shared.pages[index], unit.common, pages_of(shared, unit, at.step),
                   first_position(shared, unit.token, at.step), policy);
   }
 }
 
-// Before it copies keys and values a producer needs to know the step's tokens. It has begun all stages before those, which
-// is all that the warps wait for until they commit the step before.
+// Wait until the step's tokens are placed, before the first copy of keys and values. All earlier stages have been begun by
+// then, and the consumers need no more to commit the step before: so this cannot deadlock.
 __device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const Shared& shared) {
 #if DRAFTS
   u64 deadline = 0;
@@ -119,14 +119,14 @@ __device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const
     const u32 placed = load_acquire_shared(&shared.placed);
     if ((int)placed > at.step) break;
     at.dead = is_over(shared);
-    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{3, 0, (u32)at.step + 1, placed});
+    if (polls % 256 == 0 && !at.dead) at.dead = times_out(a, at, deadline, Waited{3, 0, (u32)at.step + 1, placed});
     __nanosleep(40);
   }
 #endif
 }
 
-// One thread of a warp.
-__device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
+// Run a loader, by one thread of its warp.
+__device__ __forceinline__ void load_stages(const Arguments& a, Shared& shared, int number) {
   Ring ring{shared};
   Turn turn{number};
   Place at;
@@ -141,16 +141,16 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
         const i64 head = ((i64)it.layer * a.layer_pages * HEADS + blockIdx.x / SPLITS) * (PAGE_BYTES / 2);
-        if (shares_pages(a, shared)) produce_common(a, at, ring, turn, head, policy);
-        produce_own(a, at, ring, turn, head, policy);
+        if (shares_pages(a, shared)) load_common_pages(a, at, ring, turn, head, policy);
+        load_own_pages(a, at, ring, turn, head, policy);
       } else if (op >= 0) {
-        produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
+        load_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
     }
 }
 
-// The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.
-__device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
+// Run the polling warp: one thread polls the counters that the program waits for, ahead of the consumers.
+__device__ __forceinline__ void poll_counters(const Arguments& a, Shared& shared) {
   Place at;
   const Instruction* table = instructions(shared);
   for (at.step = 0; at.step < a.steps && !is_over(shared); at.step++)
@@ -163,7 +163,7 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
     }
 }
 
-// The first worker's: the step's tokens and values for the host, and for the next launch.
+// Publish the step's tokens and values to the host and for the next launch; by the first worker.
 __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared, int step) {
   const int lane = threadIdx.x % 32;
   dawdle(10);
@@ -189,13 +189,13 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
   publish_count(a.words, step + 1);
 }
 
-// The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
-__device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
+// Run the signalling warp: it signals for the consumers, so that they need not wait for the fence.
+__device__ __forceinline__ void signal_counters(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (int step = 0; step < a.steps; step++)
     for (int index = 0; index < a.count; index++) {
       if (table[index].op == OP_COMMIT) {
-        telling_sync();
+        signalling_sync();
         const u32 ended = shared.ended;
         if (VALUES && ended == GOES_ON) continue;  // once the next step's embedding is signalled
         if (blockIdx.x == 0 && ended != ABORTED) publish(a, shared, step);
@@ -204,9 +204,9 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
       }
       const int counter = table[index].signal;
       if (counter == NONE) continue;
-      telling_sync();
+      signalling_sync();
       if (threadIdx.x % 32 == 0) {
-        // Later steps' copies read the keys and values, which ordinary stores wrote.
+        // Ordinary stores wrote the keys and values that later steps' bulk copies read.
         if (table[index].op == OP_QKV) order_copies();
         signal(a.counters + counter * COUNTER_WORDS);
       }
