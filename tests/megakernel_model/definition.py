@@ -44,7 +44,7 @@ class Map:
 
 
 def gelu(x: Floats) -> Floats:
-    """The tanh approximation."""
+    """Compute GELU by its tanh approximation."""
     out: Floats = 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
     return out
 
@@ -83,7 +83,7 @@ class ValueKind:
     def random(
         cls, token: int, count: int, dims: tuple[int, int, int], rng: np.random.Generator
     ) -> ValueKind:
-        """Of `count` values; `dims` are D, the inner width, and bins of all values."""
+        """Make random weights of `count` values; `dims`: D, inner width, bins of all values."""
         dim, inner, bins = dims
         return cls(
             token,
@@ -135,7 +135,7 @@ class Values:
         return None
 
     def read(self, token: int, bins: Floats | None, logits: Floats) -> Value:
-        """What a token has, as `PLAIN`; its logits are constrained."""
+        """Read a token's values, as `PLAIN` without any; its logits are constrained."""
         if bins is None:
             return PLAIN
         existence = 1 / (1 + np.exp(logits[self.end] - logits[token]))
@@ -208,7 +208,7 @@ class Weights:
 
     @classmethod
     def moondream(cls, sizes: ModelSizes, tensors: Mapping[str, npt.NDArray[Any]]) -> Weights:
-        """Of the tensors of a Moondream 2 checkpoint, by their names there."""
+        """Build weights from the tensors of a Moondream 2 checkpoint, by name."""
 
         def array(name: str) -> Floats:
             return np.asarray(tensors[f"text.{name}"], np.float64)
@@ -255,7 +255,7 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What S steps gave: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], with
+    """Results of S steps: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], with
     values what each token has [S][B] (see `values.PLAIN`), and with drafts those of each row.
     """
 
@@ -268,7 +268,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How a row's token is drawn; greedily with temperature 0."""
+    """Sampling rule of a row; greedy with temperature 0."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -280,12 +280,12 @@ GREEDY = Rule()
 
 
 def noise_of(rule: Rule, position: int, size: int) -> Floats:
-    """Of each token of a vocabulary."""
+    """Return the noise of each token of a vocabulary."""
     return np.random.default_rng((rule.seed, position)).gumbel(size=size)
 
 
 def draw(logits: Floats, rule: Rule, position: int) -> int:
-    """A row's token from its logits [V], by noise of its seed and position; -1: not finite."""
+    """Draw a row's token from its logits [V], by noise of its seed and position; -1: not finite."""
     if not np.isfinite(logits).all():
         return -1
     if rule.temperature == 0.0:
@@ -387,7 +387,7 @@ NO_TOKEN: Token = (-np.inf, -np.inf, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weighed:
-    """Of a slice: mass and count of each range, and the best token of it and all before it."""
+    """Partial sums of a slice: each range's mass, count and best token so far."""
 
     mass: Floats
     count: Floats
@@ -412,7 +412,7 @@ class DrawnRow:
         return cls(rule, highest / rule.temperature, noise_of(rule, position, vocab_size))
 
     def tokens(self, first: int, logits: Floats) -> list[Token]:
-        """Of consecutive ids."""
+        """Weigh tokens with consecutive ids."""
         scores = logits / self.rule.temperature
         totals = scores + self.noise[first : first + len(logits)]
         ids = range(first, first + len(logits))
@@ -449,7 +449,7 @@ def weigh(row: DrawnRow, first: int, logits: Floats) -> Weighed:
 
 
 def choose(row: DrawnRow, weighed: list[Weighed], logits: Floats) -> int:
-    """From what all workers weighed, and the row's logits [V]."""
+    """Choose the token from all workers' partial sums and the row's logits [V]."""
     mass, count = (sum(getattr(each, name) for each in weighed) for name in ("mass", "count"))
     limit = row.rule.top_p * mass.sum()
     most = row.rule.top_k or len(logits)

@@ -26,7 +26,7 @@ def mutate(program: Program, chance: random.Random) -> Program:
 
 
 def _change_field(program: Program, workers: Lists, chance: random.Random) -> None:
-    """Another value of one field of one worker's instruction, or of all workers'."""
+    """Change one field of one worker's instruction, or of all workers'."""
     worker, index = _place(workers, chance)
     it = workers[worker][index]
     field = chance.choice(dataclasses.fields(it)).name
@@ -40,7 +40,7 @@ def _change_field(program: Program, workers: Lists, chance: random.Random) -> No
 
 
 def _change_counter(program: Program, workers: Lists, chance: random.Random) -> None:
-    """Another counter to wait for or to signal, or none."""
+    """Replace a counter to wait for or to signal, maybe by none."""
     worker, index = _place(workers, chance)
     it = workers[worker][index]
     which = NONE if chance.random() < 0.5 else chance.randrange(num_counters(program.sizes))
@@ -100,7 +100,7 @@ def _drop(program: Program, workers: Lists, chance: random.Random) -> None:
 
 
 def _repeat(program: Program, workers: Lists, chance: random.Random) -> None:
-    """An instruction twice, for all workers."""
+    """Repeat an instruction, for all workers."""
     del program
     _, index = _place(workers, chance)
     for instructions in workers:

@@ -35,7 +35,7 @@ class Stuck(Exception):
 
 
 def run_events(program: Program, steps: int) -> list[Event]:
-    """The events of `steps` steps in an order in which they can run.
+    """Return the events of `steps` steps in an order in which they can run.
 
     Counters only grow, so that what can run in one order can run in all.
 
@@ -87,7 +87,7 @@ class _Wait:
 
 
 class Order:
-    """What is known to be over when an event begins: `over[worker][index]` is the number of events
+    """Events known to be over when an event begins: `over[worker][index]` is the number of events
     of each worker.
     """
 
@@ -104,12 +104,12 @@ class Order:
             self._propagate()
 
     def before(self, event: Event) -> Ints:
-        """How many events of each worker are over when this one begins."""
+        """Return how many events of each worker are over when this one begins."""
         before: Ints = self.over[event.worker, event.index]
         return before
 
     def _find_signals(self) -> dict[int, Ints]:
-        """Of each counter, every worker's events that signal it, padded with a number too high."""
+        """Return every worker's events that signal each counter, padded with a number too high."""
         found: dict[int, list[list[int]]] = {}
         for worker, instructions in enumerate(self._program.workers):
             for step in range(self._steps):
@@ -179,7 +179,7 @@ class Order:
 
 
 class RunAhead:
-    """For one worker: when the loader may begin to copy what an instruction takes from the ring.
+    """Earliest moments at which a worker's loader may copy an instruction's stages.
 
     A stage is copied as soon as the stage that had its place is used up. Stages of keys and values
     are not counted, as their number varies: the fewer there are, the farther ahead the ring
@@ -195,7 +195,7 @@ class RunAhead:
         self._knows = program.sizes.drafts
 
     def begin(self, index: int) -> int:
-        """The event, of this worker's from the first step on, during which the copy may begin."""
+        """Return the worker's event during which the copy may begin, from the first step on."""
         step, at = divmod(index, len(self._ends))
         known = step * len(self._ends) if self._knows else 0
         whole = self._ends[-1]
@@ -229,7 +229,7 @@ WEIGHTS: Takers = ()
 
 
 class RingFault(Exception):
-    """A warp that reads what is not its stage, or threads that all wait."""
+    """A warp reads another stage's contents, or all threads wait."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -244,7 +244,7 @@ class _Barrier:
             self.arrived, self.completed = 0, self.completed + 1
 
     def passed(self, lap: int) -> bool:
-        """What a wait for the phase of `lap` sees: that the current one has another parity."""
+        """Return whether a wait for the phase of `lap` sees a current phase of another parity."""
         return self.completed % 2 != lap % 2
 
 

@@ -53,7 +53,7 @@ Write = Callable[[], None]
 
 
 class Memory:
-    """What workers share; B tokens of a step, which are rows without drafts."""
+    """Shared memory of workers; B tokens of a step, which are rows without drafts."""
 
     def __init__(
         self, program: Program, tokens: list[int], steps: int, drafts: Drafts | None
@@ -86,7 +86,7 @@ class Memory:
 
 @dataclasses.dataclass(slots=True)
 class Worker:
-    """What a worker holds itself."""
+    """State of a worker."""
 
     number: int
     placed: list[Placed]
@@ -101,7 +101,7 @@ class Worker:
 
 
 class Work:
-    """What instructions do, by methods that read and compute, and return what is left to write."""
+    """Base of instruction sets: methods read and compute, and return the remaining writes."""
 
     def __init__(
         self, sizes: ModelSizes, weights: Weights, memory: Memory, chance: random.Random
@@ -109,7 +109,7 @@ class Work:
         self._sizes, self._weights, self._memory, self._chance = sizes, weights, memory, chance
 
     def source(self, worker: Worker, it: Instruction) -> Floats:
-        """The residual stream [B, D] that an instruction reads."""
+        """Return the residual stream [B, D] that an instruction reads."""
         if it.src == InputSource.EMBED:
             embedded: Floats = self._weights.embedding[worker.token]
             return embedded
@@ -145,7 +145,7 @@ def own_head(worker: Worker) -> tuple[int, int]:
 
 
 def nothing() -> None:
-    """What an instruction leaves that writes only what its worker holds."""
+    """Write nothing: the instruction changes only its worker's state."""
 
 
 # ---------------------------------------------------------------- layer simulator
@@ -154,7 +154,7 @@ def nothing() -> None:
 
 
 class LayerWork(Work):
-    """From a layer's norm to its sum; attention is to `cache` and to what the launch wrote."""
+    """Instructions of a layer; attention reads `cache` and the launch's own keys and values."""
 
     def __init__(
         self,
@@ -208,9 +208,7 @@ class LayerWork(Work):
         return nothing
 
     def attend(self, worker: Worker, it: Instruction, _step: int, event: int) -> Write:
-        """The worker's quarter of every token's pages; of its row's positions of this step what QKV
-        wrote.
-        """
+        """Attend to the worker's quarter of all pages, and to what QKV wrote in this step."""
         memory, count = self._memory, len(worker.placed)
         earlier = worker.copies.pop(event, None)
         parts = [self._part(worker, it, index, earlier) for index in range(count)]
@@ -225,7 +223,7 @@ class LayerWork(Work):
     def _part(
         self, worker: Worker, it: Instruction, index: int, earlier: Floats | None
     ) -> tuple[Floats, tuple[float, float]]:
-        """A token's softmax over a quarter of its positions."""
+        """Return a token's softmax over a quarter of its positions."""
         memory, length, at = self._memory, self._cache.length, worker.placed[index]
         quarter, head = worker.number % SPLITS, worker.number // SPLITS
         span = slice(*own_head(worker))
@@ -310,7 +308,7 @@ class ValueWork:
         self._seen: list[list[int]] = [[] for _ in range(sizes.num_workers)]
 
     def inner(self, worker: int, it: Instruction, tokens: list[int], x: Floats) -> _Write:
-        """The first layer of decoders that some token needs."""
+        """Compute the first layer of decoders that some token needs."""
         self._seen[worker] = list(tokens)
         inner, found = self._dims.inner_dim, {}
         for row in self._block_rows(it):
@@ -321,7 +319,7 @@ class ValueWork:
         return lambda: self._store(self._memory.act, found)
 
     def bins(self, worker: int, it: Instruction) -> _Write:
-        """The second layer of those."""
+        """Compute the second layer of decoders that some token needs."""
         first, inner, found = self._dims.scalar_bins, self._dims.inner_dim, {}
         for row in self._block_rows(it):
             is_pair = row >= first
@@ -334,7 +332,7 @@ class ValueWork:
         return lambda: self._store(self._memory.bins, found)
 
     def read(self, worker: int, it: Instruction, logits: Floats) -> _Write:
-        """The values of the worker's rows."""
+        """Read the values of the worker's rows."""
         rows = range(it.block, it.block + it.num_blocks * self._sizes.num_workers)
         tokens, memory, first = self._seen[worker], self._memory, self._dims.scalar_bins
         values = {}
@@ -370,7 +368,7 @@ class ValueWork:
 
 
 class TokenWork(Work):
-    """From the head to the tokens of the next step.
+    """Instructions from the head to the tokens of the next step.
 
     `length`: positions before the launch; a rule for each row.
     """
@@ -486,12 +484,12 @@ class TokenWork(Work):
         return write
 
     def _values(self) -> list[Value]:
-        """Of the step's tokens."""
+        """Return the values of the step's tokens."""
         memory = self._memory
         return list(memory.values.value) if memory.values else [PLAIN] * len(memory.token)
 
     def embed(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
-        """The worker's own outputs; tokens and values are what it has committed."""
+        """Embed the committed tokens and values: the worker's own outputs."""
         rows, words, read = self._block_rows(it), self._weights.embedding, self._weights.values
         assert read is not None, "an instruction of models with values"
         x = np.stack([read.embed(words, each.token, each.value)[rows] for each in worker.placed])
@@ -528,14 +526,14 @@ class Placed:
 
 
 def one_each(tokens: Sequence[int], values: Sequence[Value], step: int) -> list[Placed]:
-    """A step without drafts."""
+    """Return the tokens of a step without drafts."""
     both = enumerate(zip(tokens, values, strict=True))
     return [Placed(row, token, step, step, value) for row, (token, value) in both]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drafts:
-    """At most `most` draft tokens of a row; a launch ends when a row has `length` new tokens."""
+    """Drafts of at most `most` tokens per row; a launch ends when a row has `length` new tokens."""
 
     propose: Propose
     most: int
@@ -563,7 +561,7 @@ class DraftMemory:
         sampled: list[int],
         values: list[Value],
     ) -> _Write:
-        """What was sampled up to and including the first token that was not drafted."""
+        """Verify drafts: keep tokens up to and including the first that was not drafted."""
         rows = range(it.block, it.block + it.num_blocks * workers, workers)
         kept = {row: _kept(row, placed, sampled) for row in rows if row < len(self.history)}
         tokens = {row: [sampled[index] for index in own] for row, own in kept.items()}
@@ -582,7 +580,7 @@ class DraftMemory:
         return write
 
     def place(self, step: int, steps: int, *, stop: bool) -> _Write:
-        """The next step's tokens, and whether it follows."""
+        """Place the next step's tokens and decide whether it follows."""
         ended = any(len(each) > self._drafts.length for each in self.history)
         placed = self._placed()
 
@@ -773,7 +771,7 @@ class _Simulation:
                 return
 
     def _plan_copies(self, worker: Worker) -> dict[int, list[int]]:
-        """At the beginning of which events which attention's copies are made."""
+        """Return which attention's copies are made at the beginning of which events."""
         ahead = RunAhead(self._program, worker.number)
         length = len(self._program.workers[worker.number])
         early = self._chance.random()

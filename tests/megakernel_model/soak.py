@@ -41,7 +41,7 @@ MOST_DRAFTS = 2
 
 @dataclasses.dataclass
 class Tally:
-    """How many mutants there were, and what became of them."""
+    """Counts of mutants by outcome."""
 
     mutants: int = 0
     accepted: int = 0  # of those that differ from each other and from the program
@@ -61,7 +61,7 @@ class World:
         self.expected = forward(self.weights, self.cache, TOKENS, STEPS, RULES)
 
     def simulate(self, program: Program, seed: int, *, stops: bool = False) -> Outcome:
-        """In an order of its own."""
+        """Run the program in a random order."""
         given = self.weights, self.cache, TOKENS, STEPS, random.Random(seed)
         return simulate(program, *given, rules=RULES, stops=stops)
 
@@ -69,7 +69,7 @@ class World:
         return agree(outcome, self.expected)
 
     def fault(self, program: Program, orders: int, seed: int) -> str | None:
-        """What is wrong in one of so many orders."""
+        """Return what goes wrong in one of several orders."""
         for order in range(orders):
             try:
                 outcome = self.simulate(program, seed * 1000 + order)
@@ -103,7 +103,7 @@ class DraftingWorld(World):
         return [pair[chance.random() > self._rates] for pair in pairs]
 
     def _words(self, tokens: Sequence[int]) -> list[int]:
-        """Those before the first one that has values."""
+        """Return the tokens before the first one with values."""
         read = self.weights.values
         valued = () if read is None else [kind.token for kind in read.kinds]
         return list(itertools.takewhile(lambda token: token not in valued, tokens))
@@ -147,7 +147,7 @@ class DraftingWorld(World):
 
 
 def agree(outcome: Outcome, expected: Outcome) -> bool:
-    """The same tokens, and the same numbers but for rounding in float64."""
+    """Return whether tokens are the same, and numbers but for float64 rounding."""
     pairs = (
         (outcome.trace, expected.trace),
         (outcome.best, expected.best),

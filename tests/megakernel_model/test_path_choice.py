@@ -49,7 +49,7 @@ def graph() -> Iterator[Assembly]:
 
 @dataclasses.dataclass
 class Kernel:
-    """What a model has of the kernel, and at how many rows its steps are said to be faster."""
+    """Fake megakernel, and the row counts at which its steps are reported as faster."""
 
     wins: Mapping[BatchKind, Collection[int]] = dataclasses.field(default_factory=dict)
     drawn: Mapping[BatchKind, Collection[int]] | None = None  # of drawn rows; None: the same
@@ -284,6 +284,8 @@ def test_drafting_steps_are_measured_with_all_their_drafts(
     assert torch.equal(fresh, drafts.overall)
     kernel.fake.kinds.clear()
     assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+    lone = LENGTHS[:1]  # 16 tokens are one row of `seed`
+    assert answers(assembly, lone) == answers(graph, lone)
     assert kernel.fake.kinds != set()
 
 

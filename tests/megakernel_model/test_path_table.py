@@ -17,8 +17,10 @@ SUBJECT = {"gpu": "a GPU", "sources": "abc"}
 def table(
     drawn: tuple[int, ...] = (), common: tuple[int, ...] = (), **wins: tuple[int, ...]
 ) -> PathTable:
-    """Where the kernel wins at these counts of greedy rows, of 1, 8 and 16, and of `drawn` rows of
-    words, both with pages of their own; of rows with `common` pages, greedy and drawn.
+    """Make a table in which the kernel wins at these row counts, of 1, 8 and 16.
+
+    `wins`: of greedy rows by kind; `drawn`: of drawn rows of words, both with pages of their own;
+    `common`: of rows with common pages, greedy and drawn.
     """
     return PathTable(
         StepTimes(kind, rows, is_drawn, shares, 1.0 + (rows not in won), 1.5)
@@ -166,7 +168,7 @@ def test_a_named_path_is_always_that() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
-    """In a folder that does not exist yet."""
+    """Return a file of times in a folder that does not exist yet."""
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "kernels"))
     return Kept(SUBJECT)
 

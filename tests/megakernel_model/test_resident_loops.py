@@ -154,7 +154,7 @@ def with_fake(
 
 
 def drafting(graph: Assembly, setting: str) -> Assembly:
-    """With loops of rows that draft by lookups."""
+    """Return the assembly with loops of rows that draft by lookups."""
     config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
     return speculating(dataclasses.replace(graph, config=config), setting)
 
@@ -300,7 +300,7 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
 
 
 class Silent:
-    """Another proposer than lookups."""
+    """A proposer that is not a lookup."""
 
     sequential = False
 

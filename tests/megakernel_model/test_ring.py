@@ -39,7 +39,7 @@ def fault_of(
 
 
 def faults(ring_stages: int, under_way: int, orders: int, **planted: bool) -> list[str]:
-    """Of plans and orders at random."""
+    """Return the faults of random plans and orders."""
     found = []
     for seed in range(orders):
         chance = random.Random(seed)

@@ -209,7 +209,7 @@ def test_mutants_of_a_program_with_drafts(world: DraftingWorld) -> None:
 
 
 def _tiny_tensors() -> dict[str, np.ndarray]:
-    """The text model's tensors, whose bf16 numpy does not have."""
+    """Return the text model's tensors as float32: numpy has no bf16."""
     data = (importlib.resources.files(legato_tiny) / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     tensors = {}

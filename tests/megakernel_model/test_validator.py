@@ -1,4 +1,4 @@
-"""What the validator refuses, and that it refuses no program of a model."""
+"""Faults that the validator refuses; it refuses no program of a model."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def _validate_changed(
     which: int = 0,
     sizes: ModelSizes = SMALL,
 ) -> None:
-    """With one of worker 1's instructions of this op changed."""
+    """Validate a program with one of worker 1's instructions of this op changed."""
     program = build_program(sizes, 4)
     workers: Lists = [list(instructions) for instructions in program.workers]
     index = [i for i, it in enumerate(workers[1]) if it.op == op][which]

@@ -72,7 +72,7 @@ class Access:
 
 
 def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
-    """What an instruction reads of other workers' results."""
+    """List what an instruction reads of other workers' results."""
     everybody, version = sizes.num_workers, (step, it.layer)
     match it.op:
         case Op.FC1 | Op.QKV | Op.HEAD if it.src != InputSource.EMBED:
@@ -99,13 +99,13 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
 
 
 def _chosen(sizes: ModelSizes, version: Version) -> list[Access]:
-    """A step's tokens, and their values."""
+    """List accesses to a step's tokens and their values."""
     buffers = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
     return [Access(buffer, 0, MAX_TOKENS, version) for buffer in buffers]
 
 
 def _sampling_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
-    """Of greedy rows the best alone."""
+    """List what sampling reads: of greedy rows the best only."""
     everybody = sizes.num_workers
     best = Access(Buffer.BEST, 0, everybody, version)
     logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
@@ -116,7 +116,7 @@ def _sampling_reads(sizes: ModelSizes, it: Instruction, version: Version) -> lis
 
 
 def _head_reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
-    """What the workers of the head have left, keys and values of all positions among it."""
+    """List what attention reads: results of the head's workers, and all keys and values."""
     head, version = worker // SPLITS * SPLITS, (step, it.layer)
     if it.op == Op.MERGE:
         return [Access(Buffer.PART, head, SPLITS, version)]
@@ -168,7 +168,7 @@ def _value_reads(
 
 
 def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
-    """What an instruction leaves for other workers."""
+    """List what an instruction writes for other workers."""
     version = (step, it.layer)
     match it.op:
         case Op.FC1:
@@ -260,7 +260,7 @@ def _examine(program: Program, steps: int) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Cells:
-    """Of each cell of a buffer: its last writer, what it wrote, and each worker's last reader."""
+    """State of a buffer's cells: last writer, what it wrote, and each worker's last reader."""
 
     writer: np.ndarray
     event: np.ndarray
@@ -279,7 +279,7 @@ class _Cells:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """What a worker holds: a residual stream's moments, sums up to a chunk, whether a layer's heads
+    """State of a worker: a residual stream's moments, sums up to a chunk, whether a layer's heads
     are merged, which values a step needs, a step's token.
     """
 
@@ -411,8 +411,8 @@ class _Execution:
             worker.sums = UNWRITTEN
 
     def _may_add_parts(self, worker: _Worker, it: Instruction, version: Version) -> bool:
-        """Whether all warps have stored the parts that ended before a layer's last FC2, which adds
-        them up: at a barrier, as MERGE has one.
+        """Return whether a barrier, as in MERGE, separates stores of finished parts from the
+        last FC2, which adds them.
         """
         last = it.chunk + it.num_chunks == self._sizes.ff_ratio * self._sizes.chunks
         return not last or it.chunk < self._sizes.part_chunks or worker.merged == version
@@ -426,7 +426,7 @@ class _Execution:
 
 
 def _know_needed(worker: _Worker, it: Instruction, version: Version, where: str) -> None:
-    """The decoders that a step's tokens need: INNER finds them."""
+    """Note that INNER finds the decoders that a step's tokens need."""
     if it.op == Op.INNER:
         worker.needed = version
     _require(worker.needed == version, where, f"knows what {worker.needed} needs")

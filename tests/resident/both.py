@@ -27,7 +27,7 @@ _ANYTHING, _WORDS = 0, 1  # constraints
 
 @dataclasses.dataclass
 class Answers:
-    """Of single tokens: ids [S, N], values and certainties [S, N, 2], and logits."""
+    """Results of single tokens: ids [S, N], values and certainties [S, N, 2], and logits."""
 
     tokens: torch.Tensor
     payload: torch.Tensor

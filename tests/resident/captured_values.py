@@ -20,7 +20,7 @@ MARGIN = 0.5
 
 
 class CapturedValues:
-    """What those kernels make of tokens, values and hidden rows."""
+    """Captured kernels of values, on the same tokens, values and hidden rows."""
 
     def __init__(self, world: World) -> None:
         values, self._device = world.two_layers, world.device
@@ -121,7 +121,7 @@ def steps_are_captured_ones(world: World, num_rows: int, steps: int = 4) -> None
 def _embeddings_are_equal(
     rows: Rows, told: Told, step: int, captured: CapturedValues, x_BD: torch.Tensor
 ) -> None:
-    """Of the tokens that the step began with, words, scalars and pairs."""
+    """Compare the embeddings of the step's input tokens: words, scalars and pairs."""
     count = len(rows.tokens)
     before = (
         (told.tokens[step - 1], told.payload[step - 1]) if step else (rows.tokens, rows.payload)

@@ -30,7 +30,7 @@ COSTS = CostTable(((1, 1.0), (8, 1.1), (36, 1.9)), 0.1, 0.02)
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Where rows begin, how many tokens an answer has, and draft tokens a row at most.
+    """Start positions of rows, tokens of an answer, and maximum draft tokens of a row.
 
     Answers are planted `back` positions before their rows, more than they have tokens.
     """
@@ -114,7 +114,7 @@ def accepted_by_row(
     tokens: torch.Tensor,
     fields: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[list[int]]:
-    """How many draft tokens were right in each step of each row, whose tokens are those of single
+    """Return the accepted draft tokens in each step of each row, whose tokens are those of single
     tokens [N, S], and so is every field: of the steps' tokens, and [N, S, ...].
     """
     at, accepted = [0] * len(tokens), [list[int]() for _ in tokens]

@@ -1,4 +1,4 @@
-"""What the megakernel runs on in tests: a GPU, or a CPU that plays one."""
+"""Machines of the megakernel's tests: a GPU, or a CPU that emulates one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.megakernel.model import DEVICE
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where tensors lie, and what compiles the kernel; the engine's device, but for the current
+    """Device of the tensors and compiler of the kernel; the engine's device, but for the current
     GPU.
     """
 

@@ -54,8 +54,8 @@ class World:
 
 @dataclasses.dataclass
 class Told:
-    """What S steps gave: tokens, values and certainties of the host's ring, logits, and each step's
-    last residual stream.
+    """Results of S steps: tokens, values and certainties of the ring, logits, and each step's last
+    residual stream.
     """
 
     tokens: torch.Tensor

@@ -42,7 +42,7 @@ class World:
     def build(
         self, tiles: int, program: Program | None = None, *, delays: bool = False
     ) -> ResidentKernel:
-        """A kernel of its own, of another program than the model's if given."""
+        """Build a separate kernel, of another program than the model's if given."""
         compile_source = self.machine.compile_source
         made = ResidentKernel(
             self.model, tiles, program, self.weights, delays=delays, compile_source=compile_source
@@ -115,7 +115,7 @@ SHARING = ((3, 9), (1, 9), (1, 0), (9, 3), (2, 1))
 def rows_that_share_pages_have_their_own_bits(
     world: World, steps: int, sharing: Iterable[tuple[int, int]] = SHARING
 ) -> None:
-    """Each its bits alone, also beside one whose own pages have no numbers."""
+    """Compare each row with its own run, also beside a row whose own pages have no numbers."""
     sharing = tuple(sharing)
     rows = Rows(world, sum(count for count, _ in sharing))
     first, pages = 0, rows.cache.pages
@@ -232,7 +232,7 @@ def a_stuck_wait_is_reported_and_ends_the_launch(world: World) -> None:
 
 
 def stuck_in_step(program: Program, step: int) -> Program:
-    """In that step of a first launch worker 7 waits for one head more than there are."""
+    """Let worker 7 wait for one head too many in that step of a first launch."""
     sizes, workers = program.sizes, list(program.workers)
     first, *rest = workers[7]
     wait = {"wait": counter(sizes, CounterKind.BEST), "wait_stride": sizes.num_workers + 1}

@@ -1,7 +1,7 @@
 // Values of tokens: encoded by Fourier features, and read as the likeliest bins of a decoder. SCALAR_FEATURES and
 // PAIR_FEATURES are numbers of frequencies, PAIR_BINS are of first values, then of second.
 //
-// The kernels of single steps and the resident kernel share it, and have equal bits: where a compiler could fuse a product
+// The kernels of single steps and the megakernel share it, and have equal bits: where a compiler could fuse a product
 // with a sum, in one of them and not in the other, the function says how each is rounded.
 #pragma once
 #include "argmax.cuh"
