@@ -45,7 +45,7 @@ def test_a_pause_of_the_service_costs_no_engine(server, seconds):
 def test_callers_are_refused_while_the_engine_is_paused(tmp_path, processes):
     """Every process refuses at once, and serves when the engine continues."""
     with Server(tmp_path, "--model", "null", "--processes", processes) as server:
-        engine = next(pid for pid in server.child_pids() if "engine.process" in command(pid))
+        engine = next(pid for pid in server.child_pids() if "core.process" in command(pid))
         os.kill(engine, signal.SIGSTOP)
         until(lambda: len(server.events("engine_hung")) == int(processes))
         for _ in range(5):
