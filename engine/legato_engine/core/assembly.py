@@ -215,13 +215,11 @@ class Assembly:
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:
             return None
-        support = self.model.capabilities.adapters
-        assert support is not None, "a bank is allocated by a model that supports adapters"
         config, values = self.config, self.bank.values_per_slot
         max_rank = config.max_adapter_rank
         on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
-            lambda data, key: support.read_adapter(data, key, max_rank),
+            lambda data, key: self.model.read_adapter(data, key, max_rank),
             self.adapter_folders,
             max_values=values,
             # At least what the device holds, so that a swapped-out adapter is not read again.
@@ -270,7 +268,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
-    if model.capabilities.own_threads:
+    if model.own_threads:
         device.compute.submit(take_threads)
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
     warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
@@ -364,21 +362,19 @@ def _with_runner(
 
 
 def _adapter_bank(config: EngineConfig, bundle: ModelBundle, model: Model) -> AdapterBank | None:
-    support = model.capabilities.adapters
-    if support is not None:
-        return support.adapter_bank(config.adapter_slots, config.max_adapter_rank)
-    if config.adapters:
+    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank)
+    if bank is None and config.adapters:
         raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
-    return None
+    return bank
 
 
 def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRefiner | None:
     if not config.refiner:
         return None
-    refiners = model.capabilities.refiners
-    if refiners is None:
+    refiner = model.mask_refiner(Path(config.refiner))
+    if refiner is None:
         raise InvalidField(f"{bundle.frontend.name} takes no refiner", field="refiner")
-    return refiners.mask_refiner(Path(config.refiner))
+    return refiner
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

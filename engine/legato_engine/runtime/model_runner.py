@@ -22,7 +22,7 @@ from legato_engine.runtime.backend import (
     needs_of,
     sampled_tokens,
 )
-from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
+from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for
 from legato_engine.runtime.calibration import LoopTimes, StepCosts
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Resources, RowState
 from legato_engine.runtime.graphs import GraphRunner, Work
@@ -202,7 +202,7 @@ class ModelRunner:
         that are captured kernels, whose bits do not depend on the batch. With `resident` loops are
         one kernel, where it can run; None: where `choose_paths` finds it faster.
         """
-        kernels = step_kernels(model, kv, adapters)
+        kernels = model.step_kernels(kv, adapters)
         if loops is None:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1

@@ -27,7 +27,7 @@ from legato_engine.layers.linear import Linear, PackedLinear, pack_linears
 from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
-from legato_engine.models.base import Capabilities
+from legato_engine.models.base import Model
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.checkpoint import Destination, Header, headers, opened
 from legato_engine.models.decoder.config import DecoderConfig
@@ -305,8 +305,8 @@ class DecoderNetwork(nn.Module):
 # Shape legend: T tokens, B rows, D text width, V vocabulary.
 
 
-class DecoderModel:
-    """A `Model` over a loaded, frozen network, without optional capabilities."""
+class DecoderModel(Model):
+    """A model over a loaded, frozen network, without optional capabilities."""
 
     def __init__(self, network: DecoderNetwork) -> None:
         config = network.config
@@ -318,7 +318,7 @@ class DecoderModel:
         self.width = config.dim
         self.max_context = config.max_context
         self.dtype = network.embed_tokens.weight.dtype
-        self.kv_scale_L2: torch.Tensor | None = None
+        self.kv_scale_L2 = None
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = 0  # unused: the prefix is empty
         self._network = network
@@ -326,8 +326,8 @@ class DecoderModel:
         network.rope.fill(self._device)
 
     @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(own_threads=self._network.runs_by_library)
+    def own_threads(self) -> bool:
+        return self._network.runs_by_library
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[0, D]: the tokenizer puts BOS into the prompt."""
