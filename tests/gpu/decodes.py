@@ -49,7 +49,7 @@ def decoding(
     assembly: Assembly, seen: Decodes, *, length: int, adapters: tuple[str, ...] = ()
 ) -> Scheduler:
     """Return a scheduler whose rows all decode, and have answers of `length` tokens."""
-    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
+    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen.committed)
     frontend, model = assembly.frontend, assembly.model
     for index in range(ROWS):
         request = Request(

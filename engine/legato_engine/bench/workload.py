@@ -267,7 +267,7 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
         pipeline_depth=depth,
         prefills_per_decode=len(sequences),
         shares=False,
-        observer=feed,
+        observer=feed.committed,
     )
     for sequence in sequences:
         scheduler.submit(sequence)

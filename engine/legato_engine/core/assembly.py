@@ -19,6 +19,7 @@ from legato_engine.core.output import OutputSink
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.refinements import Refinements
 from legato_engine.core.requests import RequestTable, make_sequence
+from legato_engine.crash.recording import Recorder
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -37,8 +38,8 @@ from legato_engine.models.paged_attention import KVCache
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.warm_up import warm_runner
-from legato_engine.scheduler.batch import ALONE, FlightRecorder, Observer
-from legato_engine.scheduler.interfaces import Pause, SystemClock, sleep
+from legato_engine.scheduler.batch import ALONE, StepRecord
+from legato_engine.scheduler.interfaces import Clock, Pause, sleep
 from legato_engine.scheduler.output import SilentSink, Sink
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.shm.blob_reader import BlobReader
@@ -127,8 +128,8 @@ class Assembly:
         prefills_per_decode: int = 1,
         shares: bool = True,
         pause: Pause = sleep,
-        observer: Observer | None = None,
-        recorder: FlightRecorder | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> Scheduler:
         """Return a scheduler with an empty KV cache; the previous one must be idle.
 
@@ -146,7 +147,7 @@ class Assembly:
             self.runner,
             manager,
             Pipeline(pipeline_depth),
-            SystemClock(),
+            Clock(),
             sink,
             max_waiting=self.config.max_waiting,
             max_waiting_per_tenant=self.config.max_waiting_per_tenant,
@@ -168,8 +169,8 @@ class Assembly:
         send: Callable[[EngineOutput], None],
         wake: Callable[[], None],
         pause: Pause = sleep,
-        observer: Observer | None = None,
-        recorder: FlightRecorder | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> EngineCore:
         """Make an engine; `wake` is called on other threads, and cuts a `pause` short."""
         config = self.config

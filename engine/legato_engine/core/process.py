@@ -316,7 +316,7 @@ def serve(
     recorder = _recorder(files)
     with unservable():
         core, model = _open(config, blobs, connections, wake_fd, telemetry, recorder)
-    quarantine = Quarantine(core, functools.partial(apply, core), connections.announce)
+    quarantine = Quarantine(lambda: core.idle, functools.partial(apply, core), connections.announce)
     loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
@@ -361,7 +361,7 @@ def _open(
         pause=connections.pause,
         observer=StepFeed(
             assembly.runner.times, (*telemetry.listeners, *recorders, *_timelines(config))
-        ),
+        ).committed,
         recorder=recorder,
     ), assembly.info
 

@@ -318,14 +318,21 @@ def _rate(request: BlockState) -> float:
 # Block policies applied to the engine's sequences.
 
 
-class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` of a block policy that the device follows."""
+class BlockSizes:
+    """Bounds by a block policy how many tokens the device drafts for each sequence.
+
+    The device decides by the launch in front, which the host has not read.
+    """
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
     def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
-        """Under pressure the budget caps the launch's block, the adaptive rule the one after it."""
+        """Return the most draft tokens that each of at least one sequence may have.
+
+        The launch is planned `under_pressure`, and must be launched. Under pressure the budget caps
+        the launch's block, the adaptive rule the one after it.
+        """
         policy, most = self._policy, self._policy.max_block
         if isinstance(policy, FixedBlockPolicy):
             return [most] * len(sequences)
@@ -344,6 +351,7 @@ class PolicyBlockSizes:
         return bounds
 
     def learn(self, sequence: Sequence, output: RowTokens) -> None:
+        """Keep what a committed launch says of a sequence."""
         stats = sequence.draft_stats
         if stats is None:
             stats = sequence.draft_stats = DraftStats()
@@ -367,11 +375,11 @@ def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | Non
     return FixedBlockPolicy(block)
 
 
-def block_sizes(setting: str) -> PolicyBlockSizes | None:
+def block_sizes(setting: str) -> BlockSizes | None:
     """The bounds of a `--speculation` setting.
 
     Raises:
         InvalidField: the setting is unknown.
     """
     policy = block_policy(setting)
-    return None if policy is None else PolicyBlockSizes(policy)
+    return None if policy is None else BlockSizes(policy)

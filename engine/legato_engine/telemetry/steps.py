@@ -13,7 +13,7 @@ import bisect
 import collections
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from legato_engine.ipc.messages import (
     TimelineBatch,
     TimelineSpan,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.telemetry.timeline import SpanMaker, Step
 
@@ -282,19 +283,10 @@ PERIOD = 0.05
 _PERIOD_NS = round(PERIOD * 1e9)
 
 
-class Watchers(Protocol):
-    """The service processes that watch."""
-
-    @property
-    def watched(self) -> bool: ...
-
-    def send_timeline(self, batch: TimelineBatch) -> None: ...
-
-
 class TimelineStream:
     """A `timeline.StepListener`; while no process watches, a step costs one test."""
 
-    def __init__(self, watchers: Watchers, stats: StepStats) -> None:
+    def __init__(self, watchers: ServiceConnections, stats: StepStats) -> None:
         self._watchers = watchers
         self._stats = stats
         self._maker = SpanMaker()

@@ -54,7 +54,11 @@ class StepListener(Protocol):
 
 
 class StepFeed:
-    """A `scheduler.Observer` that reads a launch's device times once for all listeners."""
+    """Reads a committed launch's device times once for all listeners.
+
+    `committed` is a scheduler's observer: it runs on the scheduler's thread while the runner has
+    the launch's times, and must be fast.
+    """
 
     def __init__(
         self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]

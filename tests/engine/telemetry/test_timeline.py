@@ -28,7 +28,7 @@ def traced(assembly, depth, kind="query", capacity=1000):
     """Return the timeline of three requests on two rows."""
     timeline = Timeline(capacity)
     feed = StepFeed(assembly.runner.times, (timeline,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed)
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed.committed)
     for sequence in Workload(assembly, kind=kind, count=3, length=20).sequences():
         scheduler.submit(sequence)
     scheduler.drain()
