@@ -35,7 +35,7 @@ from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer
-from legato_service.services.admin import AdminServicer, Sessions
+from legato_service.services.admin import AdminServicer
 from legato_service.services.image import ImageServicer
 from legato_service.services.inference import InferenceServicer
 from legato_service.services.server import ServerServicer
@@ -67,7 +67,7 @@ class Server:
         self,
         config: ServiceConfig,
         engines: EngineGroup,
-        sessions: Sessions | None = None,
+        sessions: SessionRegistry | None = None,
         peers: Peers | None = None,
     ) -> None:
         self._config = config
