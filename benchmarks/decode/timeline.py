@@ -39,8 +39,10 @@ class Watchers:
 def feed(way: str) -> tuple[StepFeed, Watchers]:
     """Return the listeners of an engine process, with or without the timeline."""
     stats, watchers = StepStats(), Watchers(way == "watched")
-    stream = () if way == WAYS[0] else (TimelineStream(cast(ServiceConnections, watchers), stats),)
-    return StepFeed(_times, (stats, StepCounter(), *stream)), watchers
+    stream = (
+        () if way == WAYS[0] else (TimelineStream(cast(ServiceConnections, watchers), stats).add,)
+    )
+    return StepFeed(_times, (stats.add, StepCounter().add, *stream)), watchers
 
 
 def main(argv: Sequence[str]) -> int:

@@ -80,7 +80,9 @@ class Server:
         number = 0 if peers is None else peers.number
         calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
         self.tracer = tracer(config, lambda: engines.model.name if engines.model else "")
-        self._call_log = CallLog([each for each in (calls, self.tracer) if each is not None])
+        self._call_log = CallLog(
+            [each.observe for each in (calls, self.tracer) if each is not None]
+        )
         self.metrics = Collector(
             config,
             engines,

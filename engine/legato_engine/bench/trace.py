@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
     )
     timeline = Timeline(capacity=2 * workload.num_tokens + arguments.streams)
-    observer = StepFeed(assembly.runner.times, (timeline,)).committed
+    observer = StepFeed(assembly.runner.times, (timeline.add,)).committed
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=observer)
     for sequence in workload.sequences():
         scheduler.submit(sequence)

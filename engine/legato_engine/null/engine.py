@@ -168,9 +168,10 @@ class NullEngine:
         )
         self.num_rows = config.max_running
         self._admission = Admission(
-            self,
             Clock(),
             self._queue,
+            num_rows=self.num_rows,
+            rows_free=lambda: self.rows_free,
             max_waiting=config.max_waiting,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
         )

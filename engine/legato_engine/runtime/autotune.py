@@ -6,7 +6,7 @@ Both paths have the same bits, so that the choice is of speed alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -43,14 +43,10 @@ class Choice(Protocol):
     def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
 
 
-class Timer(Protocol):
-    """Seconds of a step, whose rows are all `drawn` or all greedy and have pages in `common` or
-    none, in the kernel or captured.
-    """
-
-    def __call__(
-        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, resident: bool
-    ) -> float: ...
+Timer = Callable[..., float]
+"""Seconds of a step, `LoopTimes.seconds`: of a kind and its rows, which are all `drawn` or all
+greedy and have pages in `common` or none, in the kernel (`resident`) or captured.
+"""
 
 
 class Fixed:

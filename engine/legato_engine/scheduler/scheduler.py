@@ -99,9 +99,10 @@ class Scheduler:
             crops_per_launch=crops_per_launch,
         )
         self._admission = Admission(
-            manager,
             clock,
             self._queue,
+            num_rows=manager.num_rows,
+            rows_free=lambda: manager.rows_free,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )

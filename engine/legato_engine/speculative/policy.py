@@ -13,7 +13,7 @@ import operator
 import struct
 from collections import abc
 from collections.abc import Sequence as Many
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from legato_engine.config import SPECULATION_OFF, max_block_size
 from legato_engine.scheduler.interfaces import RowTokens
@@ -100,23 +100,6 @@ class BlockState(Protocol):
 
     @property
     def under_pressure(self) -> bool: ...
-
-
-class BlockPolicy(Protocol):
-    """Chooses each request's block size, at most `max_block`."""
-
-    @property
-    def max_block(self) -> int: ...
-
-    def begin(self, request: BlockState) -> None:
-        """Prepare a request's first proposal, also after a preemption."""
-        ...
-
-    def update(self, request: BlockState, accepted: int, proposed: int) -> None: ...
-
-    def allot(self, requests: abc.Sequence[BlockState]) -> None:
-        """Revise the block sizes of requests that propose together."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,6 +296,14 @@ def _rate(request: BlockState) -> float:
     return request.accepted_weight / request.tried_weight
 
 
+BlockPolicy: TypeAlias = FixedBlockPolicy | AdaptiveBlockPolicy | TokenBudgetPolicy
+"""Chooses each request's block size, at most `max_block`.
+
+`begin` prepares a request's first proposal, also after a preemption, `update` learns from a
+verification, and `allot` revises the block sizes of requests that propose together.
+"""
+
+
 # ---------------------------------------------------------------- block sizes
 
 # Block policies applied to the engine's sequences.
@@ -336,7 +327,6 @@ class BlockSizes:
         policy, most = self._policy, self._policy.max_block
         if isinstance(policy, FixedBlockPolicy):
             return [most] * len(sequences)
-        assert isinstance(policy, AdaptiveBlockPolicy | TokenBudgetPolicy)
         few = min(policy.pressure_block, most)
         if isinstance(policy, TokenBudgetPolicy):
             return [few if under_pressure else most] * len(sequences)

@@ -101,7 +101,7 @@ def step_parts(before: Step, step: Step) -> StepParts:
 
 
 class StepStats:
-    """A `timeline.StepListener` over the last `window` decode steps."""
+    """Times of the last `window` decode steps; `add` is a `timeline.StepListener`."""
 
     def __init__(self, window: int = 256) -> None:
         self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
@@ -204,7 +204,7 @@ class _Bins:
 
 
 class StepCounter:
-    """A `timeline.StepListener`.
+    """Counts of steps and tokens; `add` is a `timeline.StepListener`.
 
     The time between two tokens of a request is that between the commits of two decodes, prefills of
     other requests between them included; after a pause of the engine it begins with the prefill.
@@ -284,7 +284,10 @@ _PERIOD_NS = round(PERIOD * 1e9)
 
 
 class TimelineStream:
-    """A `timeline.StepListener`; while no process watches, a step costs one test."""
+    """Sends steps to the processes that watch; while none does, a step costs one test.
+
+    `add` is a `timeline.StepListener`.
+    """
 
     def __init__(self, watchers: ServiceConnections, stats: StepStats) -> None:
         self._watchers = watchers

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -189,10 +189,6 @@ class GatedBlock(nn.Module):
         )
 
 
-class _Block(Protocol):
-    def cpu_layer(self) -> cpu.CpuLayer: ...
-
-
 class DecoderNetwork(nn.Module):
     """All weights; `block` makes a layer with the methods of `GatedBlock`.
 
@@ -294,7 +290,8 @@ class DecoderNetwork(nn.Module):
         heads = self.config.heads
         gated = isinstance(self.layers[0], GatedBlock)
         sizes = cpu.CpuSizes(heads.num_heads, heads.num_kv_heads, heads.head_dim, gated)
-        layers = [cast(_Block, block).cpu_layer() for block in self.layers]
+        blocks: Iterable[Any] = self.layers  # of `nn.Module`, which hides their methods
+        layers = [block.cpu_layer() for block in blocks]
         return cpu.CpuDecoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))
 
 
