@@ -176,7 +176,7 @@ class LaunchEvents:
 
 
 class ModelRunner:
-    """A `scheduler.runner.Runner`; `buckets` are the decode batch sizes in tokens, ascending."""
+    """A `scheduler.interfaces.Runner`; `buckets`: decode batch sizes in tokens, ascending."""
 
     def __init__(
         self,
