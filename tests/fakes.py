@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from legato_engine.errors import LegatoError
+from legato_engine.scheduler.interfaces import Clock
 from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import Constraint, SampledToken, Task, successor
@@ -43,7 +44,7 @@ def sample_token(seed: int, position: int, constraint: int) -> int:
     return zlib.crc32(f"{seed} {position} {constraint}".encode()) % VOCABULARY
 
 
-class FakeClock:
+class FakeClock(Clock):
     """A clock that advances by hand."""
 
     def __init__(self, now: float = 100.0) -> None:

@@ -48,7 +48,7 @@ class Ended(Tolerant):
 
     def __init__(self, assembly: Assembly, *, depth: int) -> None:
         super().__init__(assembly, at_once=1)
-        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self)
+        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self.committed)
         self.reasons: dict[int, FinishReason] = {}
         self.events: dict[int, list[Event]] = {}
 

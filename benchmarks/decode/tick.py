@@ -16,10 +16,10 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks import DetectSkill, Listing, TaskSetup
-from legato_engine.runtime.descriptors import Descriptor
-from legato_engine.scheduler.batch import Launch, LaunchKind, Observer, StepRecord
-from legato_engine.scheduler.interfaces import LaunchTimes, RowTokens, SystemClock
+from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
+from legato_engine.scheduler.interfaces import Clock, LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
+from legato_engine.sequence import Descriptor
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.policy import block_sizes
 from legato_engine.tasks import SampledToken, Task
@@ -149,7 +149,7 @@ def ticks(
     *,
     speculation: str = SPECULATION_OFF,
     num_tokens: int = 1,
-    observer: Observer | None = None,
+    observer: Callable[[StepRecord], None] | None = None,
 ) -> list[int]:
     """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`, which
     has `num_tokens` tokens a row.
@@ -167,10 +167,10 @@ def ticks(
         runner,
         KVCacheManager(pages + 1, PAGE_SIZE, streams),
         Pipeline(2),
-        SystemClock(),
+        Clock(),
         sink,
         block_sizes=block_sizes(speculation),
-        observer=observer or LastRecords(256),
+        observer=observer or LastRecords(256).committed,
     )
     for index, task in enumerate(tasks):
         request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))

@@ -83,9 +83,8 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
     device, model, count = assembly.device, assembly.model, prepared.num_crops
     if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
-    encoding = model.capabilities.images
-    assert encoding is not None, "images stay uncropped only for an encoder"
-    encoder = encoding.image_encoder(device.pinned, 1)
+    encoder = model.image_encoder(device.pinned, 1)
+    assert encoder is not None, "images stay uncropped only for an encoder"
     encoder.stage(0, prepared)
     device.compute.submit(lambda: encoder.upload(0))
     device.compute.submit(encoder.cut)

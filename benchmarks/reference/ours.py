@@ -176,10 +176,9 @@ class Engine:
         """Return what the region heads read there."""
         with torch.inference_mode():
             token_1 = torch.tensor([token_id], device=self._device)
-            heads = self._model.capabilities.values
-            assert heads is not None, "the reference is compared with a Moondream"
+            assert self._model.has_value_heads, "the reference is compared with a Moondream"
             logits_1V = self._model.logits(hidden_D[None])
-            payload_12, _ = heads.values(hidden_D[None], token_1, logits_1V)
+            payload_12, _ = self._model.values(hidden_D[None], token_1, logits_1V)
         first, second = payload_12[0].tolist()
         return first, second
 
@@ -206,9 +205,8 @@ class Engine:
         """Embed BOS and the image, by the encoder if the device cuts it."""
         if image is None or image.num_crops == 0:
             return self._model.prefix_embeddings(image)
-        encoding = self._model.capabilities.images
-        assert encoding is not None, "images stay uncropped only for an encoder"
-        encoder = encoding.image_encoder(self._assembly.device.pinned, 1)
+        encoder = self._model.image_encoder(self._assembly.device.pinned, 1)
+        assert encoder is not None, "images stay uncropped only for an encoder"
         encoder.stage(0, image)
         encoder.upload(0)
         encoder.cut()

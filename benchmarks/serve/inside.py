@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import uvloop
-from legato_engine.client.connection import Siblings
+from legato_engine.client.connection import EngineConnection, Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
 from legato_engine.client.timeline_watch import TimelineWatch
@@ -35,7 +35,7 @@ CONFIG = EngineConfig(model=null_model.NAME, null_objects=100_000)
 
 
 class InsideEngine:
-    """A service's `Engine` whose steps run in the service's own event loop."""
+    """An engine connection whose steps run in the service's own event loop."""
 
     state = EngineState.READY
     load = Load()
@@ -138,7 +138,7 @@ class InsideEngine:
 async def _serve() -> None:
     engine = InsideEngine()
     config = ServiceConfig(listen="127.0.0.1:0", engine=CONFIG)
-    server = Server(config, EngineGroup([engine]))
+    server = Server(config, EngineGroup([cast(EngineConnection, engine)]))
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
 

@@ -145,7 +145,7 @@ class Run(SilentSink):
             pipeline_depth=2,
             prefills_per_decode=len(sequences),
             shares=False,
-            observer=self,
+            observer=self.committed,
         )
         at_once = at_once or len(sequences)
         self._waves = [slice(at, at + at_once) for at in range(0, len(sequences), at_once)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from legato_engine.tasks import SampledToken, Task
 from legato_engine.types import Certainty, PromptToken, Request
@@ -82,30 +82,22 @@ class Progress:
     inflight_drafts: int = 0
 
 
-class Learnt(Protocol):
+class Descriptor(NamedTuple):
     """Acceptance statistics and block size that the device chose for a sequence."""
 
-    @property
-    def accepted_weight(self) -> float: ...  # tokens, older ones counting less
-
-    @property
-    def tried_weight(self) -> float: ...
-
-    @property
-    def ema_acceptance_rate(self) -> float: ...
-
-    @property
-    def current_block_size(self) -> int: ...
-
-    @property
-    def idle_steps(self) -> int: ...  # verifications without draft tokens in a row
+    accepted_weight: float  # tokens, older ones counting less
+    tried_weight: float
+    ema_acceptance_rate: float
+    current_block_size: int
+    idle_steps: int  # verifications without draft tokens in a row
+    flags: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
     """Acceptance of draft tokens, as the device had it at the latest commit."""
 
-    learnt: Learnt | None = None  # None before the first
+    learnt: Descriptor | None = None  # None before the first
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
     under_pressure: bool = False  # at the latest plan
 

@@ -35,7 +35,7 @@ from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer
-from legato_service.services.admin import AdminServicer, Sessions
+from legato_service.services.admin import AdminServicer
 from legato_service.services.image import ImageServicer
 from legato_service.services.inference import InferenceServicer
 from legato_service.services.server import ServerServicer
@@ -67,7 +67,7 @@ class Server:
         self,
         config: ServiceConfig,
         engines: EngineGroup,
-        sessions: Sessions | None = None,
+        sessions: SessionRegistry | None = None,
         peers: Peers | None = None,
     ) -> None:
         self._config = config
@@ -80,7 +80,9 @@ class Server:
         number = 0 if peers is None else peers.number
         calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
         self.tracer = tracer(config, lambda: engines.model.name if engines.model else "")
-        self._call_log = CallLog([each for each in (calls, self.tracer) if each is not None])
+        self._call_log = CallLog(
+            [each.observe for each in (calls, self.tracer) if each is not None]
+        )
         self.metrics = Collector(
             config,
             engines,

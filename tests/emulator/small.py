@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 from legato_engine.device.cpu import CpuDevice
+from legato_engine.kernels.cuda.module import Compile
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from tests.emulator.build import Patch
@@ -29,7 +31,7 @@ def emulated(schedule: Schedule | None = None, *patches: Patch) -> Machine:
     """A CPU that plays a GPU; `patches` change the kernel's source."""
     schedule = schedule or Schedule()
     compile_source = functools.partial(EmulatedModule, schedule=schedule, patches=patches)
-    return Machine(CPU, compile_source, _device())
+    return Machine(CPU, cast(Compile, compile_source), _device())
 
 
 @functools.cache

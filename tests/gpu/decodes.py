@@ -49,8 +49,8 @@ def decoding(
     assembly: Assembly, seen: Decodes, *, length: int, adapters: tuple[str, ...] = ()
 ) -> Scheduler:
     """Return a scheduler whose rows all decode, and have answers of `length` tokens."""
-    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
-    frontend, support = assembly.frontend, assembly.model.capabilities.adapters
+    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen.committed)
+    frontend, model = assembly.frontend, assembly.model
     for index in range(ROWS):
         request = Request(
             request_id=RequestKey(str(index)),
@@ -59,10 +59,9 @@ def decoding(
         )
         adapter = None
         if index < len(adapters):
-            assert support is not None
             name = adapters[index]
             data = (Path(assembly.config.adapters) / f"{name}.safetensors").read_bytes()
-            adapter = support.read_adapter(data, name, max(RANKS.values()))
+            adapter = model.read_adapter(data, name, max(RANKS.values()))
         sequence = make_sequence(frontend, request, None, adapter)
         constraints = range(len(frontend.constraints))
         scheduler.submit(fixed_length(sequence, length, 0, constraints))

@@ -20,10 +20,10 @@ from legato_engine.runtime.descriptors import (
     STARTS,
     UNDER_PRESSURE,
     WORDS,
-    Descriptor,
 )
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
+from legato_engine.sequence import Descriptor
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.policy import (
     INITIAL_RATE,

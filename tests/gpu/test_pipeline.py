@@ -102,7 +102,9 @@ def run(
     config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
     watch = Watch()
     changed = dataclasses.replace(assembly, config=config)
-    scheduler = changed.scheduler(watch, pipeline_depth=depth, shares=shares, observer=watch)
+    scheduler = changed.scheduler(
+        watch, pipeline_depth=depth, shares=shares, observer=watch.committed
+    )
     tasks: list[TaskSpec] = [
         QueryTask(question="What?" * 9),
         DetectTask(object="cat"),

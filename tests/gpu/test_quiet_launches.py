@@ -75,7 +75,7 @@ def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
     in one pass of fixed shape or several.
     """
     seen = Decodes()
-    scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen)
+    scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen.committed)
     sequence = asking(large, "long", LONG * repeats)
     assert len(sequence.prompt) > 60 * repeats
     scheduler.submit(sequence)
@@ -101,7 +101,9 @@ def begun(assembly: Assembly, scheduler: Scheduler, path: str, length: int) -> N
 def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path: str) -> None:
     """Short ones share the launch behind it with its row; a long one has it alone."""
     seen = Decodes()
-    scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
+    scheduler = with_decode_path(large, path).scheduler(
+        seen, pipeline_depth=2, observer=seen.committed
+    )
     begun(large, scheduler, path, 120)
     late = asking(large, "late", LONG * repeats)
     scheduler.submit(late)
@@ -116,7 +118,9 @@ def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path
 def test_the_loop_of_a_list_begins_quietly(large: Assembly, path: str) -> None:
     """Its first constraints follow the token of its prompt. The image is cached by then."""
     seen = Decodes()
-    scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
+    scheduler = with_decode_path(large, path).scheduler(
+        seen, pipeline_depth=2, observer=seen.committed
+    )
     image = picture(large)
     answered(scheduler, skilled(large, image, 0, 24))
     assert seen.following == 1
@@ -138,7 +142,7 @@ def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
     for kind in ("whole", "parts"):
         seen = Decodes()
         with prompts(assembly, kind):
-            scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
+            scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen.committed)
         begun(large, scheduler, path, 400)  # longer than a loop, which ends before the guard begins
         late = asking(large, "late", LONG * repeats)
         (task,) = recorded([late])

@@ -8,7 +8,7 @@ import gc
 import io
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -22,11 +22,12 @@ from legato.v1 import (
     session_pb2_grpc,
 )
 from legato_client._grpc.transport import ServerStatus
+from legato_engine.client.connection import EngineConnection
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
-from legato_service.services.admin import Sessions
+from legato_service.session.session import SessionRegistry
 from PIL import Image
 
 from tests.service.fakes import FakeEngine
@@ -102,7 +103,7 @@ async def running(
     engine: FakeEngine | Sequence[FakeEngine] | None = None,
     channel_options: Sequence[tuple[str, int | str]] = (),
     engine_settings: dict[str, Any] | None = None,
-    sessions: Sessions | None = None,
+    sessions: SessionRegistry | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Serve for the length of the block; settings are fields of the two configurations."""
@@ -112,7 +113,11 @@ async def running(
         engine=EngineConfig(**(engine_settings or {})),
         **{"listen": "127.0.0.1:0", "admin_listen": "same", **settings},
     )
-    server = Server(config, EngineGroup(engines, affinity=config.affinity), sessions)
+    server = Server(
+        config,
+        EngineGroup([cast(EngineConnection, each) for each in engines], affinity=config.affinity),
+        sessions,
+    )
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:

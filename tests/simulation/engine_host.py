@@ -31,6 +31,7 @@ from legato_engine.ipc.messages import (
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.scheduler.batch import Launch
+from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.tasks import Constraint
 from legato_engine.types import CachedImage, ImageInfo, ImageSource, Request
@@ -69,7 +70,7 @@ class Shape:
     step_seconds: float = 0.004
 
 
-class LoopClock:
+class LoopClock(Clock):
     """The clock of the running loop."""
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class Incarnation:
             frontend, scheduler, table, preprocessor, leases, None, refinements, sink
         )
         self.table = table
-        self._quarantine = Quarantine(self.core, self._apply, self._announce)
+        self._quarantine = Quarantine(lambda: self.core.idle, self._apply, self._announce)
         self.steps = 0
 
     def _wake(self) -> None:

@@ -114,7 +114,7 @@ class Decodes(SilentSink):
             prefills_per_decode=at_once,
             shares=shares,
             pause=pause,
-            observer=self,
+            observer=self.committed,
         )
 
     @classmethod

@@ -33,9 +33,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -231,16 +231,8 @@ _BY_REASON: dict[str, type[LegatoError]] = {
 }
 
 
-class _Failure(Protocol):
-    """The common part of sync and asyncio RPC errors."""
-
-    def code(self) -> grpc.StatusCode: ...
-    def details(self) -> str | None: ...
-    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
-
-
 def from_rpc_error(error: grpc.RpcError) -> LegatoError:
-    failure = cast(_Failure, error)
+    failure = cast(grpc.Call, error)  # what sync and asyncio errors have in common
     trailers = dict(failure.trailing_metadata() or ())
     status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or "")
     status.details.extend(_unpacked(trailers.get(DETAILS_KEY)).details)

@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
     )
     timeline = Timeline(capacity=2 * workload.num_tokens + arguments.streams)
-    feed = StepFeed(assembly.runner.times, (timeline,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=feed)
+    observer = StepFeed(assembly.runner.times, (timeline.add,)).committed
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=observer)
     for sequence in workload.sequences():
         scheduler.submit(sequence)
     scheduler.drain()

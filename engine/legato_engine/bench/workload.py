@@ -261,13 +261,13 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
     """Run a workload, all prefills first and unshared."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
-    feed = StepFeed(assembly.runner.times, (timeline,))
+    feed = StepFeed(assembly.runner.times, (timeline.add,))
     scheduler = assembly.scheduler(
         SilentSink(),
         pipeline_depth=depth,
         prefills_per_decode=len(sequences),
         shares=False,
-        observer=feed,
+        observer=feed.committed,
     )
     for sequence in sequences:
         scheduler.submit(sequence)

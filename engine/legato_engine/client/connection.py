@@ -137,12 +137,6 @@ class Siblings(Protocol):
 # The open requests of a connection.
 
 
-class Send(Protocol):
-    """Sends a command, `at_once` or with the event loop's next turn."""
-
-    def __call__(self, command: Command, *, at_once: bool = False) -> None: ...
-
-
 class OpenRequests:
     """Open requests of one engine, each kept until its last output.
 
@@ -156,9 +150,11 @@ class OpenRequests:
         policy: LatencyPolicy,
         blobs: BlobStore,
         recovery: Recovery,
-        send: Send,
+        send: Callable[..., None],
     ) -> None:
-        """`number` is the engine's among its siblings."""
+        """`number` is the engine's among its siblings. `send(command, at_once=False)` sends a
+        command at once or with the event loop's next turn.
+        """
         self._number = number
         self._blobs = blobs
         self._recovery = recovery

@@ -20,6 +20,7 @@ from legato_engine.core.output import OutputSink
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.refinements import Refinements
 from legato_engine.core.requests import RequestTable, make_sequence
+from legato_engine.crash.recording import Recorder
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -39,8 +40,8 @@ from legato_engine.models.paged_attention import KVCache
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.warm_up import warm_runner
-from legato_engine.scheduler.batch import ALONE, FlightRecorder, Observer
-from legato_engine.scheduler.interfaces import Pause, SystemClock, sleep
+from legato_engine.scheduler.batch import ALONE, StepRecord
+from legato_engine.scheduler.interfaces import Clock, Pause, sleep
 from legato_engine.scheduler.output import SilentSink, Sink
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.shm.blob_reader import BlobReader
@@ -129,8 +130,8 @@ class Assembly:
         prefills_per_decode: int = 1,
         shares: bool = True,
         pause: Pause = sleep,
-        observer: Observer | None = None,
-        recorder: FlightRecorder | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> Scheduler:
         """Return a scheduler with an empty KV cache; the previous one must be idle.
 
@@ -148,7 +149,7 @@ class Assembly:
             self.runner,
             manager,
             Pipeline(pipeline_depth),
-            SystemClock(),
+            Clock(),
             sink,
             max_waiting=self.config.max_waiting,
             max_waiting_per_tenant=self.config.max_waiting_per_tenant,
@@ -170,8 +171,8 @@ class Assembly:
         send: Callable[[EngineOutput], None],
         wake: Callable[[], None],
         pause: Pause = sleep,
-        observer: Observer | None = None,
-        recorder: FlightRecorder | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> EngineCore:
         """Make an engine; `wake` is called on other threads, and cuts a `pause` short."""
         config = self.config
@@ -217,13 +218,11 @@ class Assembly:
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:
             return None
-        support = self.model.capabilities.adapters
-        assert support is not None, "a bank is allocated by a model that supports adapters"
         config, values = self.config, self.bank.values_per_slot
         max_rank = config.max_adapter_rank
         on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
-            lambda data, key: support.read_adapter(data, key, max_rank),
+            lambda data, key: self.model.read_adapter(data, key, max_rank),
             self.adapter_folders,
             max_values=values,
             # At least what the device holds, so that a swapped-out adapter is not read again.
@@ -276,7 +275,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
-    if model.capabilities.own_threads:
+    if model.own_threads:
         device.compute.submit(take_threads)
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
     warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
@@ -370,21 +369,19 @@ def _with_runner(
 
 
 def _adapter_bank(config: EngineConfig, bundle: ModelBundle, model: Model) -> AdapterBank | None:
-    support = model.capabilities.adapters
-    if support is not None:
-        return support.adapter_bank(config.adapter_slots, config.max_adapter_rank)
-    if config.adapters:
+    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank)
+    if bank is None and config.adapters:
         raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
-    return None
+    return bank
 
 
 def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRefiner | None:
     if not config.refiner:
         return None
-    refiners = model.capabilities.refiners
-    if refiners is None:
+    refiner = model.mask_refiner(Path(config.refiner))
+    if refiner is None:
         raise InvalidField(f"{bundle.frontend.name} takes no refiner", field="refiner")
-    return refiners.mask_refiner(Path(config.refiner))
+    return refiner
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

@@ -170,7 +170,7 @@ class Telemetry:
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
-        return (self.stats, self.counter, self.stream)
+        return (self.stats.add, self.counter.add, self.stream.add)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ def serve(
     recorder = _recorder(files)
     with unservable():
         core, model = _open(config, blobs, connections, wake_fd, telemetry, recorder)
-    quarantine = Quarantine(core, functools.partial(apply, core), connections.announce)
+    quarantine = Quarantine(lambda: core.idle, functools.partial(apply, core), connections.announce)
     loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
@@ -353,7 +353,7 @@ def _open(
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
     templates.close_unused()
-    recorders = () if recorder is None else (recorder,)
+    recorders = () if recorder is None else (recorder.add,)
     return assembly.core(
         blobs=blobs,
         send=lambda output: _send(connections, output),
@@ -361,7 +361,7 @@ def _open(
         pause=connections.pause,
         observer=StepFeed(
             assembly.runner.times, (*telemetry.listeners, *recorders, *_timelines(config))
-        ),
+        ).committed,
         recorder=recorder,
     ), assembly.info
 
@@ -395,7 +395,7 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
     signal.signal(
         signal.SIGUSR1, lambda *_: _log.info("timeline_written", path=str(timeline.dump()))
     )
-    return (timeline,)
+    return (timeline.add,)
 
 
 def _send(connections: ServiceConnections, output: EngineOutput) -> None:

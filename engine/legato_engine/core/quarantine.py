@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from legato_engine.ipc.messages import Abort, Command, HoldImage, RunningAlone, Stop, Submit
 from legato_engine.types import RequestKey
-
-
-class _Core(Protocol):
-    @property
-    def idle(self) -> bool: ...
 
 
 class Quarantine:
@@ -26,11 +20,11 @@ class Quarantine:
 
     def __init__(
         self,
-        core: _Core,
+        is_idle: Callable[[], bool],
         apply: Callable[[Command], None],
         announce: Callable[[RunningAlone], None],
     ) -> None:
-        self._core = core
+        self._is_idle = is_idle
         self._apply = apply
         self._announce = announce
         self._suspects: deque[Submit] = deque()
@@ -55,7 +49,7 @@ class Quarantine:
 
     def advance(self) -> None:
         """Begin the next suspect, or what was held back, if the engine is idle."""
-        if not self._active or not self._core.idle:
+        if not self._active or not self._is_idle():
             return
         if self._suspects:
             suspect = self._suspects.popleft()

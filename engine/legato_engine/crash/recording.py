@@ -118,7 +118,10 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class Recorder:
-    """Writes a recording. Belongs to the scheduler's thread."""
+    """Writes a recording, as the process may end at any moment.
+
+    Belongs to the scheduler's thread, and takes microseconds.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         """Make the file.

@@ -1,10 +1,11 @@
-"""Interfaces of models on a device: step kernels, optional capabilities.
+"""Interfaces of models on a device: the model, its optional capabilities, step kernels.
 
 Shape legend: B tokens, R rows, M pages of a row, D text width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -90,31 +91,12 @@ class StepKernels(Protocol):
 
 # ---------------------------------------------------------------- capabilities
 
-# What a model may offer beyond `Model`: one protocol per capability.
+# Parts of what a model may offer beyond prefill, decode and logits.
 #
 # Shape legend: B rows, C images, P prefix positions, D text width, M pages.
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates page-locked host memory: `Device.pinned`."""
-
-
-class ValueHeadsModel(Protocol):
-    """Heads that read the value (a coordinate, a size) of a sampled token."""
-
-    def values(
-        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Payloads, zero for plain tokens, and certainties (`Certainty`), one for them.
-
-        Both [B, 2] float32; `logits_BV` are constrained.
-        """
-        ...
-
-    def payload_logprobs(
-        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
-    ) -> torch.Tensor:
-        """[B] float32 of the payloads that `values` returned, zero for plain tokens."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,36 +107,6 @@ class Adapter:
     rank: int
     weights: AdapterWeights
     num_bytes: int
-
-
-class AdapterSupport(Protocol):
-    """Low-rank adapters, chosen by row."""
-
-    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank: ...
-
-    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
-        """Parse an adapter file, on any thread, without the compute stream.
-
-        Raises:
-            AdapterUnusable: the file does not fit.
-        """
-        ...
-
-
-class AcceleratedStep(Protocol):
-    """Kernels for a whole decode step."""
-
-    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        """Return the step kernels, or None if the device or the cache does not support them."""
-        ...
-
-
-class ChunkedPrefill(Protocol):
-    """Prompts in passes of fixed shape."""
-
-    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
-        """[T, D], as `Model.prefill`, without reading a device value on the host."""
-        ...
 
 
 class ImageEncoder(Protocol):
@@ -205,24 +157,6 @@ class ImageEncoder(Protocol):
         ...
 
 
-class ImageEncoding(Protocol):
-    """Image encoding on the device."""
-
-    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder: ...
-
-
-class DraftReader(Protocol):
-    """Drafts trained for this model."""
-
-    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """Read a draft that proposes tokens from this KV cache.
-
-        Raises:
-            InvalidField: the file does not fit the model.
-        """
-        ...
-
-
 class MaskRefiner(Protocol):
     """Refines outlines, one at a time; `given` and `answer` have fixed addresses.
 
@@ -249,33 +183,6 @@ class MaskRefiner(Protocol):
         ...
 
 
-class RefinerReader(Protocol):
-    """Refiners of outlines trained for this model."""
-
-    def mask_refiner(self, path: Path) -> MaskRefiner:
-        """Read a refiner's weights.
-
-        Raises:
-            InvalidField: the file does not fit the model.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Capabilities:
-    """Capabilities of a loaded model; None for each that it lacks."""
-
-    values: ValueHeadsModel | None = None
-    adapters: AdapterSupport | None = None
-    step: AcceleratedStep | None = None
-    images: ImageEncoding | None = None
-    drafts: DraftReader | None = None
-    refiners: RefinerReader | None = None
-    chunks: ChunkedPrefill | None = None
-    own_threads: bool = False
-    """It computes on the CPU with threads of its own, and torch needs one."""
-
-
 # ---------------------------------------------------------------- model
 
 # The seam between the runtime and an architecture.
@@ -283,11 +190,13 @@ class Capabilities:
 # Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers.
 
 
-class Model(Protocol):
+class Model(abc.ABC):
     """An architecture with its weights on a device. All methods run on the compute stream.
 
     Methods are pure functions of arguments and weights. `decode` and `logits` keep no allocation
     and read no device value on the host, so they can be captured.
+
+    Methods that are not abstract are optional capabilities, by default absent.
     """
 
     constraints: tuple[Constraint, ...]  # index 0 allows every token
@@ -302,29 +211,101 @@ class Model(Protocol):
     dtype: torch.dtype
     kv_scale_L2: torch.Tensor | None  # float32 scales of an e4m3 `KVCache`; None: `dtype`, unscaled
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    has_value_heads: bool = False
+    """`values` and `payload_logprobs` read tokens with a value."""
 
+    has_prefill_chunks: bool = False
+    """`prefill_chunk` runs prompts in passes of fixed shape."""
+
+    @abc.abstractmethod
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[P, D]: BOS and the image; P is the frontend's `prefix_length`."""
-        ...
 
+    @abc.abstractmethod
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
         """[T, D]: embeddings, or the encoded payload of a token with a value."""
-        ...
 
+    @abc.abstractmethod
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream; writes the span's keys and values."""
-        ...
 
+    @abc.abstractmethod
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write what `prefill` writes, without the residual stream."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream; row b attends to positions 0..positions_B[b]."""
-        ...
 
+    @abc.abstractmethod
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32."""
-        ...
+
+    # ------------------------------------------------------------ optional
+
+    @property
+    def own_threads(self) -> bool:
+        """Return whether it computes on the CPU with threads of its own, so torch needs one."""
+        return False
+
+    def values(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payloads, zero for plain tokens, and certainties (`Certainty`), one for them.
+
+        Both [B, 2] float32; `logits_BV` are constrained.
+        """
+        raise NotImplementedError
+
+    def payload_logprobs(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
+    ) -> torch.Tensor:
+        """[B] float32 of the payloads that `values` returned, zero for plain tokens."""
+        raise NotImplementedError
+
+    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """[T, D], as `prefill`, without reading a device value on the host."""
+        raise NotImplementedError
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
+        """Allocate the bank of low-rank adapters; None if the model takes none."""
+        del num_slots, max_rank
+        return None
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+        """Parse an adapter file, on any thread, without the compute stream.
+
+        Raises:
+            AdapterUnusable: the file does not fit.
+        """
+        raise NotImplementedError
+
+    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
+        """Return kernels for a whole decode step; None if the model has none for this device and
+        cache.
+        """
+        del kv, adapters
+        return None
+
+    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder | None:
+        """Return the device's image encoder; None if `prefix_embeddings` embeds images."""
+        del pinned, num_images
+        return None
+
+    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer | None:
+        """Read a draft that proposes tokens from this KV cache; None if the model takes none.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
+        del path, kv
+        return None
+
+    def mask_refiner(self, path: Path) -> MaskRefiner | None:
+        """Read the weights of a refiner of outlines; None if the model takes none.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
+        del path
+        return None

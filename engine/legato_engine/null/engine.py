@@ -37,7 +37,7 @@ from legato_engine.ipc.messages import (
     TimelineSpan,
 )
 from legato_engine.null.model import NAME, NullModel, NullRequest
-from legato_engine.scheduler.interfaces import SystemClock
+from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.queue import Admission, WaitingQueue
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.steps import TimelineStream
@@ -168,9 +168,10 @@ class NullEngine:
         )
         self.num_rows = config.max_running
         self._admission = Admission(
-            self,
-            SystemClock(),
+            Clock(),
             self._queue,
+            num_rows=self.num_rows,
+            rows_free=lambda: self.rows_free,
             max_waiting=config.max_waiting,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
         )

@@ -6,7 +6,7 @@ Both paths give the same bits, so the choice affects speed alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -44,15 +44,10 @@ class Choice(Protocol):
     def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
 
 
-class Timer(Protocol):
-    """Measures a step's seconds, in the megakernel or captured.
-
-    All rows are `drawn`, or all greedy; they have pages in `common`, or none.
-    """
-
-    def __call__(
-        self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool, in_megakernel: bool
-    ) -> float: ...
+Timer = Callable[..., float]
+"""Measure a step's seconds: a kind and its rows, all `drawn` or all greedy, with pages in `common`
+or none, `in_megakernel` or captured.
+"""
 
 
 class Fixed:

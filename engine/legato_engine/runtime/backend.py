@@ -13,13 +13,13 @@ import numpy as np
 
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.descriptors import DESCRIPTOR, Descriptor
+from legato_engine.runtime.descriptors import DESCRIPTOR
 from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.staging import Changes
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.scheduler.interfaces import RowTokens
-from legato_engine.sequence import NO_PAYLOAD
+from legato_engine.sequence import NO_PAYLOAD, Descriptor
 from legato_engine.speculative.policy import BlockPolicy
 from legato_engine.tasks import SampledToken
 

@@ -8,9 +8,7 @@ import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.decode_loop import MegakernelOffer, MegakernelSteps
-from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.base import Model, StepKernels
-from legato_engine.models.paged_attention import KVCache
+from legato_engine.models.base import StepKernels
 from legato_engine.runtime.autotune import ALL, Choice, Kept, measure
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.calibration import LoopTimes, own_hash
@@ -20,11 +18,6 @@ from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.speculative.lookup import LookupProposer
 
 _log = structlog.get_logger()
-
-
-def step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-    step = model.capabilities.step
-    return None if step is None else step.step_kernels(kv, adapters)
 
 
 def backend_for(kernels: StepKernels | None, resources: Resources) -> Backend:

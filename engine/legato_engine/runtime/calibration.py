@@ -17,10 +17,11 @@ from legato_engine.kernels.decode_loop import ANY, BatchKind, Build
 from legato_engine.runtime.autotune import ALL, NONE
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.decode_slot import DraftState, Resources
-from legato_engine.runtime.descriptors import DESCRIPTOR, EXACT, STARTS, WORDS, Descriptor
+from legato_engine.runtime.descriptors import DESCRIPTOR, EXACT, STARTS, WORDS
 from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.staging import bucket_for
 from legato_engine.scheduler.interfaces import NoTokens, sleep
+from legato_engine.sequence import Descriptor
 from legato_engine.speculative.policy import INITIAL_RATE, CostTable
 
 Progress = Callable[[float], None]

@@ -6,11 +6,9 @@ verification. The host stages one when a sequence gets its row, and reads it wit
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from legato_engine.sequence import Sequence
+from legato_engine.sequence import Descriptor, Sequence
 
 KV_PRESSURE = 1
 STARTS = 2
@@ -35,21 +33,10 @@ DESCRIPTOR = np.dtype(
         ("flags", "<i4"),
     ]
 )
-"""`RequestDescriptor` of `block_policy.cuh`."""
+"""`RequestDescriptor` of `block_policy.cuh`: the fields of `Descriptor`."""
 
 WORDS = DESCRIPTOR.itemsize // 8
 """A descriptor is this many int64 of a tensor."""
-
-
-class Descriptor(NamedTuple):
-    """The fields of `DESCRIPTOR`."""
-
-    accepted_weight: float
-    tried_weight: float
-    ema_acceptance_rate: float
-    current_block_size: int
-    idle_steps: int
-    flags: int
 
 
 def initial_descriptor(sequence: Sequence, initial_rate: float) -> Descriptor:

@@ -14,7 +14,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
-from legato_engine.models.base import ChunkedPrefill, StepInputs, StepKernels
+from legato_engine.models.base import StepInputs, StepKernels
 from legato_engine.models.paged_attention import Chunk
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.buffers import StagingBuffer
@@ -172,13 +172,13 @@ _START, _LEFT, _FIRST = 0, 1, 2
 class LongPrompts:
     """Runs the prompt of a launch that has no other; its last position's outputs are row 0's."""
 
-    def __init__(self, resources: Resources, model: ChunkedPrefill) -> None:
+    def __init__(self, resources: Resources) -> None:
         device = resources.device
         most = resources.model.max_context
         self._lengths = [*range(CHUNK, most, CHUNK), most]
         self._ranks = (0,) if resources.bank is None else (0, resources.bank.ranks[-1])
         self._resources = resources
-        self._model = model
+        self._model = resources.model
         self._offset_T = torch.arange(CHUNK, device=device.torch_device)
         self._staged = [
             StagingBuffer(
@@ -279,10 +279,9 @@ class KernelBackend:
         self._encoder_runner = _encoder_runner(resources)
         self.encodes_images = self._encoder_runner is not None
         cut_tokens = min(MAX_PASSES * max_tokens, model.max_context)
-        chunks = model.capabilities.chunks
         self._long = None
-        if chunks is not None and cut_tokens < model.max_context:
-            self._long = LongPrompts(resources, chunks)
+        if model.has_prefill_chunks and cut_tokens < model.max_context:
+            self._long = LongPrompts(resources)
         self.limits = BatchLimits(
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * max_tokens, model.max_context),
@@ -488,8 +487,6 @@ def _without_answer(
 
 
 def _encoder_runner(resources: Resources) -> EncoderRunner | None:
-    encoding, slots = resources.model.capabilities.images, resources.slots
-    if encoding is None:
-        return None
-    num_images = len(slots) * slots[0].max_images
-    return EncoderRunner(encoding.image_encoder(resources.device.pinned, num_images), resources)
+    num_images = len(resources.slots) * resources.slots[0].max_images
+    encoder = resources.model.image_encoder(resources.device.pinned, num_images)
+    return None if encoder is None else EncoderRunner(encoder, resources)

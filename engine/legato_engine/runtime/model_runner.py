@@ -22,7 +22,7 @@ from legato_engine.runtime.backend import (
     needs_of,
     sampled_tokens,
 )
-from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
+from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for
 from legato_engine.runtime.calibration import LoopTimes, StepCosts
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Resources, RowState
 from legato_engine.runtime.graphs import GraphRunner, Work
@@ -176,7 +176,7 @@ class LaunchEvents:
 
 
 class ModelRunner:
-    """A `scheduler.runner.Runner`; `buckets` are the decode batch sizes in tokens, ascending."""
+    """A `scheduler.interfaces.Runner`; `buckets`: decode batch sizes in tokens, ascending."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ModelRunner:
         that are captured kernels, whose bits do not depend on the batch. With `megakernel` loops
         run in the megakernel where it can; None: where `choose_paths` finds it faster.
         """
-        kernels = step_kernels(model, kv, adapters)
+        kernels = model.step_kernels(kv, adapters)
         if loops is None:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1

@@ -20,8 +20,8 @@ from legato_engine.runtime.descriptors import (
     STARTS,
     UNDER_PRESSURE,
     VERIFIED,
-    Descriptor,
 )
+from legato_engine.sequence import Descriptor
 from legato_engine.speculative.policy import PROBE_EVERY, BlockPolicy, TokenBudgetPolicy
 
 if TYPE_CHECKING:

@@ -107,7 +107,7 @@ class LogprobStep:
     """
 
     def __init__(self, resources: Resources, slot: DecodeSlot, batch: int) -> None:
-        self._values = resources.model.capabilities.values
+        self._model = resources.model
         self._constraints_CV = resources.constraints_CV
         self._slot = slot
         self._batch = batch
@@ -123,9 +123,9 @@ class LogprobStep:
             logprob_BA, token_BA = likeliest(logits_BV, wanted["token"].shape[1])
             wanted["token"][:batch].copy_(token_BA)
             wanted["logprob"][:batch].copy_(logprob_BA)
-        if payload and self._values is not None:
+        if payload and self._model.has_value_heads:
             hidden_BD, payload_B2 = slot.hidden_RD[:batch], slot.payload_R2[:batch]
-            logprob_B += self._values.payload_logprobs(hidden_BD, token_B, payload_B2)
+            logprob_B += self._model.payload_logprobs(hidden_BD, token_B, payload_B2)
         slot.logprob_R[:batch].copy_(logprob_B)
 
 

@@ -36,7 +36,7 @@ class DecodeStep:
 
     def __init__(self, resources: Resources, slot: DecodeSlot, batch: int, rank: int = 0) -> None:
         self._resources = resources
-        self._values = resources.model.capabilities.values
+        self._model = resources.model
         self._slot = slot
         self._batch = batch
         self._rank = rank
@@ -86,9 +86,9 @@ class DecodeStep:
         token_B = torch.where(finite_B, token_B, 0)
         state.token_R[row_B] = token_B
         slot.tokens_R[:batch].copy_(torch.where(finite_B, token_B, -1))
-        if payload and self._values is not None:
+        if payload and self._model.has_value_heads:
             hidden_BD = slot.hidden_RD[:batch]
-            payload_B2, certainty_B2 = self._values.values(hidden_BD, token_B, logits_BV)
+            payload_B2, certainty_B2 = self._model.values(hidden_BD, token_B, logits_BV)
             state.payload_R2[row_B] = payload_B2
             slot.payload_R2[:batch].copy_(payload_B2)
             slot.certainty_R2[:batch].copy_(certainty_B2)

@@ -94,7 +94,7 @@ def _proposer(
     path = Path(config.draft) if config.draft else draft
     if path is None or config.draft == LOOKUP_DRAFT:
         return lookup_proposer(device.torch_device)
-    drafts = model.capabilities.drafts
-    if drafts is None:
+    proposer = model.draft_proposer(path, kv)
+    if proposer is None:
         raise InvalidField("the model takes no draft", field="draft")
-    return drafts.draft_proposer(path, kv)
+    return proposer

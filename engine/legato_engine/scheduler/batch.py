@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from legato_engine.kv_cache.manager import NO_PREFILL_WORK, PrefillWork
 from legato_engine.sequence import Sequence
@@ -218,26 +218,3 @@ class StepRecord:
     @property
     def commit_ns(self) -> int:
         return self.commit_end - self.wait_end
-
-
-class Observer(Protocol):
-    """Receives the record of every committed launch while the runner has its times."""
-
-    def committed(self, record: StepRecord) -> None:
-        """Observe a commit; runs on the scheduler's thread and must be fast."""
-        ...
-
-
-class FlightRecorder(Protocol):
-    """Records what is under way, for a process that may end at any moment.
-
-    On the scheduler's thread; must take microseconds.
-    """
-
-    def submitted(self, sequence: Sequence) -> None: ...
-
-    def launching(self, launch: Launch, at: int) -> None:
-        """Before the forward pass is enqueued; `at` is in `Clock.perf_ns` nanoseconds."""
-        ...
-
-    def ended(self, sequence: Sequence) -> None: ...

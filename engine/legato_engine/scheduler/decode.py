@@ -8,10 +8,9 @@ from itertools import repeat
 
 from legato_engine.kv_cache.manager import NO_PREFILL_WORK, KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.interfaces import BlockSizes
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
-from legato_engine.speculative.policy import PRESSURE_RATIO
+from legato_engine.speculative.policy import PRESSURE_RATIO, BlockSizes
 
 
 class RunningSequences:

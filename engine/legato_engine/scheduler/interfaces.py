@@ -1,4 +1,4 @@
-"""Interfaces of the scheduler to its clock, its runner and its block sizes."""
+"""Interfaces of the scheduler to its clock and its runner."""
 
 from __future__ import annotations
 
@@ -7,54 +7,22 @@ import enum
 import time
 from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
 from legato_engine.scheduler.batch import Launch
-from legato_engine.sequence import Learnt, Sequence
+from legato_engine.sequence import Descriptor
 from legato_engine.tasks import SampledToken
 
 
-class Clock(Protocol):
-    """Source of time."""
+class Clock:
+    """The host's clocks; static methods avoid a Python frame, as a step reads them eight times.
 
-    def now(self) -> float:
-        """Seconds on the clock of `Request.deadline`."""
-        ...
-
-    def perf_ns(self) -> int:
-        """Nanoseconds on the clock of device events."""
-        ...
-
-
-class SystemClock:
-    """The host's clocks; static methods avoid a Python frame, as a step reads them eight times."""
-
-    now = staticmethod(time.monotonic)
-    perf_ns = staticmethod(time.perf_counter_ns)
-
-
-# ---------------------------------------------------------------- block sizes
-
-# The scheduler's interface to a speculation policy.
-
-
-class BlockSizes(Protocol):
-    """Bounds how many tokens the device drafts for each sequence.
-
-    The device decides by the launch in front, which the host has not read.
+    `now`: seconds on the clock of `Request.deadline`. `perf_ns`: nanoseconds on the clock of device
+    events.
     """
 
-    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
-        """Return the most draft tokens that each of at least one sequence may have.
-
-        The launch is planned `under_pressure`, and must be launched.
-        """
-        ...
-
-    def learn(self, sequence: Sequence, output: RowTokens) -> None:
-        """Keep what a committed launch says of a sequence."""
-        ...
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    perf_ns: Callable[[], int] = staticmethod(time.perf_counter_ns)
 
 
 # ---------------------------------------------------------------- runner
@@ -81,7 +49,7 @@ class RowTokens(NamedTuple):
 
     tokens: tuple[SampledToken, ...]
     num_drafted: int = 0  # chosen by the device; a proposer may have no guess
-    learnt: Learnt | None = None
+    learnt: Descriptor | None = None
 
 
 Pause = Callable[[float], bool]

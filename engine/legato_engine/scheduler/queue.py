@@ -375,16 +375,6 @@ def _priorities(entries: Sequence[_Entry[WaitingT]]) -> list[int]:
 # Admission to the waiting queue.
 
 
-class Rows(Protocol):
-    """The places of requests that run."""
-
-    @property
-    def rows_free(self) -> int: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-
 class Admission(Generic[WaitingT]):
     """Refuses requests that exceed the queue or cannot start in time.
 
@@ -394,15 +384,17 @@ class Admission(Generic[WaitingT]):
 
     def __init__(
         self,
-        rows: Rows,
         clock: Clock,
         queue: WaitingQueue[WaitingT],
         *,
+        num_rows: int,
+        rows_free: Callable[[], int],
         max_waiting: int,
         max_waiting_per_tenant: int,
     ) -> None:
         """`max_waiting_per_tenant` 0: no limit."""
-        self._rows = rows
+        self._num_rows = num_rows
+        self._rows_free = rows_free
         self._clock = clock
         self._queue = queue
         self._max_waiting = max_waiting
@@ -487,5 +479,4 @@ class Admission(Generic[WaitingT]):
         return max(1, round(self.estimated_wait() * 1000))
 
     def _predict_wait(self, ahead: int) -> float | None:
-        rows = self._rows
-        return self._wait.predict(ahead, rows.rows_free, rows.num_rows)
+        return self._wait.predict(ahead, self._rows_free(), self._num_rows)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from legato_engine import failpoints
+from legato_engine.crash.recording import Recorder
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import (
     ALONE,
     BatchLimits,
-    FlightRecorder,
     Launch,
     LaunchKind,
-    Observer,
     Phase,
     Plan,
     Refinement,
@@ -25,7 +24,6 @@ from legato_engine.scheduler.batch import (
 )
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
 from legato_engine.scheduler.interfaces import (
-    BlockSizes,
     Clock,
     LoopRunner,
     NoTokens,
@@ -38,6 +36,7 @@ from legato_engine.scheduler.output import OutputProcessor, Sink
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.queue import Admission, WaitingQueue
 from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
+from legato_engine.speculative.policy import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
 
 FREE = 0
@@ -65,8 +64,8 @@ class Scheduler:
         block_sizes: BlockSizes | None = None,
         loops: LoopRunner | None = None,
         pause: Pause = sleep,
-        observer: Observer | None = None,
-        recorder: FlightRecorder | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Create a scheduler; with `block_sizes` the runner must support drafts.
 
@@ -100,9 +99,10 @@ class Scheduler:
             crops_per_launch=crops_per_launch,
         )
         self._admission = Admission(
-            manager,
             clock,
             self._queue,
+            num_rows=manager.num_rows,
+            rows_free=lambda: manager.rows_free,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
@@ -364,7 +364,7 @@ class Scheduler:
         self.steps_committed += 1
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:
-            self._observer.committed(record)
+            self._observer(record)
 
 
 # ---------------------------------------------------------------- planner
@@ -562,7 +562,7 @@ class LiveRequests:
         *,
         clock: Clock,
         sink: Sink,
-        recorder: FlightRecorder | None,
+        recorder: Recorder | None,
     ) -> None:
         self._manager = manager
         self._queue = queue

@@ -13,7 +13,7 @@ import operator
 import struct
 from collections import abc
 from collections.abc import Sequence as Many
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from legato_engine.config import SPECULATION_OFF, max_block_size
 from legato_engine.scheduler.interfaces import RowTokens
@@ -100,23 +100,6 @@ class BlockState(Protocol):
 
     @property
     def under_pressure(self) -> bool: ...
-
-
-class BlockPolicy(Protocol):
-    """Chooses each request's block size, at most `max_block`."""
-
-    @property
-    def max_block(self) -> int: ...
-
-    def begin(self, request: BlockState) -> None:
-        """Prepare a request's first proposal, also after a preemption."""
-        ...
-
-    def update(self, request: BlockState, accepted: int, proposed: int) -> None: ...
-
-    def allot(self, requests: abc.Sequence[BlockState]) -> None:
-        """Revise the block sizes of requests that propose together."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,23 +296,37 @@ def _rate(request: BlockState) -> float:
     return request.accepted_weight / request.tried_weight
 
 
+BlockPolicy: TypeAlias = FixedBlockPolicy | AdaptiveBlockPolicy | TokenBudgetPolicy
+"""Chooses each request's block size, at most `max_block`.
+
+`begin` prepares a request's first proposal, also after a preemption, `update` learns from a
+verification, and `allot` revises the block sizes of requests that propose together.
+"""
+
+
 # ---------------------------------------------------------------- block sizes
 
 # Block policies applied to the engine's sequences.
 
 
-class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` of a block policy that the device follows."""
+class BlockSizes:
+    """Bounds by a block policy how many tokens the device drafts for each sequence.
+
+    The device decides by the launch in front, which the host has not read.
+    """
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
     def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
-        """Under pressure the budget caps the launch's block, the adaptive rule the one after it."""
+        """Return the most draft tokens that each of at least one sequence may have.
+
+        The launch is planned `under_pressure`, and must be launched. Under pressure the budget caps
+        the launch's block, the adaptive rule the one after it.
+        """
         policy, most = self._policy, self._policy.max_block
         if isinstance(policy, FixedBlockPolicy):
             return [most] * len(sequences)
-        assert isinstance(policy, AdaptiveBlockPolicy | TokenBudgetPolicy)
         few = min(policy.pressure_block, most)
         if isinstance(policy, TokenBudgetPolicy):
             return [few if under_pressure else most] * len(sequences)
@@ -344,6 +341,7 @@ class PolicyBlockSizes:
         return bounds
 
     def learn(self, sequence: Sequence, output: RowTokens) -> None:
+        """Keep what a committed launch says of a sequence."""
         stats = sequence.draft_stats
         if stats is None:
             stats = sequence.draft_stats = DraftStats()
@@ -367,11 +365,11 @@ def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | Non
     return FixedBlockPolicy(block)
 
 
-def block_sizes(setting: str) -> PolicyBlockSizes | None:
+def block_sizes(setting: str) -> BlockSizes | None:
     """The bounds of a `--speculation` setting.
 
     Raises:
         InvalidField: the setting is unknown.
     """
     policy = block_policy(setting)
-    return None if policy is None else PolicyBlockSizes(policy)
+    return None if policy is None else BlockSizes(policy)

@@ -13,7 +13,7 @@ import bisect
 import collections
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from legato_engine.ipc.messages import (
     TimelineBatch,
     TimelineSpan,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.telemetry.timeline import SpanMaker, Step
 
@@ -100,7 +101,7 @@ def step_parts(before: Step, step: Step) -> StepParts:
 
 
 class StepStats:
-    """A `timeline.StepListener` over the last `window` decode steps."""
+    """Times of the last `window` decode steps; `add` is a `timeline.StepListener`."""
 
     def __init__(self, window: int = 256) -> None:
         self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
@@ -203,7 +204,7 @@ class _Bins:
 
 
 class StepCounter:
-    """A `timeline.StepListener`.
+    """Counts of steps and tokens; `add` is a `timeline.StepListener`.
 
     The time between two tokens of a request is that between the commits of two decodes, prefills of
     other requests between them included; after a pause of the engine it begins with the prefill.
@@ -282,19 +283,13 @@ PERIOD = 0.05
 _PERIOD_NS = round(PERIOD * 1e9)
 
 
-class Watchers(Protocol):
-    """The service processes that watch."""
-
-    @property
-    def watched(self) -> bool: ...
-
-    def send_timeline(self, batch: TimelineBatch) -> None: ...
-
-
 class TimelineStream:
-    """A `timeline.StepListener`; while no process watches, a step costs one test."""
+    """Sends steps to the processes that watch; while none does, a step costs one test.
 
-    def __init__(self, watchers: Watchers, stats: StepStats) -> None:
+    `add` is a `timeline.StepListener`.
+    """
+
+    def __init__(self, watchers: ServiceConnections, stats: StepStats) -> None:
         self._watchers = watchers
         self._stats = stats
         self._maker = SpanMaker()

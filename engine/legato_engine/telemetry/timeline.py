@@ -9,7 +9,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from legato_engine.ipc.messages import TimelineSpan
 from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
@@ -45,16 +45,16 @@ class Step:
     times: LaunchTimes
 
 
-class StepListener(Protocol):
-    """Receives all steps in the order of their commits."""
-
-    def add(self, step: Step) -> None:
-        """Runs on the scheduler's thread and must be quick."""
-        ...
+StepListener = Callable[[Step], None]
+"""Receives all steps in the order of their commits, on the scheduler's thread; must be quick."""
 
 
 class StepFeed:
-    """A `scheduler.Observer` that reads a launch's device times once for all listeners."""
+    """Reads a committed launch's device times once for all listeners.
+
+    `committed` is a scheduler's observer: it runs on the scheduler's thread while the runner has
+    the launch's times, and must be fast.
+    """
 
     def __init__(
         self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
@@ -65,11 +65,11 @@ class StepFeed:
     def committed(self, record: StepRecord) -> None:
         step = Step(record, self._times(record.launch))
         for listener in self._listeners:
-            listener.add(step)
+            listener(step)
 
 
 class Timeline:
-    """A `StepListener` that keeps the last `capacity` launches."""
+    """The last `capacity` launches."""
 
     def __init__(self, capacity: int) -> None:
         self._steps: collections.deque[Step] = collections.deque(maxlen=capacity)

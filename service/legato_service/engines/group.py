@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from legato_engine.client import monitor
+from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.client.timeline_watch import TimelineWatch, Watched
@@ -26,8 +27,6 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.shm.blob_store import BlobStore
 from legato_engine.types import CachedImage
-
-from legato_service.engine import Engine
 
 MAX_LEAD = 0.5
 """Of an engine's rows: by so many more requests it may be ahead of the least loaded engine and
@@ -220,7 +219,7 @@ Keys = Sequence[Key]
 class Held(NamedTuple):
     """A hold, and the engine that has begun it."""
 
-    engine: Engine
+    engine: EngineConnection
     reply: ImageHeld
 
 
@@ -233,7 +232,7 @@ class EngineGroup:
     """
 
     def __init__(
-        self, members: Sequence[Engine], *, affinity: bool = True, has_peers: bool = False
+        self, members: Sequence[EngineConnection], *, affinity: bool = True, has_peers: bool = False
     ) -> None:
         """`has_peers`: other service processes use the engines, too."""
         self.members = tuple(members)
@@ -305,7 +304,7 @@ class EngineGroup:
         if not self.num_open:
             self.members[(self._turn + 1) % len(self.members)].expect()
 
-    def route(self, keys: Keys = (), *, has_bytes: bool = True) -> Engine:
+    def route(self, keys: Keys = (), *, has_bytes: bool = True) -> EngineConnection:
         """Return the engine for a request that needs `keys`, and note that it holds them then.
 
         Without `has_bytes` the first key is an image that only its holder can give. When no engine
@@ -330,7 +329,7 @@ class EngineGroup:
         """Have an engine hold an image; `make` stages it. Once more when that engine is lost.
 
         Raises:
-            LegatoError: as `Engine.hold` raises.
+            LegatoError: as `EngineConnection.hold` raises.
         """
         engine = self.route(keys)
         served = engine.state is _READY
@@ -351,7 +350,7 @@ class EngineGroup:
 
         Raises:
             ImageNotFound: the owner holds no such image.
-            LegatoError: as `Engine.drop` raises.
+            LegatoError: as `EngineConnection.drop` raises.
         """
         missing: list[ImageNotFound] = []
         engines = self.serving or [self._best]
@@ -402,7 +401,7 @@ class EngineGroup:
     # ------------------------------------------------------------ details
 
     @property
-    def _best(self) -> Engine:
+    def _best(self) -> EngineConnection:
         return min(self.members, key=lambda each: _STANDING.index(each.state))
 
     def _holders(self, keys: Keys) -> frozenset[int]:
@@ -411,7 +410,7 @@ class EngineGroup:
         found = (holders & serving for holders in self._directory.holders(keys))
         return next(filter(None, found), frozenset())
 
-    def _candidate(self, engine: Engine, holders: frozenset[int]) -> Candidate:
+    def _candidate(self, engine: EngineConnection, holders: frozenset[int]) -> Candidate:
         model = engine.model
         assert model is not None, "an engine that serves has a model"
         num_requests = engine.num_open + (engine.num_elsewhere if self._has_peers else 0)
@@ -432,7 +431,7 @@ class EngineGroup:
         # Requests that the serving engines run and queue; infinite before one was ready.
         self.capacity = sum(_capacity(each.model) for each in self._asked)
 
-    def _on_state(self, engine: Engine, state: EngineState) -> None:
+    def _on_state(self, engine: EngineConnection, state: EngineState) -> None:
         self._note_serving()
         if state is EngineState.LOST:
             self._directory.forget(engine.number)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 from legato.v1 import media_pb2
+from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import (
     ImageNotFound,
@@ -37,7 +38,6 @@ from legato_engine.types import (
 )
 
 from legato_service.access.principal import SHARED_IMAGES
-from legato_service.engine import Engine
 from legato_service.engines.group import EngineGroup
 from legato_service.errors import Forbidden, SharedMemoryRefused
 from legato_service.rpc.call import CURRENT
@@ -170,7 +170,7 @@ _EMPTY = (EngineState.LOST, EngineState.STARTING)  # an engine that holds nothin
 class Hold:
     """Lease of a held image: for `ttl` seconds, within an owner's `quota_bytes`."""
 
-    engine: Engine
+    engine: EngineConnection
     ttl: float
     quota_bytes: int
 
@@ -182,7 +182,7 @@ class _HeldUpload:
     blob: KeptBlob
     format: ImageFormat
     quota_bytes: int
-    engine: Engine
+    engine: EngineConnection
     pid: int
     end: asyncio.TimerHandle
 

@@ -95,7 +95,7 @@ class _RequestSeries:
 
 
 class CallMetrics:
-    """A `call_log.CallObserver`."""
+    """Histograms and counts of calls; `observe` is a `call_log.CallObserver`."""
 
     def __init__(self, max_tenants: int) -> None:
         self._tenant = TenantLabels(max_tenants)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from legato_engine import log_sink
+from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.ipc.messages import Durations, Load, PipelineStats, StepTotals
 
 from legato_service.config import ServiceConfig
-from legato_service.engine import Engine
 from legato_service.engines.group import EngineGroup
 from legato_service.metrics import catalogue
 from legato_service.metrics import snapshot as aliases
@@ -32,7 +32,7 @@ _KINDS = ("encode", "prefill", "decode", "refine")
 _PARTS = ("forward", "sampling", "bookkeeping", "wait", "idle", "blocking", "step")
 
 
-def write_engine(snapshot: Snapshot, engine: Engine) -> None:
+def write_engine(snapshot: Snapshot, engine: EngineConnection) -> None:
     """Counters begin anew with each engine process."""
     number = str(engine.number)
     for state in EngineState:

@@ -12,7 +12,8 @@ from typing import Protocol
 import msgspec
 import structlog
 from legato.v1 import task_pb2
-from legato_engine.client.request_stream import Restage, StreamOutput
+from legato_engine.client.connection import EngineConnection
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -34,7 +35,6 @@ from legato_engine.ipc.messages import Done, ModelInfo, Started
 from legato_engine.types import CachedImage, FinishReason, QueryTask, Request, RequestKey, TaskSpec
 
 from legato_service.convert import responses
-from legato_service.engine import Engine, Stream
 from legato_service.engines.group import EngineGroup, Key, image_key
 from legato_service.errors import failure
 from legato_service.images.intake import (
@@ -211,7 +211,7 @@ class Dispatcher:
         *,
         original: CheckedImage = None,
         may_wait: bool = False,
-    ) -> Stream:
+    ) -> RequestStream:
         """Submit the request, or one task of it; `active` owns the stream.
 
         `original` has the bytes of an `image` that is named by its id. With `may_wait`, because the
@@ -222,7 +222,7 @@ class Dispatcher:
         all that the call held until a garbage collection.
 
         Raises:
-            LegatoError: as `Engine.submit` raises.
+            LegatoError: as `EngineConnection.submit` raises.
         """
         rpc = call.current()
         if rpc.place is not None:
@@ -249,7 +249,9 @@ class Dispatcher:
         active.own(stream, self._deadlines, field)
         return stream
 
-    def _engine_for(self, request: Request, image: CheckedImage, *, has_bytes: bool) -> Engine:
+    def _engine_for(
+        self, request: Request, image: CheckedImage, *, has_bytes: bool
+    ) -> EngineConnection:
         if len(self._engines.members) == 1:
             return self._engines.members[0]
         keys = keys_of(request, image)
@@ -261,7 +263,9 @@ def _is_queued_last(rpc: call.Call) -> bool:
     return rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
 
 
-async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:
+async def follow(
+    stream: RequestStream, silence: float = math.inf
+) -> AsyncGenerator[StreamOutput | None]:
     """Yield the outputs up to `Done`, and None after each `silence` seconds without one.
 
     Raises:
@@ -285,7 +289,7 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
 
 
 async def _next_within(
-    stream: Stream, bound: ReusableTimeout, silence: float
+    stream: RequestStream, bound: ReusableTimeout, silence: float
 ) -> StreamOutput | None:
     """A read that times out loses nothing."""
     try:
@@ -295,7 +299,7 @@ async def _next_within(
         return None
 
 
-async def started(stream: Stream) -> Started:
+async def started(stream: RequestStream) -> Started:
     """Wait for `Started`; later outputs stay in the stream."""
     async with aclosing(follow(stream)) as outputs:
         async for output in outputs:

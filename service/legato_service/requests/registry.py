@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import (
     AdapterUnusable,
     DeadlineExceeded,
@@ -21,7 +22,6 @@ from legato_engine.errors import (
 )
 from legato_engine.types import RequestKey
 
-from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
 
 RESOLUTION = 0.02  # seconds that a deadline may be late
@@ -35,16 +35,16 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._deadlines: dict[Stream, float] = {}
+        self._deadlines: dict[RequestStream, float] = {}
         self._fires_at = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, stream: Stream, deadline: float) -> None:
+    def watch(self, stream: RequestStream, deadline: float) -> None:
         self._deadlines[stream] = deadline
         if deadline < self._fires_at:
             self._set_timer(deadline)
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: RequestStream) -> None:
         """Idempotent."""
         self._deadlines.pop(stream, None)
 
@@ -83,7 +83,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     deadline: float
     _registry: RequestRegistry | None = None
     _key: RequestKey = RequestKey("")
-    _streams: tuple[Stream, ...] = ()
+    _streams: tuple[RequestStream, ...] = ()
     _deadlines: Deadlines | None = None
     _image_field: str = ""
     stopped: bool = False
@@ -92,7 +92,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     on_fail: Callable[[], None] | None = None
     """Ends work that is not a stream's, after `failure` is set."""
 
-    def own(self, stream: Stream, deadlines: Deadlines, image_field: str = "") -> None:
+    def own(self, stream: RequestStream, deadlines: Deadlines, image_field: str = "") -> None:
         """`deadlines` aborts the stream; `image_field` is the field of an image's bytes."""
         self._streams += (stream,)
         self._deadlines = deadlines

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -39,13 +39,11 @@ class EndedRequest(msgspec.Struct, eq=False):
     ended_ns: int
 
 
-class CallObserver(Protocol):
-    """Takes ended calls and requests in batches, before their log records are written.
+CallObserver: TypeAlias = Callable[[Sequence[EndedCall], Sequence[EndedRequest]], None]
+"""Takes ended calls and requests in batches, before their log records are written.
 
-    A call comes after its requests, perhaps in the same batch.
-    """
-
-    def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None: ...
+A call comes after its requests, perhaps in the same batch.
+"""
 
 
 class CallLog:
@@ -98,7 +96,7 @@ class CallLog:
         if self._observers:
             requests, self._requests = self._requests, []
             for observer in self._observers:
-                observer.observe(ended, requests)
+                observer(ended, requests)
         logs.write(log.bind(), [_log_record(*each) for each in ended])
 
     def close(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Literal, Protocol
+from typing import Literal
 
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
+from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Load, TimelineBatch
@@ -15,13 +16,13 @@ from legato_engine.types import RequestKey
 
 from legato_service.convert import responses, skills
 from legato_service.convert.responses import duration
-from legato_service.engine import Engine
 from legato_service.engines import group
 from legato_service.engines.group import EngineGroup
 from legato_service.errors import MethodUnknown
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.call import Context
+from legato_service.session.session import SessionRegistry
 
 _STATES = {
     EngineState.STARTING: "starting",
@@ -31,20 +32,6 @@ _STATES = {
     EngineState.DRAINING: "draining",
     EngineState.STOPPED: "draining",
 }
-
-
-class Sessions(Protocol):
-    """The open sessions."""
-
-    def __len__(self) -> int: ...
-
-    def abort(self, target: RequestKey) -> int:
-        """Return how many matching ones were open."""
-        ...
-
-    def abort_all(self) -> int:
-        """Return how many were open."""
-        ...
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -59,7 +46,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self,
         engines: EngineGroup,
         registry: RequestRegistry,
-        sessions: Sessions,
+        sessions: SessionRegistry,
         *,
         drain: Callable[[float], None],
         default_grace: float,
@@ -162,7 +149,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def _state(self, state: EngineState) -> str:
         return "draining" if self._registry.closed else _STATES[state]
 
-    def _engine_load(self, engine: Engine) -> pb.EngineLoad:
+    def _engine_load(self, engine: EngineConnection) -> pb.EngineLoad:
         load = engine.load
         response = pb.EngineLoad(
             device=engine.device,

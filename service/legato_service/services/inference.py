@@ -12,6 +12,7 @@ import msgspec
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, task_pb2
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import InternalError, LegatoError
 from legato_engine.ipc.messages import Done, ModelInfo
 from legato_engine.types import Request, RequestKey, TaskResult, TaskSpec
@@ -27,7 +28,6 @@ from legato_service.convert.responses import (
 )
 from legato_service.convert.skills import Skill
 from legato_service.convert.stream import EventStream
-from legato_service.engine import Stream
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import (
     SHARED_FAILURES,
@@ -89,7 +89,7 @@ class TaskRun:
         Raises:
             LegatoError: a failure that all tasks share.
         """
-        submitted: list[Stream | LegatoError] = []
+        submitted: list[RequestStream | LegatoError] = []
         original = image
         for index, request in enumerate(self._requests):
             try:
@@ -137,7 +137,7 @@ class TaskRun:
             info.stamp.CopyFrom(self._message.stamp)
 
 
-async def _outcome(submitted: Stream | LegatoError) -> Done | LegatoError:
+async def _outcome(submitted: RequestStream | LegatoError) -> Done | LegatoError:
     if isinstance(submitted, LegatoError):
         return submitted
     try:

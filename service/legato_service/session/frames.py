@@ -8,13 +8,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import structlog
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import (
     InternalError,
     InvalidField,
@@ -26,13 +27,15 @@ from legato_engine.ipc.messages import Done, ModelInfo, Started
 from legato_engine.types import CachedImage, Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
-from legato_service.engine import Stream
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import SHARED_FAILURES, Dispatcher, cached_image, follow
 from legato_service.requests.registry import ActiveRequest
 from legato_service.rpc import call, limits
-from legato_service.session.core import CaptureClock, Frame, Outcome, Output
+from legato_service.session.core import CaptureClock, Frame, Outcome
 from legato_service.tracking import Array, Tracked, Tracker, TrackIds
+
+if TYPE_CHECKING:
+    from legato_service.session.session import Session
 
 MAX_TRACKS = 512  # alive in a session; about 4 KiB each
 
@@ -261,16 +264,6 @@ ImageResult = asyncio.Future[CachedImage | LegatoError | None]
 """Set by the task with the image's bytes: the cached image, or the failure that tasks share."""
 
 
-class FrameListener(Protocol):
-    """Receives the progress of running frames, as `SessionCore` does."""
-
-    def image_ready(self, frame: FrameRequest) -> None: ...
-
-    def output(self, frame: FrameRequest, index: int, output: Output) -> None: ...
-
-    def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None: ...
-
-
 class FrameRunner:
     """Runs the frames of one session, each for at most `frame_deadline` seconds.
 
@@ -281,7 +274,7 @@ class FrameRunner:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: FrameListener,
+        listener: Session,
         session_id: str,
         *,
         frame_deadline: float,
@@ -337,7 +330,7 @@ class FrameRun:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: FrameListener,
+        listener: Session,
         frame: FrameRequest,
         key: RequestKey,
         deadline: float,
@@ -347,7 +340,7 @@ class FrameRun:
         self._frame = frame
         self._key = key
         self._deadline = deadline
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._stopped: set[int] = set()
         self.cancel: Callable[[], object] = lambda: None
 

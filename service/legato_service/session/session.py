@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import structlog
 from legato.v1 import session_pb2 as pb
@@ -264,21 +263,6 @@ class Session:
 # The open sessions.
 
 
-class OpenSession(Protocol):
-    """A session from outside."""
-
-    @property
-    def waits_for_credits(self) -> bool:
-        """Return whether pending messages wait for the client's credits."""
-        ...
-
-    def fail(self, error: LegatoError) -> None: ...
-
-    def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Running work may go on for `time_left` seconds. None is no failure."""
-        ...
-
-
 class SessionRegistry:
     """Registry of at most `limit` sessions by key, including sessions being opened.
 
@@ -288,7 +272,7 @@ class SessionRegistry:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.totals = SessionTotals()
-        self._sessions: dict[RequestKey, OpenSession | None] = {}  # None while being opened
+        self._sessions: dict[RequestKey, Session | None] = {}  # None while being opened
         self._going_away: tuple[float, LegatoError | None] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -322,7 +306,7 @@ class SessionRegistry:
             if not self._sessions:
                 self._empty.set()
 
-    def opened(self, key: RequestKey, session: OpenSession) -> None:
+    def opened(self, key: RequestKey, session: Session) -> None:
         """The session goes away at once if all have to."""
         self._sessions[key] = session
         if self._going_away is not None:
@@ -357,7 +341,7 @@ class SessionRegistry:
         await self._empty.wait()
 
 
-def _abort(sessions: Iterable[OpenSession | None]) -> int:
+def _abort(sessions: Iterable[Session | None]) -> int:
     opened = [session for session in sessions if session is not None]
     for session in opened:
         session.fail(Preempted("an operator stopped the session"))

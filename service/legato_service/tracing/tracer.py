@@ -126,7 +126,7 @@ _SESSION = "/legato.v1.SessionService/"
 
 
 class Tracer:
-    """A `call_log.CallObserver`.
+    """Traces calls; `observe` is a `call_log.CallObserver`.
 
     A call with a trace context is traced as its caller decided; of the others the share `ratio` is.
     `model` returns the name of the served model.

@@ -28,8 +28,8 @@ def test_every_request_has_its_length_context_and_pages(assembly, kind, context)
     """All requests have exactly `length` tokens from `context` on, and share no page."""
     workload = Workload(assembly, kind=kind, count=5, length=LENGTH, context=context)
     timeline = Timeline(capacity=100)
-    feed = StepFeed(assembly.runner.times, (timeline,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed)
+    feed = StepFeed(assembly.runner.times, (timeline.add,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed.committed)
     sequences = workload.sequences()
     assert {sequence.length for sequence in sequences} == {workload.context}, "all of it is fed"
     for sequence in sequences:

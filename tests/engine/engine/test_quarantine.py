@@ -12,7 +12,7 @@ class Core:
     def __init__(self):
         self.idle = True
         self.log = []
-        self.quarantine = Quarantine(self, self.apply, self.announce)
+        self.quarantine = Quarantine(lambda: self.idle, self.apply, self.announce)
 
     def apply(self, command):
         """Begin what is submitted."""

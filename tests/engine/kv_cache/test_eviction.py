@@ -1,8 +1,7 @@
 """Eviction of cached pages when pages run out."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.runtime.descriptors import Descriptor
-from legato_engine.sequence import DraftStats, Sequence
+from legato_engine.sequence import Descriptor, DraftStats, Sequence
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 from tests.fakes import FakeTask, make_sequence

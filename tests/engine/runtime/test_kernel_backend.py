@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from legato_engine.core.assembly import assemble
+from legato_engine.models.base import Model
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_attention import DecodeBatch
@@ -177,25 +179,19 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder
         def __getattr__(self, name):
             return getattr(assembly.model, name)
 
-        @property
-        def capabilities(self):
-            """The model's own, with kernels and the encoder, if any."""
-            images = self if encoder is not None else None
-            return dataclasses.replace(assembly.model.capabilities, step=self, images=images)
-
         def step_kernels(self, kv, adapters):
             """Return the stand-in."""
             made.append(TorchKernels(assembly.model, kv, adapters))
             return made[0]
 
         def image_encoder(self, pinned, num_images):
-            """Return the given encoder."""
+            """Return the given encoder, if any."""
             return encoder
 
     config = assembly.config
     kv = allocate(assembly.model, assembly.device, assembly.num_pages, config.page_size)
     runner = ModelRunner(
-        WithKernels(),
+        cast(Model, WithKernels()),
         assembly.device,
         kv,
         max_running=config.max_running,

@@ -7,8 +7,9 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.runtime.backend import have_common_pages
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.interfaces import BlockSizes, RowTokens
+from legato_engine.scheduler.interfaces import RowTokens
 from legato_engine.sequence import Sequence
+from legato_engine.speculative.policy import BlockSizes
 
 from tests.engine.scheduler.planning import (
     PAGE,
@@ -84,8 +85,8 @@ def test_a_stream_without_a_page_is_a_stream() -> None:
     assert not plain(whole, running(2, launched=8)).streaming
 
 
-class Blocks:
-    """A `BlockSizes` of one bound that records what it is asked."""
+class Blocks(BlockSizes):
+    """Block sizes of one bound that records what it is asked."""
 
     def __init__(self, size: int) -> None:
         self._size = size

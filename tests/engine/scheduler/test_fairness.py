@@ -65,7 +65,12 @@ class Served:
         self.clock = FakeClock()
         self.queue = WaitingQueue[Job](max_overtakes=16, priority_seconds=1.0)
         self.admission = Admission(
-            self, self.clock, self.queue, max_waiting=max_waiting, max_waiting_per_tenant=0
+            self.clock,
+            self.queue,
+            num_rows=num_rows,
+            rows_free=lambda: self.rows_free,
+            max_waiting=max_waiting,
+            max_waiting_per_tenant=0,
         )
         self.running: list[tuple[float, int, Job]] = []
         self.ended: list[Job] = []

@@ -11,9 +11,10 @@ from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import BatchLimits, LaunchKind, Plan, Refinement, StepRecord
-from legato_engine.scheduler.interfaces import BlockSizes, RowTokens
+from legato_engine.scheduler.interfaces import RowTokens
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence
+from legato_engine.speculative.policy import BlockSizes
 from legato_engine.types import RequestKey
 
 from tests.fake_runner import FakeRunner
@@ -43,8 +44,8 @@ def num_images(plan: Plan) -> int:
     return sum(row.encodes for row in plan.rows)
 
 
-class RandomBlocks:
-    """A `BlockSizes` of random bounds that checks its arguments."""
+class RandomBlocks(BlockSizes):
+    """Block sizes of random bounds that checks its arguments."""
 
     def __init__(self, largest: int, seed: int = 0) -> None:
         self._largest = largest
@@ -106,7 +107,7 @@ class World:
             max_overtakes=max_overtakes,
             crops_per_launch=crops_per_launch,
             block_sizes=block_sizes,
-            observer=self,
+            observer=self.committed,
         )
         self._crops_per_launch = crops_per_launch
         self._streams = streams

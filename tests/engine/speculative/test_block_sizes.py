@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
-from legato_engine.runtime.descriptors import STARTS, Descriptor
+from legato_engine.runtime.descriptors import STARTS
 from legato_engine.scheduler.interfaces import RowTokens
+from legato_engine.sequence import Descriptor
 from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,

@@ -86,7 +86,7 @@ class Run(SilentSink):
         self.sequences = {}
         self.answers = {}
         self.records = []
-        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self)
+        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self.committed)
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "stop": stop}
         self._events = {}
 

@@ -27,8 +27,8 @@ def assembly():
 def traced(assembly, depth, kind="query", capacity=1000):
     """Return the timeline of three requests on two rows."""
     timeline = Timeline(capacity)
-    feed = StepFeed(assembly.runner.times, (timeline,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed)
+    feed = StepFeed(assembly.runner.times, (timeline.add,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed.committed)
     for sequence in Workload(assembly, kind=kind, count=3, length=20).sequences():
         scheduler.submit(sequence)
     scheduler.drain()
@@ -77,7 +77,7 @@ def test_every_listener_gets_every_step_and_times_are_read_once():
         return LaunchTimes(0, 1, 2, 3, 4)
 
     first, second = Timeline(capacity=9), Timeline(capacity=9)
-    feed = StepFeed(times, (first, second))
+    feed = StepFeed(times, (first.add, second.add))
     for launch_id in range(3):
         launch = Launch(launch_id, launch_id % 2, Plan(LaunchKind.DECODE, ()))
         feed.committed(StepRecord(launch, plan_start=0, plan_end=0))

@@ -11,6 +11,7 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.messages import Load, PipelineStats
 from legato_engine.types import RequestKey
+from legato_service.session.session import SessionRegistry
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
@@ -255,10 +256,11 @@ async def test_abort_needs_a_target(request_, field):
     assert failed.details["BadRequest"].field_violations[0].field == field
 
 
-class FakeSessions:
+class FakeSessions(SessionRegistry):
     """Two sessions."""
 
     def __init__(self):
+        super().__init__(2)
         self.ids = {"s-1", "s-2"}
 
     def __len__(self):

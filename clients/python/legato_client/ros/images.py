@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from legato_client import ros2
 from legato_client._errors import LegatoError
@@ -28,25 +28,11 @@ _FORMATS: dict[str, PixelFormat] = {
 _SWAPPED = ("yuv422", "uyvy")
 
 
-class ImageLike(Protocol):
-    """sensor_msgs/Image."""
+def raw(image: Any) -> RawFrame:
+    """Convert a sensor_msgs/Image.
 
-    height: int
-    width: int
-    encoding: str
-    step: int
-    data: bytes
-
-
-class CompressedImageLike(Protocol):
-    """sensor_msgs/CompressedImage."""
-
-    format: str
-    data: bytes
-
-
-def raw(image: ImageLike) -> RawFrame:
-    """ValueError for an encoding that no server takes, or fewer bytes than pixels."""
+    ValueError for an encoding that no server takes, or fewer bytes than pixels.
+    """
     form = _FORMATS.get(image.encoding)
     if form is None:
         raise ValueError(f"encoding is one of {', '.join(_FORMATS)}, not {image.encoding!r}")
@@ -56,8 +42,11 @@ def raw(image: ImageLike) -> RawFrame:
     return RawFrame(data, image.width, image.height, form, image.step)
 
 
-def compressed(image: CompressedImageLike) -> bytes:
-    """The file, JPEG or PNG; ValueError for depth, which is no picture."""
+def compressed(image: Any) -> bytes:
+    """Return the file of a sensor_msgs/CompressedImage, JPEG or PNG.
+
+    ValueError for depth, which is no picture.
+    """
     if "compressedDepth" in image.format:
         raise ValueError(f"a depth image is no picture: format {image.format!r}")
     return bytes(image.data)

@@ -8,10 +8,10 @@ import functools
 import hashlib
 import importlib.resources
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources.abc import Traversable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -153,33 +153,6 @@ class TensorMap:
 Argument = torch.Tensor | TensorMap | int | float | None
 
 
-class Launches(Protocol):
-    """A kernel, as `Kernel` is one."""
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        *,
-        cooperative: bool = False,
-    ) -> None: ...
-
-
-class Kernels(Protocol):
-    """A compiled source, as `Module` is one."""
-
-    def kernel(self, name: str, *, shared: int = 0) -> Launches: ...
-
-
-class Compile(Protocol):
-    """Function that builds a module; `Module` compiles for the current device."""
-
-    def __call__(
-        self, name: str, defines: Mapping[str, int], *, own: bool, folder: Traversable | None
-    ) -> Kernels: ...
-
-
 class Module:
     """A source compiled for the current device, with constants `defines`."""
 
@@ -211,6 +184,10 @@ class Module:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked(driver.cuFuncSetAttribute(function, limit, shared))
         return Kernel(self, function, shared)
+
+
+Compile = Callable[..., Module]
+"""Builds a module of a source, as `Module` does for the current device."""
 
 
 class Kernel:

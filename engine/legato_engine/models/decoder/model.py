@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from legato_engine.layers.linear import Linear, PackedLinear, pack_linears
 from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
-from legato_engine.models.base import Capabilities
+from legato_engine.models.base import Model
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.checkpoint import Destination, Header, headers, opened
 from legato_engine.models.decoder.config import DecoderConfig
@@ -189,10 +189,6 @@ class GatedBlock(nn.Module):
         )
 
 
-class _Block(Protocol):
-    def cpu_layer(self) -> cpu.CpuLayer: ...
-
-
 class DecoderNetwork(nn.Module):
     """All weights; `block` makes a layer with the methods of `GatedBlock`.
 
@@ -294,7 +290,8 @@ class DecoderNetwork(nn.Module):
         heads = self.config.heads
         gated = isinstance(self.layers[0], GatedBlock)
         sizes = cpu.CpuSizes(heads.num_heads, heads.num_kv_heads, heads.head_dim, gated)
-        layers = [cast(_Block, block).cpu_layer() for block in self.layers]
+        blocks: Iterable[Any] = self.layers  # of `nn.Module`, which hides their methods
+        layers = [block.cpu_layer() for block in blocks]
         return cpu.CpuDecoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))
 
 
@@ -305,8 +302,8 @@ class DecoderNetwork(nn.Module):
 # Shape legend: T tokens, B rows, D text width, V vocabulary.
 
 
-class DecoderModel:
-    """A `Model` over a loaded, frozen network, without optional capabilities."""
+class DecoderModel(Model):
+    """A model over a loaded, frozen network, without optional capabilities."""
 
     def __init__(self, network: DecoderNetwork) -> None:
         config = network.config
@@ -318,7 +315,7 @@ class DecoderModel:
         self.width = config.dim
         self.max_context = config.max_context
         self.dtype = network.embed_tokens.weight.dtype
-        self.kv_scale_L2: torch.Tensor | None = None
+        self.kv_scale_L2 = None
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = 0  # unused: the prefix is empty
         self._network = network
@@ -326,8 +323,8 @@ class DecoderModel:
         network.rope.fill(self._device)
 
     @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(own_threads=self._network.runs_by_library)
+    def own_threads(self) -> bool:
+        return self._network.runs_by_library
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[0, D]: the tokenizer puts BOS into the prompt."""

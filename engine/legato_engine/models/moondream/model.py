@@ -23,9 +23,9 @@ from legato_engine.layers.linear import pack_linears
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import (
     Adapter,
-    Capabilities,
     ImageEncoder,
     MaskRefiner,
+    Model,
     Pinned,
     StepKernels,
 )
@@ -165,8 +165,10 @@ class Network(nn.Module):
         return self.text.runs_by_library and self.vision.runs_by_library
 
 
-class MoondreamModel:
-    """A `Model` with all `Capabilities` over a loaded, frozen `Network`."""
+class MoondreamModel(Model):
+    """A model with all optional capabilities over a loaded, frozen `Network`."""
+
+    has_value_heads = True
 
     def __init__(self, config: MoondreamConfig, network: Network) -> None:
         text = config.text
@@ -181,6 +183,7 @@ class MoondreamModel:
         self.kv_scale_L2 = network.text.kv_scales()
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = config.tokens.bos
+        self.has_prefill_chunks = text.moe is None
         self._config = config
         self._network = network
         self._tokens = config.tokens
@@ -188,18 +191,8 @@ class MoondreamModel:
         network.text.fill(self._device)
 
     @property
-    def capabilities(self) -> Capabilities:
-        encodes = self._device.type == "cuda" and self.dtype is torch.bfloat16
-        return Capabilities(
-            values=self,
-            adapters=self,
-            step=self,
-            images=self if encodes else None,
-            drafts=self,
-            refiners=self,
-            chunks=self if self._config.text.moe is None else None,
-            own_threads=self._network.runs_by_library,
-        )
+    def own_threads(self) -> bool:
+        return self._network.runs_by_library
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         bos = self._tokens.bos
@@ -285,8 +278,9 @@ class MoondreamModel:
             return None
         return MoondreamStep(self._config, text, region, kv, adapters)
 
-    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:
-
+    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder | None:
+        if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
+            return None
         vision, text = self._network.vision, self._network.text
         return MoondreamImageEncoder(self._config, vision, text, pinned, num_images)
 

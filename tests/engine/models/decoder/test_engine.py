@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from legato_engine.device.cpu import CpuDevice
 from legato_engine.errors import InvalidField
-from legato_engine.models.base import Capabilities
 from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
@@ -153,6 +154,13 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
         )
         assert model.logits(hidden_BD).shape == (4, model.vocab_size)
         assert model.logits(hidden_BD).device.type == "cuda"
-        assert model.capabilities == Capabilities(), "nor is there a value head that could read one"
+        assert not model.has_value_heads, "nor is there a value head that could read one"
+        assert not model.has_prefill_chunks
+        assert not model.own_threads
+        assert model.step_kernels(kv, None) is None
+        assert model.adapter_bank(1, 8) is None
+        assert model.image_encoder(CpuDevice(1).pinned, 1) is None
+        assert model.draft_proposer(Path(), kv) is None
+        assert model.mask_refiner(Path()) is None
         with pytest.raises(DataDependentOutputException):
             hidden_BD.sum().item()
