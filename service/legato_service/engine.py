@@ -40,14 +40,14 @@ class Stream(Protocol):
         ...
 
     def stop(self) -> None:
-        """A partial `Done` follows."""
+        """Stop the request; a partial `Done` follows."""
         ...
 
     def abort(self, error: LegatoError | None = None) -> None: ...
 
 
 class Engine(Protocol):
-    """Runs requests. Belongs to one event loop. `load` and `step` are of the last heartbeat."""
+    """Engine of one event loop. `load` and `step` are of the last heartbeat."""
 
     siblings: Siblings | None
 
@@ -138,7 +138,7 @@ class Engine(Protocol):
     def submit(
         self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
     ) -> Stream:
-        """`restage` stages the image again; with `may_wait` the request waits for an engine."""
+        """Submit a request; it may stage its image again, or wait for an engine (`may_wait`)."""
         ...
 
     def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
@@ -146,7 +146,7 @@ class Engine(Protocol):
         ...
 
     def offer_waiting(self) -> None:
-        """Give the requests that wait for this engine to `siblings`."""
+        """Offer the requests that wait for this engine to `siblings`."""
         ...
 
     def set_pipeline_depth(self, depth: int) -> None:

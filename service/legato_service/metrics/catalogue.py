@@ -1,4 +1,4 @@
-"""Every metric: its kind, meaning, labels and bounds.
+"""Metric catalogue: kind, meaning, labels and bounds.
 
 Names are without the suffix `_total` of counters, which the text format adds.
 """
@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
 
 
 class Metric(NamedTuple):
-    """`bounds` are a histogram's; `repeats` names the metric of which this is another name."""
+    """Metric; `bounds` are a histogram's, `repeats` names the metric that this one aliases."""
 
     name: str
     kind: Kind
@@ -31,7 +31,7 @@ class Metric(NamedTuple):
     repeats: str = ""
 
     @property
-    def adds_up(self) -> bool:
+    def is_additive(self) -> bool:
         """Return whether the metric only grows, so that dead processes still count."""
         return self.kind in (Kind.COUNTER, Kind.HISTOGRAM)
 
@@ -322,5 +322,5 @@ _BY_NAME = {each.name: each for each in OWN}
 
 
 def bounds_of(metric: Metric) -> tuple[float, ...]:
-    """A histogram under another name has the bounds of the one that it repeats."""
+    """Return the bounds; a repeated histogram has those of the original."""
     return _BY_NAME[metric.repeats].bounds if metric.repeats else metric.bounds

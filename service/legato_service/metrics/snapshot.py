@@ -63,7 +63,7 @@ class Bins(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """All metrics of a process."""
+    """Metrics of a process at one moment."""
 
     values: list[Value] = []
     bins: list[Bins] = []
@@ -75,7 +75,7 @@ class Snapshot(msgspec.Struct, array_like=True):
         self.bins.append(Bins(name, labels, list(histogram.counts), histogram.total))
 
     def total(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         return sum(each.value for each in self.values if each.name == name)
 
     def only(self, names: Iterable[str]) -> Snapshot:
@@ -119,10 +119,8 @@ def _sum(one: Bins, other: Bins) -> Bins:
 
 # ---------------------------------------------------------------- exposition
 
-# Metrics as text, in the formats of Prometheus.
-
 _OPENMETRICS = "application/openmetrics-text"
-_END = b"# EOF\n"  # of OpenMetrics
+_END = b"# EOF\n"  # OpenMetrics terminator
 
 
 class Exposition(NamedTuple):
@@ -200,7 +198,7 @@ def _histogram(metric: catalogue.Metric, bins: list[Bins]) -> HistogramMetricFam
 
 # ---------------------------------------------------------------- aliases
 
-# Metrics under the names of OpenTelemetry and of vLLM, made of Legato's own.
+# Metrics under OpenTelemetry's and vLLM's names, derived from Legato's own.
 
 PROVIDER = "legato"
 _ENGINE = "0"
@@ -213,7 +211,7 @@ _FINISHED_REASONS = {
 
 
 def add_gen_ai(snapshot: Snapshot, model: str) -> None:
-    """One series per skill."""
+    """Add one series per skill."""
     for metric in catalogue.GEN_AI:
         found = list(_bins(snapshot, metric.repeats))
         labels: list[Labels] = [(each.labels[0], PROVIDER, model) for each in found]
@@ -221,7 +219,7 @@ def add_gen_ai(snapshot: Snapshot, model: str) -> None:
 
 
 def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
-    """One series per metric."""
+    """Add one series per metric."""
     labels = (model, _ENGINE)
     used, limit = (snapshot.total(f"legato_kv_pages_{each}") for each in ("used", "limit"))
     snapshot.add("vllm:kv_cache_usage_perc", used / limit if limit else 0.0, *labels)

@@ -40,7 +40,7 @@ class EndedRequest(msgspec.Struct, eq=False):
 
 
 class CallObserver(Protocol):
-    """Takes ended calls and requests in batches, before their log records are written.
+    """Observer of ended calls and requests, in batches, before their log records are written.
 
     A call comes after its requests, perhaps in the same batch.
     """
@@ -49,7 +49,7 @@ class CallObserver(Protocol):
 
 
 class CallLog:
-    """Logs how RPCs ended, in order, a moment later. Needs a running event loop.
+    """Log of ended RPCs, in order, with a short delay. Needs a running event loop.
 
     A record costs several times as much between responses as in a batch, with warm caches.
     `starts` counts the calls that began by method; it is None without observers.

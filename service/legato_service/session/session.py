@@ -1,4 +1,4 @@
-"""One session from open to close, and the registry of open sessions."""
+"""Session lifecycle, and the registry of open sessions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SessionLimits:
 
 
 class Session:
-    """One session. Iterate `messages` once; what it raises ends the call.
+    """Session of one call. Iterate `messages` once; what it raises ends the call.
 
     Times are `time.monotonic()` seconds.
 
@@ -91,7 +91,7 @@ class Session:
         )
 
     def _next_silence(self) -> float:
-        """Jitter keeps the heartbeats of sessions apart."""
+        """Return the silence until a heartbeat, with jitter that keeps sessions apart."""
         return self._heartbeat * random.uniform(0.5, 1.0)
 
     # ------------------------------------------------------------ the writer
@@ -99,7 +99,7 @@ class Session:
     async def messages(
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionResponse]:
-        """Frames that still run at the end are aborted."""
+        """Yield the session's messages; frames that still run at the end are aborted."""
         self._reader = asyncio.create_task(self._read(requests), name="session reader")
         self._reader.add_done_callback(lambda _: self._wake())
         try:
@@ -234,7 +234,7 @@ class Session:
         self._wake()
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Later calls may shorten `time_left` (seconds)."""
+        """Announce the end; later calls may shorten `time_left` (seconds)."""
         now = time.monotonic()
         if self._end_at == math.inf:
             self._reason = reason
@@ -261,8 +261,6 @@ class Session:
 
 # ---------------------------------------------------------------- registry
 
-# The open sessions.
-
 
 class OpenSession(Protocol):
     """A session from outside."""
@@ -275,7 +273,7 @@ class OpenSession(Protocol):
     def fail(self, error: LegatoError) -> None: ...
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Running work may go on for `time_left` seconds. None is no failure."""
+        """Announce the end in `time_left` seconds, until which running work continues."""
         ...
 
 
@@ -322,8 +320,8 @@ class SessionRegistry:
             if not self._sessions:
                 self._empty.set()
 
-    def opened(self, key: RequestKey, session: OpenSession) -> None:
-        """The session goes away at once if all have to."""
+    def add(self, key: RequestKey, session: OpenSession) -> None:
+        """Register a session; it goes away at once if all have to."""
         self._sessions[key] = session
         if self._going_away is not None:
             session.go_away(*self._going_away)
@@ -347,7 +345,7 @@ class SessionRegistry:
                 session.fail(error)
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Sessions that open later go away too."""
+        """Send all sessions away, including those that open later."""
         self._going_away = (time_left, reason)
         for session in self._sessions.values():
             if session is not None:
