@@ -46,7 +46,7 @@ class CompressedImageLike(Protocol):
 
 
 def raw(image: ImageLike) -> RawFrame:
-    """ValueError for an encoding that no server takes, or fewer bytes than pixels."""
+    """Convert an image. Raises ValueError for an unknown encoding, or too few bytes."""
     form = _FORMATS.get(image.encoding)
     if form is None:
         raise ValueError(f"encoding is one of {', '.join(_FORMATS)}, not {image.encoding!r}")
@@ -57,14 +57,14 @@ def raw(image: ImageLike) -> RawFrame:
 
 
 def compressed(image: CompressedImageLike) -> bytes:
-    """The file, JPEG or PNG; ValueError for depth, which is no picture."""
+    """Return the JPEG or PNG file. Raises ValueError for depth images."""
     if "compressedDepth" in image.format:
-        raise ValueError(f"a depth image is no picture: format {image.format!r}")
+        raise ValueError(f"a depth image is no image: format {image.format!r}")
     return bytes(image.data)
 
 
 def _with_swapped_bytes(data: bytes) -> bytes:
-    """UYVY as YUYV."""
+    """Convert UYVY to YUYV."""
     swapped = bytearray(data)
     even = len(data) // 2 * 2
     swapped[0:even:2], swapped[1:even:2] = data[1:even:2], data[0:even:2]
@@ -72,8 +72,6 @@ def _with_swapped_bytes(data: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------- arrays
-
-# Answers of several tasks as one Detection2DArray.
 
 
 def of(
