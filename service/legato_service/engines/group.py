@@ -211,7 +211,7 @@ Keys = Sequence[Key]
 """Cache keys that a request needs of an engine, the most valuable first."""
 
 
-class Held(NamedTuple):
+class EngineHold(NamedTuple):
     """Hold and its engine."""
 
     engine: Engine
@@ -320,7 +320,7 @@ class EngineGroup:
         self._directory.note(keys[0 if has_bytes else 1 :], number)
         return self.members[number]
 
-    async def hold(self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()) -> Held:
+    async def hold(self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()) -> EngineHold:
         """Let an engine hold an image, and another one if it is lost; `make` stages it.
 
         Raises:
@@ -338,7 +338,7 @@ class EngineGroup:
             reply = await engine.hold(make(engine.blobs))
         key = image_key(reply.request_id.tenant, reply.image.image_id)
         self._directory.note((key,), engine.number)
-        return Held(engine, reply)
+        return EngineHold(engine, reply)
 
     async def drop(self, command: DropImage) -> None:
         """End the owner's holds on an image, wherever they are.

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from legato_service.metrics import catalogue
-from legato_service.metrics.catalogue import Kind
+from legato_service.metrics.catalogue import MetricKind
 
 Labels = tuple[str, ...]
 """Values of a metric's labels, in the order of its `catalogue` entry."""
@@ -170,17 +170,17 @@ async def render(
 
 def _families(metric: catalogue.Metric, values: list[Value], bins: list[Bins]) -> Iterator[Metric]:
     names = metric.labels
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         yield _histogram(metric, bins)
         return
     family: CounterMetricFamily | GaugeMetricFamily
-    if metric.kind is Kind.INFO:
+    if metric.kind is MetricKind.INFO:
         info = InfoMetricFamily(metric.name, metric.help)
         for each in values:
             info.add_metric((), dict(zip(names, each.labels, strict=True)))
         yield info
         return
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=names)
     for each in values:
         family.add_metric(each.labels, each.value)
@@ -232,7 +232,7 @@ def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
     snapshot.add("vllm:corrupted_requests", corrupted, *labels)
     _add_successes(snapshot, labels)
     for metric in catalogue.VLLM:
-        if metric.kind is catalogue.Kind.HISTOGRAM:
+        if metric.kind is catalogue.MetricKind.HISTOGRAM:
             found = list(_bins(snapshot, metric.repeats))
             snapshot.bins += regrouped(found, metric.name, [labels] * len(found))
         elif metric.repeats:

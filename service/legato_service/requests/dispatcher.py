@@ -223,8 +223,8 @@ class Dispatcher:
             LegatoError: as `Engine.submit` raises.
         """
         rpc = call.current()
-        if rpc.place is not None:
-            rpc.place.mark_submitted()
+        if rpc.gate_slot is not None:
+            rpc.gate_slot.mark_submitted()
         new = image if isinstance(image, NewImage) else original
         restage: Restage | None = None
         if isinstance(new, NewImage):
@@ -259,7 +259,7 @@ def _is_queued_last(rpc: call.Call) -> bool:
 
     It does not apply to higher priorities, nor to tenants below their share.
     """
-    return rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
+    return rpc.priority <= 0 and (rpc.gate_slot is None or rpc.gate_slot.is_over_share)
 
 
 async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:

@@ -18,7 +18,7 @@ from legato_engine.types import RequestKey, Timings, Usage
 from legato_service.access.credentials import IDENTIFIER
 from legato_service.access.principal import Principal
 from legato_service.errors import Forbidden
-from legato_service.rpc.gate import Place
+from legato_service.rpc.gate import GateSlot
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -200,7 +200,7 @@ class Call(msgspec.Struct, eq=False):
     is_let_in: bool = False  # its credential, if it needs one, allows it
     refusal: LegatoError | None = None  # credential error, found before the message is received
     is_identified: bool = False  # its tenant and priority are final
-    place: Place | None = None  # set if the gate counts the call
+    gate_slot: GateSlot | None = None  # set if the gate counts the call
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call

@@ -23,7 +23,7 @@ _REFUSALS_AGE = 0.25  # seconds that a retry time stays true
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
-class Place(msgspec.Struct, eq=False):
+class GateSlot(msgspec.Struct, eq=False):
     """Place of a call in the gate, until its task ends."""
 
     gate: Gate
@@ -90,13 +90,13 @@ class Gate:
         self.num_unsubmitted = 0
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
 
-    def enter(self, task: asyncio.Task[object]) -> Place:
+    def enter(self, task: asyncio.Task[object]) -> GateSlot:
         """Return a place for the call of this task."""
         self.num_unsubmitted += 1
         self._num_calls += 1
-        place = Place(self)
-        task.add_done_callback(place.leave)
-        return place
+        gate_slot = GateSlot(self)
+        task.add_done_callback(gate_slot.leave)
+        return gate_slot
 
     def note_left(self) -> None:
         if self._num_calls > self._most_calls:

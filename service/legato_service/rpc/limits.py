@@ -47,7 +47,7 @@ Path: TypeAlias = "tuple[Path, _Field, int] | None"
 """Path of a field: its message's path, the field, and its index in a repeated field."""
 
 
-class Kind:
+class RequestKind:
     """A type of request message, with its bounds."""
 
     def __init__(self, descriptor: Descriptor) -> None:
@@ -108,8 +108,8 @@ class Kind:
 
 
 @functools.cache
-def kind_of(descriptor: Descriptor) -> Kind:
-    return Kind(descriptor)
+def kind_of(descriptor: Descriptor) -> RequestKind:
+    return RequestKind(descriptor)
 
 
 class _Shape:

@@ -177,7 +177,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         assert task is not None, "gRPC runs each call in a task"
         is_inference = method.startswith(_INFERENCE)
         if is_inference and (gate := self._gate) is not None:
-            call.place = gate.enter(task)
+            call.gate_slot = gate.enter(task)
             if gate.is_crowded:
                 return self._unread[method]
         if self._access is not None and not self._is_authorized(call):
@@ -198,8 +198,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _received(self, call: Call) -> None:
         self._receiving.pop(call, None)
-        if call.place is not None:
-            call.place.resume()
+        if call.gate_slot is not None:
+            call.gate_slot.resume()
 
     def _sweep(self) -> None:
         """Pause the places of late messages, so that they block nobody."""
@@ -210,8 +210,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         for call, task in list(late):
             if task.done():  # the client has cancelled it
                 del self._receiving[call]
-            elif call.place is not None:
-                call.place.pause()
+            elif call.gate_slot is not None:
+                call.gate_slot.pause()
         self._sweeping = None
         if self._receiving:
             self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
@@ -321,8 +321,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             self._enter(call, context.auth_context)
         metadata.read(call)
         call.is_identified = True
-        if (place := call.place) is not None:
-            place.take_name(call.tenant)
+        if (gate_slot := call.gate_slot) is not None:
+            gate_slot.take_name(call.tenant)
 
     def _enter(self, call: Call, peer: Callable[[], Peer]) -> None:
         """Admit the call as its credential allows."""
