@@ -1,4 +1,4 @@
-"""Image sources of a run: files, folders, videos, standard input."""
+"""BatchImage sources of a run: files, folders, videos, standard input."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Image:
-    """Image that is read lazily.
+class BatchImage:
+    """BatchImage that is read lazily.
 
     `time` is in seconds from the first frame. `read` raises OSError or ValueError.
     """
@@ -79,7 +79,7 @@ def is_video(name: str) -> bool:
     return name.lower().endswith(VIDEOS)
 
 
-def images(names: Iterable[str], choice: video.FrameChoice) -> Iterator[Image]:
+def images(names: Iterable[str], choice: video.FrameChoice) -> Iterator[BatchImage]:
     """Yield the images of files, and the chosen frames of videos.
 
     A video that cannot be read, or not to its end, gives one more image, whose `read` fails.
@@ -88,21 +88,21 @@ def images(names: Iterable[str], choice: video.FrameChoice) -> Iterator[Image]:
         if is_video(name):
             yield from _frames(name, choice)
         else:
-            yield Image(Key(name, None), functools.partial(_read, name))
+            yield BatchImage(Key(name, None), functools.partial(_read, name))
 
 
-def _frames(name: str, choice: video.FrameChoice) -> Iterator[Image]:
+def _frames(name: str, choice: video.FrameChoice) -> Iterator[BatchImage]:
     try:
         _check_regular(name)
         for frame in video.frames(name, choice):
-            yield Image(Key(name, frame.number), frame.read, frame.time)
+            yield BatchImage(Key(name, frame.number), frame.read, frame.time)
     except (OSError, ValueError) as error:
         problem = error
 
         def fail() -> NoReturn:
             raise problem
 
-        yield Image(Key(name, None), fail)
+        yield BatchImage(Key(name, None), fail)
 
 
 def _listed(stdin: IO[bytes]) -> Iterator[str]:

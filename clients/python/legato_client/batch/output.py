@@ -18,7 +18,7 @@ from typing import Any
 from legato_client._errors import LegatoError
 from legato_client._types.results import Box, Detection, Mark, Outline, Point, PointedObject, Result
 from legato_client._types.tasks import Task
-from legato_client.batch.images import Image, Key, RunError
+from legato_client.batch.images import BatchImage, Key, RunError
 from legato_client.batch.tasks import object_of
 
 Line = dict[str, Any]
@@ -59,7 +59,7 @@ def has_failed(line: Mapping[str, Any]) -> bool:
 
 
 def answered_line(
-    image: Image, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
+    image: BatchImage, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
 ) -> Line:
     """Build the line of an image, where single tasks may have failed."""
     line = _new_line(image)
@@ -73,11 +73,11 @@ def answered_line(
     return line
 
 
-def failed_line(image: Image, error: LegatoError) -> Line:
+def failed_line(image: BatchImage, error: LegatoError) -> Line:
     return {**_new_line(image), "error": _error(error)}
 
 
-def unreadable_line(image: Image, error: OSError | ValueError) -> Line:
+def unreadable_line(image: BatchImage, error: OSError | ValueError) -> Line:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     message = f"cannot read {image.key.source}: {reason}"
     return {**_new_line(image), "error": {"code": UNREADABLE, "reason": "", "message": message}}
@@ -102,7 +102,7 @@ def texts(line: Mapping[str, Any]) -> Iterator[str]:
         yield from (result[name] for name in ("answer", "caption") if name in result)
 
 
-def _new_line(image: Image) -> Line:
+def _new_line(image: BatchImage) -> Line:
     line: Line = file_name("source", image.key.source)
     if image.key.frame is not None:
         line |= {"frame": image.key.frame, "time": image.time}

@@ -22,7 +22,7 @@ from legato_client._images.sources import ImageInput
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
 from legato_client.batch import output as lines
-from legato_client.batch.images import Image
+from legato_client.batch.images import BatchImage
 from legato_client.batch.output import Output
 
 PATIENCE = 600.0
@@ -113,7 +113,7 @@ class Run:
         self._output = output
         self._parallel = parallel
 
-    def perform(self, images: Iterable[Image], on_image: Callable[[], None]) -> None:
+    def perform(self, images: Iterable[BatchImage], on_image: Callable[[], None]) -> None:
         """Process the images that the output lacks; call `on_image` after each, in any thread.
 
         Raises:
@@ -138,12 +138,12 @@ class Run:
             self._batch_client.end()
             pool.shutdown(cancel_futures=True)
 
-    def _process(self, image: Image, on_image: Callable[[], None]) -> None:
+    def _process(self, image: BatchImage, on_image: Callable[[], None]) -> None:
         if not self._batch_client.has_ended:
             self._output.append(self._line(image))
             on_image()
 
-    def _line(self, image: Image) -> lines.Line:
+    def _line(self, image: BatchImage) -> lines.Line:
         try:
             data = image.read()
         except (OSError, ValueError) as error:

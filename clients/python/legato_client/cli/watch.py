@@ -35,7 +35,7 @@ _HEADS = ("task", "found", "where", "confidence", "track")
 _FRAME_ROWS = 5  # rows of the table's frame and of the connection's lines
 
 
-class View:
+class LiveView:
     """A table and, in a large terminal, the image; elsewhere a line every ten seconds.
 
     `take` is for any thread, the rest for the one that made it.
@@ -50,7 +50,7 @@ class View:
         self._live: Live | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> LiveView:
         if self._terminal.is_interactive and importlib.util.find_spec("rich"):
             from rich.live import Live
 
@@ -234,7 +234,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     with (
         arguments.connect(args) as client,
         _receivers(args, source.shown) as receivers,
-        View(terminal, counters, source.shown) as view,
+        LiveView(terminal, counters, source.shown) as view,
     ):
         receivers.append(view)
 

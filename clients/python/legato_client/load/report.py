@@ -144,11 +144,11 @@ class Meter:
     def counts(self, moment: float) -> bool:
         return self._opens <= moment < self._closes
 
-    def expect(self, due: float) -> Watch:
-        return Watch(self, due)
+    def expect(self, due: float) -> RequestMeasurement:
+        return RequestMeasurement(self, due)
 
 
-class Watch:
+class RequestMeasurement:
     """Measurement of one request from its sender's view."""
 
     __slots__ = ("_counted", "_due", "_last", "_meter")

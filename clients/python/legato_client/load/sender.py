@@ -10,7 +10,7 @@ import grpc
 
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES, ChannelOptions
 from legato_client.load.plan import Plan, due_times
-from legato_client.load.report import Meter, Record, Watch
+from legato_client.load.report import Meter, Record, RequestMeasurement
 from legato_client.load.targets import CallFailed, LoadTarget, make_target, reason_of
 
 MAX_PENDING = 20_000  # per sender; further requests count as NOT_SENT
@@ -96,7 +96,7 @@ async def _closed_loop(
     await asyncio.gather(*(caller_loop() for _ in range(loops)))
 
 
-async def _send_one(target: LoadTarget, watch: Watch) -> None:
+async def _send_one(target: LoadTarget, watch: RequestMeasurement) -> None:
     try:
         await target.send(watch)
     except (grpc.RpcError, CallFailed) as error:

@@ -12,7 +12,7 @@ from legato.v1 import inference_pb2, media_pb2, session_pb2
 from legato_client._errors import from_rpc_error
 from legato_client._grpc.channel import GENERATE, OF_SKILLS
 from legato_client.load.plan import Plan
-from legato_client.load.report import Watch
+from legato_client.load.report import RequestMeasurement
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
@@ -26,7 +26,7 @@ class LoadTarget(Protocol):
 
     async def open(self) -> None: ...
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         """Send one request and record its messages; raise `CallFailed` or `grpc.RpcError`."""
         ...
 
@@ -56,7 +56,7 @@ class UnaryTarget:
     async def open(self) -> None:
         pass
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         await self._call(
             self._plan.request,
             timeout=self._plan.timeout,
@@ -79,7 +79,7 @@ class StreamTarget:
     async def open(self) -> None:
         pass
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         call = self._call(
             self._plan.request,
             timeout=self._plan.timeout,
@@ -105,7 +105,7 @@ class SessionTarget:
         """Open the session. Raises `grpc.RpcError` if it is refused."""
         await asyncio.gather(*(session.open() for session in self._sessions))
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         session = self._sessions[self._num_sent % len(self._sessions)]
         self._num_sent += 1
         await session.send(watch)
@@ -121,7 +121,7 @@ class _Session:
         self._plan = plan
         self._start = start
         self._image = media_pb2.Image.FromString(plan.image)
-        self._waiting: dict[int, tuple[Watch, asyncio.Future[None]]] = {}
+        self._waiting: dict[int, tuple[RequestMeasurement, asyncio.Future[None]]] = {}
         self._sequence = 0
         self._ended = ""  # why, once no more results come
         self._writing = asyncio.Lock()  # grpc takes one write at a time
@@ -136,7 +136,7 @@ class _Session:
             raise CallFailed(f"session ended with {(await self._call.code()).name}")
         self._reader = asyncio.create_task(self._read())
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._writing:
             if self._ended:

@@ -12,7 +12,7 @@ from legato_client import draw
 from legato_client._errors import LegatoError
 from legato_client._types.results import Mark
 from legato_client.batch import output, video
-from legato_client.batch.images import Image, Key
+from legato_client.batch.images import BatchImage, Key
 from legato_client.stream.feed import AnsweredFrame
 
 _MAX_WAITING = 8  # frames; each holds its pixels
@@ -105,7 +105,7 @@ class JsonLinesOutput:
 
     def take(self, answered: AnsweredFrame) -> None:
         frame = answered.frame
-        image = Image(Key(self._source, frame.number), frame.read, frame.time)
+        image = BatchImage(Key(self._source, frame.number), frame.read, frame.time)
         line = output.answered_line(
             image, list(answered.outcomes), list(answered.outcomes.values())
         )

@@ -12,7 +12,7 @@ from legato_client import Box, Detection, DetectResult, Unavailable
 from legato_client._types.results import ImageInfo, ResponseInfo
 from legato_client.cli.half_blocks import HalfBlocks
 from legato_client.cli.terminal import Terminal
-from legato_client.cli.watch import View, rows_of
+from legato_client.cli.watch import LiveView, rows_of
 from legato_client.stream import outputs
 from legato_client.stream.feed import AnsweredFrame
 from legato_client.stream.frames import CapturedFrame, FrameCounters
@@ -158,7 +158,7 @@ def test_a_large_terminal_shows_image_and_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "40")
     out = TerminalFile()
-    with View(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
         view.take(answered())
         view.refresh()
     text = out.getvalue()
@@ -172,7 +172,7 @@ def test_a_small_terminal_shows_the_table_only(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "12")
     out = TerminalFile()
-    with View(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
         view.take(answered())
         view.refresh()
     assert "▀" not in out.getvalue()
