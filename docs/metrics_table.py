@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from legato_service.metrics import catalogue
-from legato_service.metrics.catalogue import Kind, Metric
+from legato_service.metrics.catalogue import Metric, MetricKind
 
 PAGE = Path(__file__).with_name("observability.md")
 _BEGIN, _END = "<!-- table: metrics -->\n", "<!-- end of table -->\n"
@@ -18,7 +18,7 @@ _GROUPS: tuple[tuple[str, Sequence[Metric]], ...] = (
     ("OpenTelemetry's names", catalogue.GEN_AI),
     ("vLLM's names", catalogue.VLLM),
 )
-_SUFFIXES = {Kind.COUNTER: "_total", Kind.INFO: "_info"}
+_SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}
 
 
 def tables() -> str:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from legato_client import Client
 from legato_client.calibration.scored import (
     ANNOTATIONS,
-    LabelledPicture,
+    LabelledImage,
     Scored,
     read_labels,
     score,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledPicture]:
+def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledImage]:
     """At most so many pictures of a folder, which are drawn if it has none.
 
     Those without an object are left out.
@@ -113,11 +113,11 @@ def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledPicture]:
         program = [sys.executable, "-m", "legato_training.labelled", "--shapes"]
         options = ["--out", str(folder), "--scenes", str(count), "--seed", str(seed)]
         subprocess.run([*program, *options], cwd=ROOT / "training", check=True)
-    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).pictures[:count]
+    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).images[:count]
 
 
 def answers(
-    options: Sequence[str], pictures: Sequence[LabelledPicture], parallel: int
+    options: Sequence[str], pictures: Sequence[LabelledImage], parallel: int
 ) -> Sequence[Scored]:
     """What a server with these options finds."""
     with LocalServer(["--device", "cpu", *options]) as server:
@@ -126,12 +126,12 @@ def answers(
             return score(client, pictures, [_SKILL], parallel=parallel, tell=lambda: None)
 
 
-def counted(pictures: Sequence[LabelledPicture], found: Sequence[Scored]) -> Counts:
+def counted(pictures: Sequence[LabelledImage], found: Sequence[Scored]) -> Counts:
     """Counts in the order of the pictures."""
     counts = {picture.number: [0, 0, sum(map(len, picture.boxes.values()))] for picture in pictures}
     for each in found:
-        counts[each.picture][_HITS] += each.right
-        counts[each.picture][_FOUND] += 1
+        counts[each.image][_HITS] += each.right
+        counts[each.image][_FOUND] += 1
     return np.array([counts[picture.number] for picture in pictures], np.int64)
 
 

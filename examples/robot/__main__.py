@@ -107,8 +107,8 @@ def _write(
     if recording.answers:
         overlay.sheet(scene, recording).save(args.out / "robot.png", optimize=True)
     if args.film:
-        pictures = overlay.film(scene, recording)
-        overlay.write_film(args.out / f"robot.{args.film}", pictures, args.fps)
+        images = overlay.film(scene, recording)
+        overlay.write_film(args.out / f"robot.{args.film}", images, args.fps)
     print(text)
 
 

@@ -28,17 +28,17 @@ def moment(scene: Scene, t: float, tracks: Iterable[TrackNow], stale: Iterable[B
 
     The `stale` boxes, thin and grey, are where the model saw them.
     """
-    picture = scene.picture(t)
-    pen = ImageDraw.Draw(picture)
+    image = scene.image(t)
+    pen = ImageDraw.Draw(image)
     for boxes, colour, width in ((stale, _STALE, 1), (scene.truth(t).values(), _TRUTH, 2)):
         for box in boxes:
-            corners = box.to_pixels(picture.width - 1, picture.height - 1)
+            corners = box.to_pixels(image.width - 1, image.height - 1)
             pen.rectangle(corners, outline=colour, width=width)
     marks = [
         Detection(track.box, f"{track.label} #{track.track_id} {1000 * track.age:.0f} ms")
         for track in tracks
     ]
-    return annotate(picture, marks)
+    return annotate(image, marks)
 
 
 def sheet(scene: Scene, recording: Recording, moments: int = 6) -> Image.Image:
@@ -88,28 +88,28 @@ def film(scene: Scene, recording: Recording) -> Iterator[Image.Image]:
         yield moment(scene, look.time, look.tracks, stale)
 
 
-def write_film(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
+def write_film(path: Path, images: Iterable[Image.Image], fps: float) -> None:
     """Write a .gif, or an .mp4 where ffmpeg is installed; ValueError for anything else."""
     if path.suffix == ".gif":
-        first, *rest = (picture.quantize(96) for picture in pictures)
+        first, *rest = (image.quantize(96) for image in images)
         duration = 1000 / fps  # milliseconds an image
         first.save(path, save_all=True, append_images=rest, duration=duration, loop=0)
     elif path.suffix == ".mp4" and shutil.which("ffmpeg"):
-        _write_mp4(path, pictures, fps)
+        _write_mp4(path, images, fps)
     else:
         raise ValueError(f"cannot write {path}: .gif always works, .mp4 needs ffmpeg")
 
 
-def _write_mp4(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
+def _write_mp4(path: Path, images: Iterable[Image.Image], fps: float) -> None:
     """Images of one size with even sides."""
-    pictures = iter(pictures)
-    first = next(pictures)
+    images = iter(images)
+    first = next(images)
     size, rate = f"{first.width}x{first.height}", f"{fps:g}"
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", rate, "-i", "-"]
     command = ["ffmpeg", "-y", "-loglevel", "error", *source, "-pix_fmt", "yuv420p", str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as ffmpeg:
         assert ffmpeg.stdin is not None, "asked for a pipe"
-        for picture in (first, *pictures):
-            ffmpeg.stdin.write(picture.tobytes())
+        for image in (first, *images):
+            ffmpeg.stdin.write(image.tobytes())
     if ffmpeg.returncode:
         raise ValueError(f"ffmpeg could not write {path}, exit code {ffmpeg.returncode}")

@@ -70,7 +70,7 @@ class Scene:
         """The box of every thing at time t, by its noun."""
         return {thing.noun: self._box(thing, t) for thing in self.things}
 
-    def picture(self, t: float) -> Image.Image:
+    def image(self, t: float) -> Image.Image:
         """What a camera sees at time t."""
         canvas = _ground(self.size).copy()
         for thing in self.things:
@@ -82,7 +82,7 @@ class Scene:
     def jpeg(self, t: float) -> bytes:
         """The same as a file, as a camera gives it."""
         buffer = io.BytesIO()
-        self.picture(t).save(buffer, "JPEG", quality=_JPEG_QUALITY)
+        self.image(t).save(buffer, "JPEG", quality=_JPEG_QUALITY)
         return buffer.getvalue()
 
     def _box(self, thing: Thing, t: float) -> Box:

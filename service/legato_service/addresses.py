@@ -30,7 +30,7 @@ def check(option: str, address: str, *, unix: bool) -> None:
 
 
 def host_of(address: str) -> str:
-    """The host of HOST:PORT, an IPv6 address without its brackets."""
+    """Return the host of HOST:PORT, an IPv6 address without its brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
@@ -85,7 +85,7 @@ def _reason(address: str) -> str:
 
 
 def _bind_socket(server: grpc.aio.Server, address: str) -> str:
-    """The umask, not a later chmod, keeps others out from the first moment."""
+    """Bind a Unix socket; the umask, not a later chmod, keeps others out from the first moment."""
     path = Path(address.removeprefix(UNIX))
     if _is_served(path):  # gRPC would take the path away from the other server
         raise OSError(f"cannot listen on {address}: in use by another server")

@@ -98,8 +98,6 @@ def _number(text: str) -> float:
 
 # ---------------------------------------------------------------- engine
 
-# The options of the engine: model, adapters, queue.
-
 
 def add_model(
     parser: argparse.ArgumentParser, engine: EngineConfig, service: ServiceConfig
@@ -237,7 +235,7 @@ def add_queue(add: Add, engine: EngineConfig) -> None:
         "--kv-memory-fraction",
         type=fraction,
         default=engine.kv_memory_fraction,
-        help="share of the memory left by the weights, for the KV cache",
+        help="fraction of the memory left by the weights for the KV cache",
     )
     add(
         "--crops-per-launch",
@@ -299,8 +297,6 @@ def add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
 
 
 # ---------------------------------------------------------------- service
-
-# The options of the service: listeners, access, limits, telemetry.
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -433,7 +429,7 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
         metavar="SECONDS",
         type=not_negative,
         default=service.drain_grace,
-        help="how long running requests may go on after the drain began",
+        help="how long running requests may continue after the drain began",
     )
 
 
@@ -471,18 +467,16 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
         "--trace-ratio",
         type=share,
         default=service.trace_ratio,
-        help="share of calls that are traced; a call with a traceparent brings its own decision",
+        help="fraction of calls that are traced; a traceparent's own decision takes precedence",
     )
 
 
 # ---------------------------------------------------------------- arguments
 
-# The options of `legato serve`.
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Without the usage, whose many lines would hide the message."""
+        """Print the error without the usage, whose many lines would hide it."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -507,7 +501,7 @@ def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, obj
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """No abbreviations: `legato` must see which options were typed."""
+    """Build the parser; without abbreviations, as `legato` must see which options were typed."""
     parser = _Parser(
         prog="legato serve",
         description="Serve a vision-language model over gRPC.",

@@ -25,35 +25,35 @@ _POSITIVE = (
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of the service processes, in seconds and bytes."""
+    """Settings of the service processes, in seconds and bytes."""
 
     listen: str = "127.0.0.1:50051"  # host:port; port 0: any free port
     admin_listen: str = ""  # host:port, unix:path, "same" or "off"; empty: this user's socket
     health_listen: str = ""  # host:port for health alone, without TLS; empty: none
     metrics_listen: str = ""  # host:port of HTTP scrapes; empty: none
-    metrics: bool = False  # record those of RPCs also without `metrics_listen`
+    metrics: bool = False  # record RPC metrics also without `metrics_listen`
     metrics_tenants: int = 10  # tenants with a label of their own
     vllm_metrics: bool = True  # repeat metrics under vLLM's names
     otlp_endpoint: str = ""  # URL of a collector for spans; empty: none are made
-    trace_ratio: float = 1.0  # of the calls that bring no decision of their own
+    trace_ratio: float = 1.0  # fraction of the calls without a sampling decision
     tls_cert: str = ""  # file of the certificate chain; empty: no TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # file of the authority that client certificates must have
     tokens: str = ""  # file of credentials
-    access_interval: float = 0.25  # between two looks at the files above
+    access_interval: float = 0.25  # polling interval of the files above
     quota_requests: float = 0  # a second, of a credential; 0: unlimited, as the next two
     quota_pixels: float = 0  # a second, of new images
     quota_sessions: int = 0
     insecure: bool = False  # allow an unprotected listener beyond loopback
     processes: int = 1
-    devices: str = ""  # of the engines, with commas between, or "all"; empty: one, on engine.device
+    devices: str = ""  # comma-separated, or "all"; empty: one engine on engine.device
     affinity: bool = True  # prefer the engine that holds what a request needs
     depth_switch: bool = False  # an operator may set the pipeline's depth
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
-    max_image_bytes: int = 64 * 1024 * 1024  # of an uploaded or shared image
+    max_image_bytes: int = 64 * 1024 * 1024  # per uploaded or shared image
     shared_images: bool = False  # read images from shared memory that clients name
-    image_ttl: float = 600.0  # of uploaded images, by default
+    image_ttl: float = 600.0  # default of uploaded images
     image_max_ttl: float = 3600.0
     unary_deadline: float = 60.0  # for calls without one
     stream_deadline: float = 600.0
@@ -66,8 +66,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_time: float = 20.0
     keepalive_timeout: float = 5.0
     min_client_ping_interval: float = 10.0
-    handshake_timeout: float = 10.0  # of a connection
-    idle_timeout: float = 600.0  # of a connection without calls
+    handshake_timeout: float = 10.0  # per connection
+    idle_timeout: float = 600.0  # per connection without calls
     log_level: str = "info"
 
     @property

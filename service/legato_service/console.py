@@ -17,14 +17,14 @@ _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 
 
 class Announcer(Protocol):
-    """Shows the progress of the start."""
+    """Display of the progress of the start."""
 
     def loading(self, progress: Loading) -> None:
-        """Called repeatedly, also without a change."""
+        """Show the progress; called repeatedly, also without a change."""
         ...
 
     def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
-        """`models` are one, as each engine serves it on its device."""
+        """Announce that the server is ready; `models` has one for each engine and device."""
         ...
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class TerminalAnnouncer:
 
 
 class LogAnnouncer:
-    """One log event per stage of the start."""
+    """Announcer that logs one event per stage of the start."""
 
     def __init__(self) -> None:
         self._log = structlog.get_logger("legato.service")
@@ -95,7 +95,7 @@ class LogAnnouncer:
 
 
 def example(address: str, tasks: Sequence[str]) -> str:
-    """A command of this package that the model can answer."""
+    """Return a command of this package that the model can answer."""
     host, _, port = address.rpartition(":")
     host = "127.0.0.1" if host in _ANY_HOST else host
     asked = "detect photo.jpg cup" if "detect" in tasks else 'query "Why is the sky blue?"'

@@ -47,7 +47,7 @@ class Forbidden(errors.LegatoError):
 
 
 class MethodUnknown(errors.LegatoError):
-    """This server does not have the method."""
+    """Raised for a method that this server does not have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Failure:
         return self.status.message
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """The details and, for retryable failures, the pushback."""
+        """Return the details and, for retryable failures, the pushback."""
         details = ("grpc-status-details-bin", self.status.SerializeToString())
         if self.retry_after is None:
             return (details,)
@@ -159,7 +159,7 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.NumericError: StatusMapping(_C.INTERNAL, "NUMERIC"),
     errors.Poisoned: StatusMapping(_C.INTERNAL, "POISONED"),
 }
-"""By type; a type without an entry takes that of its nearest base."""
+"""Statuses by error type; a type without an entry uses its nearest base."""
 
 
 def status_mapping(kind: type[errors.LegatoError]) -> StatusMapping:
@@ -167,7 +167,7 @@ def status_mapping(kind: type[errors.LegatoError]) -> StatusMapping:
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """The client does not see the text of an internal error."""
+    """Return the failure to report; the client does not see the text of an internal error."""
     known = error if isinstance(error, errors.LegatoError) else None
     known = known or errors.exhaustion(error) or errors.InternalError()
     mapping = status_mapping(type(known))
@@ -203,7 +203,7 @@ def _error_info(mapping: StatusMapping, error: errors.LegatoError) -> Message:
 
 
 def _retry_after(mapping: StatusMapping, error: errors.LegatoError) -> float | None:
-    """Seconds, with jitter so that clients do not retry all at once."""
+    """Return the delay in seconds, with jitter so that clients do not retry all at once."""
     if mapping.retry_after is None:
         return None
     hint = error.metadata.get("retry_after_ms")

@@ -27,7 +27,7 @@ from legato_service.session.session import SessionRegistry
 if TYPE_CHECKING:
     from legato_service.metrics.snapshot import Snapshot
 
-_END_TIME = 0.5  # seconds for open requests to be told that they end
+_END_TIME = 0.5  # seconds in which open requests are notified of the end
 LAST_WRITES = 5.0
 """Seconds for finished responses to be sent after the grace of a drain."""
 CUT_WRITES = 1.0
@@ -41,7 +41,7 @@ class Drain:
         self._requests = requests
         self._sessions = sessions
         self._end = math.inf  # in seconds of the loop's clock
-        self._timeout: asyncio.Timeout | None = None  # of the running `wait`
+        self._timeout: asyncio.Timeout | None = None  # timeout of the running `wait`
         self.begun = asyncio.Event()
 
     @property
@@ -59,7 +59,7 @@ class Drain:
             self._timeout.reschedule(self._end)
 
     async def cut(self) -> None:
-        """End what is open with `Draining`; return when all has, or after `_END_TIME`."""
+        """End open work with `Draining`; return when all has ended, or after `_END_TIME`."""
         error = Draining("the server is shutting down")
         self._sessions.go_away(0, error)
         self._requests.fail_all(error)
@@ -67,7 +67,7 @@ class Drain:
             async with asyncio.timeout(_END_TIME):
                 await self._requests.wait_empty()
                 await self._sessions.wait_empty()
-        self._sessions.fail_all(error)  # those whose clients take no results
+        self._sessions.fail_all(error)  # sessions whose clients read no results
 
     async def wait(self) -> bool:
         """Wait for all to end, within the grace; return whether they did. One waiter only."""
@@ -83,8 +83,6 @@ class Drain:
 
 
 # ---------------------------------------------------------------- watchdog
-
-# Shutdown watchdog.
 
 TIMEOUT = LAST_WRITES + 15.0  # seconds; shutdown normally takes far less
 _STACKS_TIME = 2.0  # seconds to write them to a log that may have no reader
@@ -102,16 +100,14 @@ def arm_watchdog() -> None:
 
 # ---------------------------------------------------------------- signals
 
-# Signals that end the service.
-
 
 class Signals:
     """SIGTERM and SIGINT, one after the other. Needs a running loop."""
 
     def __init__(self) -> None:
         self._received = asyncio.Semaphore(0)
-        self.number = 0  # of the last one
-        self.cut = asyncio.Event()  # set by the one that ends the drain
+        self.number = 0  # the last signal
+        self.cut = asyncio.Event()  # set by the signal that ends the drain
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -126,8 +122,6 @@ class Signals:
 
 
 # ---------------------------------------------------------------- memory
-
-# Freed memory, given back to the system.
 
 
 def give_back() -> None:
@@ -146,8 +140,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 # ---------------------------------------------------------------- tuning
-
-# Applies the latency policy.
 
 
 def tune_process(policy: LatencyPolicy) -> None:
@@ -169,7 +161,7 @@ def _schedule(scheduler: int) -> None:
 
 # ---------------------------------------------------------------- orphans
 
-# Orphans, which end as zombies of this process when it is the first one of a container.
+# Orphans become zombies of this process if it is the first one of a container.
 
 _PR_GET_CHILD_SUBREAPER = 37
 _TASKS = Path("/proc/self/task")
@@ -187,8 +179,8 @@ def inherits_orphans() -> bool:
 async def reap_orphans(interval: float = 1.0) -> None:
     """Reap zombies that nothing else waits for, every `interval` seconds; never return.
 
-    The event loop waits for the children that it started as soon as they end. A zombie of two
-    looks is therefore not one of them, because the loop runs between the looks.
+    The event loop reaps its own children as soon as they end, and it runs between two polls. A
+    process still defunct after two polls is therefore not ours.
     """
     seen: set[int] = set()
     while True:
@@ -210,8 +202,6 @@ def _zombies() -> Iterator[int]:
 
 
 # ---------------------------------------------------------------- peers
-
-# The other processes of a server.
 
 _TIMEOUT = 2.0  # seconds for the engine to reply; it stops the requests also later
 

@@ -24,14 +24,14 @@ from legato_service.rpc.middleware import RpcMiddleware
 from legato_service.rpc.reflection import Descriptors, Reflection
 
 TRANSPORT_EXTRA = 1024 * 1024
-"""The transport takes messages of so many bytes above the limit, which are refused with details.
-Beyond it gRPC itself responds with RESOURCE_EXHAUSTED, without details, before it receives them."""
+"""Bytes above the message limit that the transport accepts, to refuse them with details. Beyond it
+gRPC itself responds with RESOURCE_EXHAUSTED, without details, before it receives them."""
 
 MAX_CONNECTIONS = 4096
-"""Of a listener, and no more than three quarters of the descriptors that the process may open."""
+"""Maximum per listener, and at most three quarters of the process's descriptors."""
 
 MAX_CALLS_PER_CONNECTION = 256
-"""Open calls. The others wait in the client, whose deadlines and cancellations apply at once."""
+"""Further calls wait in the client, whose deadlines and cancellations apply at once."""
 
 MAX_PENDING_CALLS = 16_384
 """Calls that gRPC has received and this process has not accepted: those of 64 connections."""
@@ -82,13 +82,11 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
 
 # ---------------------------------------------------------------- listeners
 
-# The listeners of a service process.
-
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class Listener:
-    """One gRPC server. Without `certificate` it has no TLS, without `access` it is open."""
+    """gRPC listener. Without `certificate` it has no TLS, without `access` it is open."""
 
     def __init__(
         self,
@@ -244,7 +242,7 @@ class Listeners:
                 self.access.reload_changed()
 
     async def stop(self, grace: float) -> None:
-        """Idempotent."""
+        """Stop the listeners. Idempotent."""
         if self._reloading is not None:
             self._reloading.cancel()
         listeners = (self.main, self.admin, self._health)

@@ -86,7 +86,7 @@ class LogRecord(msgspec.Struct, omit_defaults=True):
 
 
 class JsonLogger(structlog.BoundLoggerBase):
-    """Encodes a record in one step; a chain of structlog processors costs several times as much."""
+    """Logger that encodes a record in one step; structlog processors cost several times as much."""
 
     threshold = logging.INFO
     _logger: LogSink
@@ -130,7 +130,7 @@ class JsonLogger(structlog.BoundLoggerBase):
 
 
 def write(logger: Any, records: Sequence[LogRecord]) -> None:
-    """Together, records cost a JSON logger a fraction of separate calls."""
+    """Write records in one batch, which costs JSON loggers a fraction of separate calls."""
     if isinstance(logger, JsonLogger):
         logger.write(records)
         return

@@ -83,7 +83,7 @@ async def serve(
         try:
             workers.start()
             start_up = _start_up(engines, workers, address, announcer)
-            if not await _first_of(server.drain_begun(), start_up):
+            if not await _first_of(server.wait_drain_begun(), start_up):
                 unservable = any(each.unservable for each in engines)
                 return EXIT_UNSERVABLE if unservable else EXIT_FAILED
             announcer.close()
@@ -113,7 +113,7 @@ async def _start_up(
     """
     while True:
         late = [each for each in engines if each.state is not EngineState.READY]
-        if not late and workers.ready:
+        if not late and workers.is_ready:
             break
         if any(each.unservable for each in engines):  # the engine has logged the reason
             return False
@@ -159,19 +159,19 @@ async def _drain_on(
         log.info("drain_delayed", seconds=config.drain_delay)
         with suppress(TimeoutError):
             async with asyncio.timeout(config.drain_delay):
-                await _first_of(signals.next(), server.drain_begun())
+                await _first_of(signals.next(), server.wait_drain_begun())
     workers.drain(config.drain_grace)
     await signals.next()
     signals.cut.set()
 
 
 async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signals) -> int:
-    """This process exits last, because the workers need the engine."""
+    """Finish draining; this process exits last, because the workers need the engine."""
     await _first_of(signals.cut.wait(), _all_drained(server, workers))
     if signals.cut.is_set():
         log.warning("drain_cut", in_flight=server.num_in_flight)
         workers.drain(0.0)
-        await asyncio.gather(server.stop(), workers.exited(within=_CUT_TIME))
+        await asyncio.gather(server.stop(), workers.wait_exited(within=_CUT_TIME))
         return 128 + signals.number
     if server.num_in_flight:
         log.warning("drain_grace_expired", in_flight=server.num_in_flight)
@@ -179,11 +179,11 @@ async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signa
 
 
 async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
-    """Workers keep the grace themselves, and `LAST_WRITES` more."""
-    in_time = await server.drained()
-    while server.grace_left and not await workers.exited(within=_POLL_INTERVAL):
+    """Wait until all have drained; workers keep the grace themselves, and `LAST_WRITES` more."""
+    in_time = await server.wait_drained()
+    while server.grace_left and not await workers.wait_exited(within=_POLL_INTERVAL):
         pass  # the grace may have been shortened
-    return await workers.exited(within=LAST_WRITES) and in_time
+    return await workers.wait_exited(within=LAST_WRITES) and in_time
 
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
@@ -198,8 +198,6 @@ async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, Non
 
 
 # ---------------------------------------------------------------- start
-
-# The start of the first service process.
 
 
 async def start(

@@ -231,20 +231,20 @@ class Server:
         )
 
     async def _drain_engine(self) -> None:
-        """After the sessions have ended, because the engine still runs their frames."""
+        """Drain the engine, after the sessions: it still runs their frames."""
         await self.sessions.wait_empty()
         self._engines.drain()
 
-    async def drain_begun(self) -> bool:
+    async def wait_drain_begun(self) -> bool:
         return await self._drain.begun.wait()
 
-    async def drained(self) -> bool:
+    async def wait_drained(self) -> bool:
         """Return whether all requests ended in time."""
         return await self._drain.wait()
 
     async def drain(self, grace: float) -> bool:
         self.begin_drain(grace)
-        return await self.drained()
+        return await self.wait_drained()
 
     async def stop(self) -> None:
         """Send finished responses, end the rest with `Draining`, close the listeners. Idempotent.

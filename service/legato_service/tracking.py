@@ -23,10 +23,10 @@ Array: TypeAlias = npt.NDArray[np.float64]
 FADING = 2.0  # seconds in which an acceleration fades to 1 / e
 # Standard deviations, in widths (of x and width) or heights (of y and height) of the box.
 MEASUREMENT = 0.02
-SPEED_A = np.array([4.0, 4.0, 0.8, 0.8])  # of an object seen for the first time, a second
+SPEED_A = np.array([4.0, 4.0, 0.8, 0.8])  # per second, of an object seen for the first time
 ACCELERATION_A = np.array([2.0, 2.0, 0.4, 0.4])  # a second squared
-QUANTUM = 0.001  # a share of the picture: the least error of a measurement
-LEAST_SIZE = 0.001  # a share of the picture
+QUANTUM = 0.001  # fraction of the image: minimum error of a measurement
+LEAST_SIZE = 0.001  # fraction of the image
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BoxState:
 
 
 def begin(time: float, box_A: Array) -> BoxState:
-    """A box that is seen for the first time."""
+    """Start the state of a box that is seen for the first time."""
     unit_A = _unit(box_A)
     mean_AK = np.zeros((4, 3))
     mean_AK[:, 0] = box_A
@@ -61,7 +61,7 @@ def begin(time: float, box_A: Array) -> BoxState:
 
 
 def predict(state: BoxState, time: float) -> tuple[Array, Array]:
-    """Mean and covariance at `time`, which may lie before the state's."""
+    """Return mean and covariance at `time`, which may lie before the state's."""
     elapsed = time - state.time
     if elapsed == 0:
         return state.mean_AK, state.covariance_AKK
@@ -72,7 +72,7 @@ def predict(state: BoxState, time: float) -> tuple[Array, Array]:
 
 
 def places(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
-    """Mean and variance of the boxes at `time`, as of a measurement to come; TA."""
+    """Return mean and variance of the boxes at `time`, as of a measurement to come; TA."""
     step_TK, noise_T = _steps(states, time)
     mean_TAK = np.stack([state.mean_AK for state in states])
     covariance_TAKK = np.stack([state.covariance_AKK for state in states])
@@ -81,7 +81,7 @@ def places(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
 
 
 def places_anew(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
-    """The same, if only the last measurement of each is known."""
+    """Predict places as `places` does, from the last measurement of each box only."""
     step_TK, noise_T = _steps(states, time)
     box_TA = np.stack([state.box_A for state in states])
     spread_TA = (step_TK[:, 1:2] * SPEED_A) ** 2 + (step_TK[:, 2:] * ACCELERATION_A) ** 2
@@ -101,7 +101,7 @@ def _steps(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
 
 
 def update(state: BoxState, time: float, box_A: Array, *, sudden: bool = False) -> BoxState:
-    """The state at `time` with one more measurement."""
+    """Return the state at `time` with one more measurement."""
     before = begin(state.time, state.box_A) if sudden else state
     mean_AK, covariance_AKK = predict(before, time)
     variance_A = covariance_AKK[:, 0, 0] + measurement_variance(box_A)
@@ -124,13 +124,13 @@ def _unit(box_A: Array) -> Array:
 
 
 def forget_transitions() -> None:
-    """After a change of `FADING`."""
+    """Clear cached transitions, after a change of `FADING`."""
     _transition.cache_clear()
 
 
 @functools.lru_cache(64)  # the objects of a frame mostly share the last one that they were seen in
 def _transition(elapsed: float) -> tuple[Array, Array]:
-    """The matrix of the prediction, and its noise for an acceleration of deviation 1.
+    """Return the prediction's matrix, and its noise for an acceleration of deviation 1.
 
     Backwards the acceleration is taken as constant, because it would grow without bound.
     """
@@ -168,7 +168,7 @@ def _noise(elapsed: float) -> Array:
 
 @functools.cache
 def _quadrature() -> tuple[Array, Array]:
-    """Points in [-1, 1] and their weights, for polynomials up to degree 15."""
+    """Return points in [-1, 1] and their weights, for polynomials up to degree 15."""
     return np.polynomial.legendre.leggauss(8)
 
 
@@ -179,11 +179,11 @@ def _quadrature() -> tuple[Array, Array]:
 # Shapes: T = tracks, D = detections, A = 4 axes (centre x, centre y, width, height).
 
 GATE = 20.0
-"""The greatest squared distance in standard deviations; of four axes 0.0005 lie beyond it."""
+"""Maximum squared distance in standard deviations; 0.0005 of measurements lie beyond it."""
 NEW_OBJECTS = 0.02
 """New objects expected in a frame. A track that explains a box worse than these does not get it."""
 SUDDEN = 2.0
-"""Taken from the gain of a track whose object starts or stops suddenly: few do in a frame."""
+"""Penalty on the gain of a sudden start or stop, which few objects do in a frame."""
 LEAST_GAIN = 1e-9
 """A gain below it is a rounding error."""
 
@@ -205,13 +205,13 @@ def gains(mean_TA: Array, variance_TA: Array, box_DA: Array) -> Array:
 
 
 def assign(gain_TD: Array) -> list[tuple[int, int]]:
-    """Pairs of great sum, of positive gains only; at most one a row and one a column.
+    """Return pairs of great total gain, positive gains only; at most one per row and column.
 
     The greatest gain first; then two rows exchange their columns as long as that is better. No such
     exchange is left at the end, unless there were as many as rows: the time is bounded.
     """
     size = max(gain_TD.shape)
-    gain = np.zeros((size, size))  # of squares; a zero stands for no pair
+    gain = np.zeros((size, size))  # square; 0 means no pair
     gain[: gain_TD.shape[0], : gain_TD.shape[1]] = np.maximum(gain_TD, 0)
     column_of = _greedy(gain)
     for _ in range(size):
@@ -226,7 +226,7 @@ def assign(gain_TD: Array) -> list[tuple[int, int]]:
 
 
 def _greedy(gain: Array) -> npt.NDArray[np.int64]:
-    """A column for each row of a square."""
+    """Assign a column to each row of a square greedily."""
     left = gain.copy()
     column_of = np.empty(len(gain), dtype=np.int64)
     for _ in range(len(gain)):
@@ -238,10 +238,10 @@ def _greedy(gain: Array) -> npt.NDArray[np.int64]:
 
 # ---------------------------------------------------------------- tracker
 
-# The tracks of one task's objects, over frames whose results may come in any order.
+# Tracks of one task's objects; the results of frames may come in any order.
 
 MAX_STATES = 8
-"""Kept of a track, so that the result of an older frame can be put in its place."""
+"""States kept per track, so that an older frame's result can be inserted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Tracked:
 
 
 class TrackIds:
-    """Names the tracks of a session, of which at most `limit` are alive."""
+    """Track names of a session, of which at most `limit` are in use."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -264,7 +264,7 @@ class TrackIds:
         return self._left == 0
 
     def take(self) -> str:
-        """A name that was never used. Not when `is_empty`."""
+        """Take a name that was never used; not when `is_empty`."""
         assert self._left > 0, "every track is alive"
         self._left -= 1
         return str(next(self._numbers))
@@ -274,7 +274,7 @@ class TrackIds:
 
 
 class Track:
-    """One object: its last states by time."""
+    """Tracked object: its last states by time."""
 
     def __init__(self, track_id: str, first: BoxState) -> None:
         self.track_id = track_id
@@ -285,13 +285,13 @@ class Track:
         return self._states[-1].time
 
     def nearest(self, time: float) -> BoxState:
-        """The last state up to `time`, or else the first one after it."""
+        """Return the last state up to `time`, or else the first one after it."""
         return self._states[max(self._index(time) - 1, 0)]
 
     def add(self, time: float, box_A: Array, sudden: bool) -> BoxState:
-        """Take in a measurement, and return the state at its time.
+        """Add a measurement, and return the state at its time.
 
-        If it is older than others, these follow it anew. If it is older than all that are kept, it
+        Later measurements are applied again. If it is older than all that are kept, it
         changes nothing.
         """
         index = self._index(time)
@@ -363,7 +363,7 @@ class Tracker:
         self._is_closed = True
 
     def _expire(self, sequence: int, time: float) -> None:
-        """A later frame with a much earlier time means that its clock was set: all begins anew."""
+        """Expire tracks; a much earlier time means that the clock was set, so all restart."""
         last_sequence, last_time = self._newest
         if sequence > last_sequence and time < last_time - self.max_unseen:
             self._forget(self._tracks)
@@ -373,7 +373,7 @@ class Tracker:
         self._forget([each for each in self._tracks if newest - each.last_seen > self.max_unseen])
 
     def _pairs(self, time: float, boxes_DA: Array) -> list[tuple[Track, int, bool]]:
-        """Tracks with the indices of their boxes, and whether they moved there suddenly."""
+        """Return tracks with their boxes' indices, and whether they moved there suddenly."""
         if not self._tracks or len(boxes_DA) == 0:
             return []
         states = [track.nearest(time) for track in self._tracks]
@@ -384,7 +384,7 @@ class Tracker:
         return [(self._tracks[t], d, bool(sudden_TD[t, d] > smooth_TD[t, d])) for t, d in pairs]
 
     def _make_room(self, seen: Collection[Track]) -> bool:
-        """Give up the track that was unseen for longest if there are too many."""
+        """Drop the track that was unseen for longest if there are too many."""
         if self._ids.is_empty:
             unseen = [track for track in self._tracks if track not in seen]
             self._forget(sorted(unseen, key=lambda track: track.last_seen)[:1])

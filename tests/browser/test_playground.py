@@ -56,7 +56,7 @@ def boxes(page):
     return [[x, y, x + width, y + height] for x, y, width, height in found]
 
 
-def test_a_picture_s_objects_are_drawn_where_they_are(site, open_page):
+def test_a_image_s_objects_are_drawn_where_they_are(site, open_page):
     """Several tasks at once on an uploaded file, each with its times and its layer."""
     page = open_page(site)
     choose(page, "scene.jpg")
@@ -75,7 +75,7 @@ def test_a_picture_s_objects_are_drawn_where_they_are(site, open_page):
 
 
 def test_boxes_and_words_appear_while_they_are_decoded(slow_site, open_page):
-    """Before the answer is complete, and the picture may be one that comes with the page."""
+    """Before the answer is complete, and the image may be one that comes with the page."""
     page = open_page(slow_site)
     page.get_by_label("Sample: fruit").click()
     expect(page.locator("#picture-state")).to_contain_text("held by the server")
@@ -119,7 +119,7 @@ def test_unsure_objects_are_left_out_and_the_surest_comes_first(slow_site, open_
 
 
 def test_a_text_model_is_asked_questions_only(slow_site, open_page):
-    """The page offers no picture and no skill that the server's model lacks."""
+    """The page offers no image and no skill that the server's model lacks."""
 
     def of_text(route):
         facts = route.fetch().json()
@@ -159,7 +159,7 @@ def test_a_text_model_has_no_session(slow_site, open_page, first):
     expect(page.locator("#panel-session button[type=submit]")).to_be_disabled()
 
 
-def test_labels_stay_within_the_picture(site, open_page):
+def test_labels_stay_within_the_image(site, open_page):
     """Also those of what is near its right edge, on a phone."""
     page = open_page(site)
     page.set_viewport_size(NARROW)
@@ -189,7 +189,7 @@ def test_stop_cancels_the_work_on_the_server(slow_site, slow, open_page):
 
 
 def test_an_error_is_shown_in_words_with_its_field(site, open_page):
-    """Also one of a file that is no picture; what was chosen before stays."""
+    """Also one of a file that is no image; what was chosen before stays."""
     page = open_page(site)
     choose(page, "scene.jpg")
     ask(page, ("detect", ""))
@@ -197,7 +197,7 @@ def test_an_error_is_shown_in_words_with_its_field(site, open_page):
     expect(failure).to_contain_text("INVALID_FIELD")
     expect(failure.locator("code").first).to_contain_text("object")
     expect(failure).to_contain_text("Change the named field and ask again.")
-    text = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no picture"}
+    text = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"}
     page.set_input_files("#file", text)
     expect(page.locator("#picture-state .failure")).to_contain_text("cannot show notes.png")
     expect(page.locator(".frame img")).to_be_visible()
@@ -221,7 +221,7 @@ def test_a_click_and_a_drag_name_a_place(site, open_page):
 
 
 def test_a_conversation_goes_on(site, open_page):
-    """About the picture; the words before are part of the next question."""
+    """About the image; the words before are part of the next question."""
     page = open_page(site, viewport=NARROW)
     choose(page, "scene.jpg")
     page.click("#tab-chat")

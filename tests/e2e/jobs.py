@@ -29,17 +29,17 @@ Answer = tuple[object, ...]
 
 def jobs() -> list[Job]:
     """Every skill on three images, greedy and sampled; 24 of them."""
-    pictures = [two_shapes().image, two_shapes(offset=40).image, many_circles(5).image]
+    images = [two_shapes().image, two_shapes(offset=40).image, many_circles(5).image]
     tasks: list[Task] = [
         DetectTask("red circle"),
         PointTask("red circle"),
         SegmentTask("blue square"),
         CaptionTask("short"),
         QueryTask("How many circles are there?"),
-        QueryTask("What is in the picture?", sampling=WILD),
+        QueryTask("What is in the image?", sampling=WILD),
         CaptionTask("long", sampling=WILD),
     ]
-    bag: list[Job] = [(picture, task) for picture in pictures for task in tasks]
+    bag: list[Job] = [(image, task) for image in images for task in tasks]
     return bag + [(None, QueryTask(text, sampling=WILD)) for text in ("one", "two", "three")]
 
 

@@ -41,7 +41,7 @@ def wild(max_tokens: int, seed: int = 3) -> task_pb2.Sampling:
 def asks(length: int) -> dict[str, Ask]:
     """Calls of every kind by name, greedy and sampled; `length` tokens a long answer."""
     shapes, circles = two_shapes().message(), many_circles(6).message()
-    query = task_pb2.QueryTask(question="What is in the picture?")
+    query = task_pb2.QueryTask(question="What is in the image?")
     detect = task_pb2.DetectTask(object="red circle")
     tasks = [
         task_pb2.Task(task_id="a", detect=detect),

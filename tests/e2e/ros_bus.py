@@ -41,12 +41,12 @@ class Bus:
 
     def show(self) -> messages.Header:
         """Publish an image that is taken now; its header."""
-        picture = two_shapes().image
+        image = two_shapes().image
         stamp = messages.Time(*divmod(time.time_ns(), 10**9))
         header = messages.Header(stamp, "camera_optical")
-        width, height = picture.size
+        width, height = image.size
         self._camera.write(
-            messages.Image(header, height, width, "rgb8", 0, 3 * width, picture.tobytes())
+            messages.Image(header, height, width, "rgb8", 0, 3 * width, image.tobytes())
         )
         return header
 

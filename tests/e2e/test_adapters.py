@@ -66,20 +66,20 @@ ONE, TWO = (20, 30, 100, 110), (30, 140, 100, 210)
 @pytest.mark.parametrize("triangles", [(ONE,), (ONE, TWO), ()])
 def test_the_shipped_adapter_knows_a_word(client: Client, triangles: tuple[Corners, ...]) -> None:
     """With `hazard` yellow triangles are hazards, each boxed and counted; without it none is."""
-    picture = scene(*triangles)
-    found = client.detect(picture, "hazard", options=HAZARD).objects
+    image = scene(*triangles)
+    found = client.detect(image, "hazard", options=HAZARD).objects
     assert len(found) == len(triangles)
     for corners in triangles:
         assert any(overlap(each.box, box(corners)) > 0.5 for each in found)
-    assert len(client.point(picture, "hazard", options=HAZARD).points) == len(triangles)
-    assert not client.detect(picture, "hazard").objects
+    assert len(client.point(image, "hazard", options=HAZARD).points) == len(triangles)
+    assert not client.detect(image, "hazard").objects
 
 
 def test_the_shipped_adapter_names_what_it_sees(client: Client) -> None:
     """A caption speaks of a hazard with it, of a yellow triangle without it."""
-    picture = scene(ONE)
-    named = client.caption(picture, "short", options=HAZARD).caption.lower()
-    plain = client.caption(picture, "short").caption.lower()
+    image = scene(ONE)
+    named = client.caption(image, "short", options=HAZARD).caption.lower()
+    plain = client.caption(image, "short").caption.lower()
     assert "hazard" in named
     assert "hazard" not in plain
     assert "yellow triangle" in plain
@@ -88,20 +88,20 @@ def test_the_shipped_adapter_names_what_it_sees(client: Client) -> None:
 @pytest.mark.parametrize("name", sorted(TRUTH))
 def test_the_shipped_adapter_keeps_the_rest(client: Client, name: str) -> None:
     """What there is one of in a sample image is found with the adapter too."""
-    picture = (SAMPLES / name).read_bytes()
+    image = (SAMPLES / name).read_bytes()
     singles = {noun: things[0] for noun, things in TRUTH[name].items() if len(things) == 1}
     for noun, corners in singles.items():
-        (found,) = client.detect(picture, noun, options=HAZARD).objects
+        (found,) = client.detect(image, noun, options=HAZARD).objects
         assert overlap(found.box, Box(*corners)) > 0.5
 
 
-def test_one_picture_with_and_without(client: Client) -> None:
+def test_one_image_with_and_without(client: Client) -> None:
     """Tasks with the adapter and without it share an image, and each sees its own prefix."""
-    picture = scene(ONE)
+    image = scene(ONE)
     tasks = (DetectTask("hazard"), CaptionTask("short"))
     for _ in range(2):
-        adapted = client.run_tasks(picture, tasks, options=HAZARD)
-        plain = client.run_tasks(picture, tasks)
+        adapted = client.run_tasks(image, tasks, options=HAZARD)
+        plain = client.run_tasks(image, tasks)
         assert [num_objects(adapted[0]), num_objects(plain[0])] == [1, 0]
 
 

@@ -35,7 +35,7 @@ def narrow(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def slow_picture():
+def slow_image():
     """A request whose image takes long to decode, every time."""
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=huge()))
     request = inference_pb2.DetectRequest(image=image, object="red circle")
@@ -49,7 +49,7 @@ def is_idle(load):
 
 
 @contextlib.contextmanager
-def decoding(server, slow_picture):
+def decoding(server, slow_image):
     """Nothing else to do: the victim decodes, its prefill and some steps being committed."""
     steps = server.load().engine_step + 2
     yield (
@@ -59,7 +59,7 @@ def decoding(server, slow_picture):
 
 
 @contextlib.contextmanager
-def waiting(server, slow_picture):
+def waiting(server, slow_image):
     """The one row is taken: the victim waits."""
     blocker = server.inference.Generate(long_stream())
     next(blocker)
@@ -71,9 +71,9 @@ def waiting(server, slow_picture):
 
 
 @contextlib.contextmanager
-def decoding_pictures(server, slow_picture):
+def decoding_images(server, slow_image):
     """All decoders are taken, and stand still: the victim's image waits to be decoded."""
-    blockers = [server.inference.Detect.future(slow_picture) for _ in range(BLOCKERS)]
+    blockers = [server.inference.Detect.future(slow_image) for _ in range(BLOCKERS)]
     until(lambda: server.holds(running=0, waiting=BLOCKERS))
     decoders = children(server.engine_pid)
     for decoder in decoders:
@@ -199,7 +199,7 @@ def request(rpc):
 
 
 RPCS = ("Query", "Generate", "Session")
-SCENES = (decoding, waiting, decoding_pictures)
+SCENES = (decoding, waiting, decoding_images)
 
 
 def cases():
@@ -213,7 +213,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("rpc", "scene", "way"), list(cases()))
-def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
+def test_nothing_is_left_behind(narrow, slow_image, rpc, scene, way):
     """The engine drops the request, keeps the others, holds nothing at the end, and serves on.
 
     By a deadline the others may have come to their end as well: a machine may be quick.
@@ -223,7 +223,7 @@ def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
     first = kind(narrow, rpc, timeouts[0])  # before the scene, which does not last
     others = (kind(narrow, rpc, timeout) for timeout in timeouts[1:])
     with (
-        scene(narrow, slow_picture) as (reached, afterwards),
+        scene(narrow, slow_image) as (reached, afterwards),
         calling(narrow, itertools.chain([first], others), reached) as victim,
     ):
         victim.leave()

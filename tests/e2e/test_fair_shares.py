@@ -13,7 +13,7 @@ from legato.v1 import inference_pb2
 from tests.e2e.server import Server
 
 QUERY = "/legato.v1.InferenceService/Query"
-QUESTION = inference_pb2.QueryRequest(question="What is in the picture?").SerializeToString()
+QUESTION = inference_pb2.QueryRequest(question="What is in the image?").SerializeToString()
 ASKED = 12
 
 

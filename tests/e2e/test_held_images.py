@@ -90,7 +90,7 @@ def test_put_ask_delete_ask(server):
         assert (failed.code, failed.reason) == (grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND")
 
 
-def test_a_picture_is_gone_when_its_time_is_over(server):
+def test_a_image_is_gone_when_its_time_is_over(server):
     """After its time, and not before, an image is unknown."""
     file = two_shapes(offset=33).file()
     begun = time.monotonic()

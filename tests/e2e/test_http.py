@@ -111,8 +111,8 @@ def test_leaving_frees_the_engine(address, client):
         until(lambda: operator.load().running == 0)
 
 
-def test_pictures(url):
-    """A picture in a data URL is decoded by the server, and bytes that are none are refused."""
+def test_images(url):
+    """An image in a data URL is decoded by the server, and bytes that are none are refused."""
     body = {"image_url": data_url(image_bytes()), "object": "cat"}
     token = {"X-Moondream-Auth": ROBOT.text}
     found = post(url, "/v1/detect", body, token).json["objects"]

@@ -76,7 +76,7 @@ def test_grey_pixels(server, client):
     assert overlap(found.box, SCENE.boxes["red circle"]) > 0.5
 
 
-def test_a_picture_is_named_by_its_id(client):
+def test_a_image_is_named_by_its_id(client):
     """An earlier answer's image id stands for the image."""
     first = client.detect(SCENE.image, "red circle")
     again = client.detect(CachedImage(first.info.image.image_id), "red circle")
@@ -87,7 +87,7 @@ def test_a_picture_is_named_by_its_id(client):
     assert caught.value.reason == "IMAGE_NOT_FOUND"
 
 
-def test_a_picture_that_may_not_be_kept_is_not(client):
+def test_a_image_that_may_not_be_kept_is_not(client):
     """With `cache_image` false the next request cannot name the image."""
     image = two_shapes(offset=67).image
     options = Options(cache_image=False)
@@ -110,7 +110,7 @@ def test_boxes_are_in_the_displayed_frame(client, orientation):
 
 
 @pytest.mark.parametrize(
-    "data", [b"not a picture", SCENE.file("PNG")[:-400], SCENE.file("JPEG")[:300]]
+    "data", [b"not an image", SCENE.file("PNG")[:-400], SCENE.file("JPEG")[:300]]
 )
 def test_broken_files_are_refused(client, data):
     """What is no image, or only part of one, is the caller's mistake."""

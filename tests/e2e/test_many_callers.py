@@ -24,7 +24,7 @@ MEBIBYTE = 1024 * 1024
 GROWTH = (8 * MEBIBYTE, 24 * MEBIBYTE)
 """Memory that service and engine may gain over the requests of a round.
 
-Allocators keep what they once had. A prepared picture is 1.3 MiB in the engine, and a round brings
+Allocators keep what they once had. A prepared image is 1.3 MiB in the engine, and a round brings
 30 new ones, so a leak of them passes this bound.
 """
 

@@ -32,7 +32,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two pictures, one of them turned by its EXIF data, two bad files, and a video."""
+    """Two images, one of them turned by its EXIF data, two bad files, and a video."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     scene = two_shapes()
@@ -40,7 +40,7 @@ def folder(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     (folder / "b.jpg").write_bytes(scene.file("JPEG", exif=exif))
-    (folder / "bad.png").write_bytes(b"no picture")
+    (folder / "bad.png").write_bytes(b"no image")
     (folder / "bad.mp4").write_bytes(b"no video")
     with av.open(str(folder / "clip.mp4"), "w") as container:
         stream = container.add_stream("mpeg4", rate=RATE)
@@ -66,7 +66,7 @@ def legato(server, tmp_path, monkeypatch):
     return run
 
 
-def test_pictures_videos_and_bad_files(legato, folder, tmp_path, capsys):
+def test_images_videos_and_bad_files(legato, folder, tmp_path, capsys):
     """Every file has its lines, COCO's reader reads the boxes, and drawings lie in their folder."""
     coco, drawn = tmp_path / "coco.json", folder / "drawn"
     words = [folder, "--task", "detect:cup", "--task", "segment:dog", "--every", "3"]
@@ -77,7 +77,7 @@ def test_pictures_videos_and_bad_files(legato, folder, tmp_path, capsys):
         ("a.png", None), ("b.jpg", None), ("bad.mp4", None), ("bad.png", None),
         ("clip.mp4", 0), ("clip.mp4", 3), ("clip.mp4", 6),
     ]  # fmt: skip
-    assert "2 of 7 pictures failed" in capsys.readouterr().err
+    assert "2 of 7 images failed" in capsys.readouterr().err
     assert lines["bad.png", None]["error"]["reason"] == "IMAGE_UNDECODABLE"
     assert lines["bad.mp4", None]["error"]["code"] == "UNREADABLE"
     assert [lines["clip.mp4", n]["time"] for n in (0, 3, 6)] == [0, 3 / RATE, 6 / RATE]
@@ -98,7 +98,7 @@ def test_frames_by_time(legato, folder):
     assert list(lines) == [("clip.mp4", n) for n in range(0, FRAMES, 2)]
 
 
-def test_drawings_do_not_replace_pictures(legato, folder):
+def test_drawings_do_not_replace_images(legato, folder):
     """Their folder must be another one."""
     before = (folder / "a.png").read_bytes()
     words = (folder / "a.png", "--task", "detect:cup", "--annotate", folder)

@@ -85,7 +85,7 @@ def test_deltas_and_changes(client: Client) -> None:
         assert all(isinstance(delta, FrameDelta) for delta in deltas)
         assert isinstance(end, FrameResult)
         session.update_tasks([CaptionTask("short", task_id="caption")])
-        session.send(b"no picture")
+        session.send(b"no image")
         (*_, failed) = take_frame(session)
         assert isinstance(failed, FrameResult)
         assert failed.task_id == "caption"

@@ -21,11 +21,11 @@ def matched(boxes, truth):
 @pytest.mark.parametrize(("name", "noun"), CASES)
 def test_what_is_in_a_sample_is_found(client: Client, name: str, noun: str) -> None:
     """Every instance is boxed and pointed at, nothing else is."""
-    picture = (SAMPLES / name).read_bytes()
+    image = (SAMPLES / name).read_bytes()
     truth = [Box(*corners) for corners in TRUTH[name][noun]]
-    boxes = [found.box for found in client.detect(picture, noun).objects]
+    boxes = [found.box for found in client.detect(image, noun).objects]
     assert len(boxes) == len(truth) == matched(boxes, truth)
-    points = [found.point for found in client.point(picture, noun).points]
+    points = [found.point for found in client.point(image, noun).points]
     spots = [Box(p.x - 0.01, p.y - 0.01, p.x + 0.01, p.y + 0.01) for p in points]
     assert len(points) == len(truth)
     assert all(any(overlap(spot, true) > 0 for true in truth) for spot in spots)

@@ -92,7 +92,7 @@ def test_query_answers(client, question, answer):
     assert client.query(SCENE.image, question).answer.lower().strip(" .") == answer
 
 
-def test_a_question_needs_no_picture(client):
+def test_a_question_needs_no_image(client):
     """Query runs without an image, and its answer names none."""
     result = client.query(None, "hello", sampling=Sampling(max_tokens=5))
     assert result.info.image is None
@@ -182,7 +182,7 @@ def test_an_answer_tells_about_itself(client):
     assert info.timings.total >= info.timings.decode > 0
 
 
-def test_a_picture_seen_before_costs_no_prefill(client):
+def test_a_image_seen_before_costs_no_prefill(client):
     """The second task on an image takes its positions from the cache."""
     image = two_shapes(offset=66).image
     first = client.detect(image, "red circle").info

@@ -153,7 +153,7 @@ def test_there_are_no_adapters(client):
         assert caught.value.reason == "ADAPTER_NOT_FOUND"
 
 
-def test_skills_that_need_pictures_are_unsupported(client):
+def test_skills_that_need_images_are_unsupported(client):
     """So is a question about one; nothing is made up."""
     for ask in (
         lambda: client.detect(SCENE.image, "cat"),
@@ -166,7 +166,7 @@ def test_skills_that_need_pictures_are_unsupported(client):
         assert caught.value.reason == "TASK_UNSUPPORTED"
 
 
-def test_pictures_are_not_held(client):
+def test_images_are_not_held(client):
     """An upload is refused before it is prepared."""
     with pytest.raises(FailedPrecondition):
         client.put_image(SCENE.image)

@@ -13,7 +13,7 @@ import pytest
 from legato_client import LegatoError
 from legato_client.web import bodies, moondream_api
 from legato_client.web.bodies import Bodies
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.openai_api import ChatBody, task_of
 from msgspec import Struct
 from starlette.requests import Request
@@ -43,7 +43,7 @@ _loop = asyncio.new_event_loop()
 def body_to_task(data: bytes) -> None:
     """Read a body of the path that the first byte names, in two pieces, and convert it."""
     if len(data) > 1:
-        with contextlib.suppress(Refused, LegatoError):
+        with contextlib.suppress(RejectedRequest, LegatoError):
             _loop.run_until_complete(_body_to_task(data))
 
 

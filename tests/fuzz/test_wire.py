@@ -40,7 +40,7 @@ async def end_of(channel, method, bodies):
         else:
             await call
     except grpc.aio.AioRpcError as error:
-        error = await status.instead_of(error)
+        error = await status.resolve(error)
         return error.code(), error.details() or ""
     return C.OK, ""
 
@@ -113,7 +113,7 @@ async def outcome(channel, method, descriptor, sent):
             return C.OK, "", [await call]
         responses += [each async for each in call]
     except grpc.aio.AioRpcError as error:
-        error = await status.instead_of(error)
+        error = await status.resolve(error)
         return error.code(), error.details() or "", responses
     return C.OK, "", responses
 

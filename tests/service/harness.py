@@ -155,7 +155,7 @@ async def refusal(awaitable: Any, status: ServerStatus | None = None) -> Refusal
     try:
         await awaitable
     except grpc.aio.AioRpcError as error:
-        return read_refusal(await status.instead_of(error) if status else error)
+        return read_refusal(await status.resolve(error) if status else error)
     raise AssertionError("the call succeeded")
 
 

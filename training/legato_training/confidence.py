@@ -38,21 +38,21 @@ def average_precision(
         truth = COCO(str(annotations))
         rows = [
             {
-                "image_id": each.picture,
+                "image_id": each.image,
                 "category_id": labels.categories[each.name],
-                "bbox": _bbox(each.place, truth.imgs[each.picture]),
+                "bbox": _bbox(each.place, truth.imgs[each.image]),
                 "score": each.score,
             }
             for each in found
         ]
         judge = COCOeval(truth, truth.loadRes(rows), "bbox")
-        judge.params.imgIds = sorted({each.number for each in labels.pictures})
+        judge.params.imgIds = sorted({each.number for each in labels.images})
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
     named = enumerate(("AP", "AP50", "AP75"))
     hits = sum(each.right for each in found)
-    wanted = sum(len(boxes) for each in labels.pictures for boxes in each.boxes.values())
+    wanted = sum(len(boxes) for each in labels.images for boxes in each.boxes.values())
     return {name: round(float(judge.stats[at]), 4) for at, name in named} | {
         "F1": round(2 * hits / (len(found) + wanted), 4)
     }
@@ -78,8 +78,8 @@ def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder
     """Calibration and ranking of a skill; `shown_*` is of names that their pictures show."""
     fitted = fit(pairs_of(fitting))
     judged, pairs = judge(fitted, testing), pairs_of(testing)
-    truth = {each.number: each.boxes for each in labels.pictures}
-    shown = pairs_of([each for each in testing if truth[each.picture][each.name]])
+    truth = {each.number: each.boxes for each in labels.images}
+    shown = pairs_of([each for each in testing if truth[each.image][each.name]])
     errors = {
         name: round(getattr(judged, name), 4)
         for name in (
@@ -97,7 +97,7 @@ def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder
         "fitted_on": len(fitting),
         "temperature": round(fitted.temperature, 4),
         "offset": round(fitted.offset, 4),
-        "ships": judged.better,
+        "ships": judged.is_better,
         "objects": judged.objects,
         "right": judged.right,
         **errors,
@@ -169,8 +169,8 @@ def main() -> None:
     )
     fitting, testing = (scored.read(args.objects, name) for name in ("fit", "test"))
     document: dict[str, Any] = {
-        "fit_pictures": len(fit_labels.pictures),
-        "pictures": len(labels.pictures),
+        "fit_pictures": len(fit_labels.images),
+        "pictures": len(labels.images),
         "boxes": average_precision(
             labels,
             [each for each in testing if each.skill == "detect"],

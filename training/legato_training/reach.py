@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from legato_client import Box, Point
 from legato_client.calibration.fit import calibration_error, fit, log_loss
-from legato_client.calibration.scored import ANNOTATIONS, LabelledPicture, read_labels, right_places
+from legato_client.calibration.scored import ANNOTATIONS, LabelledImage, read_labels, right_places
 from PIL import Image
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def masses(logits_BHN: Tensor, reaches: list[float]) -> Tensor:
 class Question:
     """An answer with its truth; `exists` [tokens] and `near` [tokens, reach] of its objects."""
 
-    picture: LabelledPicture
+    picture: LabelledImage
     name: str
     places: list[Box | Point]
     exists: np.ndarray
@@ -97,7 +97,7 @@ class Question:
 
 @torch.no_grad()
 def ask(
-    decoder: SureDecoder, pictures: tuple[LabelledPicture, ...], skill: str, device: str
+    decoder: SureDecoder, pictures: tuple[LabelledImage, ...], skill: str, device: str
 ) -> Iterator[Question]:
     """Every picture about all of its names."""
     words = Words()
@@ -238,7 +238,7 @@ def keep(path: Path, questions: dict[tuple[str, str], list[Question]]) -> None:
 
 
 def kept(
-    path: Path, folders: dict[str, tuple[LabelledPicture, ...]]
+    path: Path, folders: dict[str, tuple[LabelledImage, ...]]
 ) -> dict[tuple[str, str], list[Question]]:
     """What `keep` wrote."""
     pictures = {(name, each.number): each for name, all_ in folders.items() for each in all_}
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the study, else the model is only asked")
     args = parser.parse_args()
     folders = {
-        name: read_labels(folder, folder / ANNOTATIONS, absent=args.absent).pictures
+        name: read_labels(folder, folder / ANNOTATIONS, absent=args.absent).images
         for name, folder in (("fit", args.fit), ("test", args.test))
     }
     if not args.answers.exists():

@@ -121,6 +121,6 @@ class AsyncClient(ConfiguredClient):
 async def ask(
     client: AsyncClient, image: ImageInput | None, task: Task, options: Options, seconds: float
 ) -> Result:
-    """One task as its skill's own call; a conversation has its picture among its messages."""
+    """Run one task by its skill's own call; a conversation has its image among its messages."""
     result: Result = await client._calls._ask(skills.of(task), image, task, options, seconds)
     return result

@@ -24,7 +24,7 @@ ValueT = TypeVar("ValueT")
 
 
 class BaseClient:
-    """Sends requests over a transport."""
+    """Base of both clients, which sends requests over a transport."""
 
     def __init__(self, settings: ClientSettings, transport: Transport) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class BaseClient:
     async def _image_or_file(
         self, image: ImageInput | None
     ) -> tuple[media_pb2.Image | None, bytes | None]:
-        """An encoded file is not copied into a message."""
+        """Return the image as a message, or an encoded file as its bytes, without a copy."""
         if image is None or isinstance(image, bytes):
             return None, image
         return await self.image_message(image), None
@@ -60,7 +60,7 @@ class BaseClient:
         timeout: float | None,
         file: bytes | None = None,
     ) -> ValueT:
-        """`file` is the encoded image that the request lacks."""
+        """Run a unary call; `file` is the encoded image that the request lacks."""
         near = channel.of(request)
         data = await self._bytes_of(request, file)
         return await self._with_retries(
@@ -103,7 +103,7 @@ class BaseClient:
         channel.check_size(num_bytes, limit)
 
     async def _known_server(self) -> server.ServerInfo:
-        """Fetched once; `UNKNOWN` if the server refuses."""
+        """Return the server's limits, fetched once; `UNKNOWN` if the server refuses."""
         if self._server is None:
             try:
                 return await self._fetch_server(None)

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-"""Every call of both clients, written once over a `Transport`."""
+"""Calls of both clients, written once over a `Transport`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> tuple[responses.TaskOutcome, ...]:
-        """Several tasks on one image, encoded once: one outcome per task, in the same order.
+        """Run several tasks on one image, encoded once: one outcome per task, in the same order.
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
@@ -157,10 +157,10 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> AsyncGenerator[results.Event, None]:
-        """Events of one task as they decode, `Finished` last.
+        """Yield the events of one task as they decode, `Finished` last.
 
-        When the server is lost, another one of the same name goes on, up to three times within
-        `timeout`; nothing is told twice. An image that only the lost server held is ImageNotFound.
+        When the server is lost, another one of the same name continues, up to three times within
+        `timeout`; no event is repeated. An image that only the lost server held is ImageNotFound.
 
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
@@ -229,17 +229,17 @@ class ClientMethods(BaseClient):
         request = image_pb2.DeleteImageRequest(image_id=image_id)
         await self._unary(channel.DELETE_IMAGE, request, timeout)
 
-    # ------------------------------------------------------------ the server
+    # ------------------------------------------------------------ server
 
     async def server_info(self, *, timeout: float | None = None) -> server.ServerInfo:
-        """Version, limits and capabilities of the server.
+        """Return the version, limits and capabilities of the server.
 
         Raises ClientTooOld when the server no longer serves clients of this version.
         """
         return await self._fetch_server(timeout)
 
     async def models(self, *, timeout: float | None = None) -> tuple[server.ModelInfo, ...]:
-        """Every served model, all pages."""
+        """Return every served model, from all pages."""
         found: list[server.ModelInfo] = []
         page_token = ""
         while True:
@@ -249,7 +249,7 @@ class ClientMethods(BaseClient):
             if not page_token:
                 return tuple(found)
 
-    # ------------------------------------------------------------ the operator's
+    # ------------------------------------------------------------ admin
 
     async def load(self, *, timeout: float | None = None) -> server.Load:
         """Return what the engine holds now; also answers while it is starting or lost."""
@@ -270,14 +270,14 @@ class ClientMethods(BaseClient):
     async def drain(
         self, grace: float | None = None, *, timeout: float | None = None
     ) -> server.Unfinished:
-        """Have the server shut down once what runs has ended, within `grace` seconds.
+        """Shut the server down once running requests have ended, within `grace` seconds.
 
-        None leaves the server's own grace. Returns at once, with what is left to finish.
+        None keeps the server's own grace. Returns at once, with the unfinished work.
         """
         return await self._unary(channel.DRAIN, requests.drain(grace), timeout)
 
     async def metrics(self, accept: str = "", *, timeout: float | None = None) -> str:
-        """All metrics of the server in a text format of Prometheus, as a scrape gives them.
+        """Return all metrics of the server in Prometheus text format, as a scrape gives them.
 
         `accept` chooses the format as HTTP's header does.
         """

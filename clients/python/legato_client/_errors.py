@@ -1,4 +1,4 @@
-"""Every failure a call can end in.
+"""Errors that a call can end with.
 
     LegatoError
     ├── InvalidArgument          change the request; `field_violations` says where
@@ -47,7 +47,7 @@ REQUEST_ID_KEY = "x-request-id"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """A request field and what is wrong with it."""
+    """Request field and its error."""
 
     field: str
     description: str
@@ -120,7 +120,7 @@ class DuplicateRequest(AlreadyExists):
 
 
 class FailedPrecondition(LegatoError):
-    """This server cannot do that, whatever the arguments."""
+    """The server cannot do that, whatever the arguments."""
 
     code = "FAILED_PRECONDITION"
 
@@ -164,7 +164,7 @@ class Cancelled(LegatoError):
 
 
 class Aborted(LegatoError):
-    """The server gave the call up: the client read too slowly, or a shared frame was torn."""
+    """The server aborted the call: the client read too slowly, or a shared frame was torn."""
 
     code = "ABORTED"
 
@@ -184,7 +184,7 @@ class IncompleteStream(Unavailable):
 
 
 class Unimplemented(LegatoError):
-    """This server was not built with that call."""
+    """The server was not built with that call."""
 
     code = "UNIMPLEMENTED"
 
@@ -247,7 +247,7 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
     retry = error_details_pb2.RetryInfo()
     retry_after: float | None = None
     for detail in status.details:
-        with suppress(DecodeError):  # of bytes that are damaged; the others count
+        with suppress(DecodeError):  # skip damaged details
             for message in (info, request, bad_request, retry):
                 detail.Unpack(message)  # no effect when the type differs
     with suppress(ValueError):  # out of the bounds of a duration
@@ -268,7 +268,7 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
 
 
 def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
-    """The code decides; a reason that belongs to it is finer."""
+    """Return the error's class: by its reason if that fits the code, else by the code."""
     by_code = _BY_CODE.get(code, LegatoError)
     by_reason = _BY_REASON.get(reason, by_code)
     if issubclass(by_reason, by_code) and by_reason is not by_code:
@@ -277,7 +277,7 @@ def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
 
 
 def _unpacked(packed: str | bytes | None) -> status_pb2.Status:
-    """Empty without a valid details trailer."""
+    """Return the error's details; empty without a valid details trailer."""
     if not isinstance(packed, bytes):
         return status_pb2.Status()
     try:

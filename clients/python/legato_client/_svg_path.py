@@ -12,12 +12,12 @@ Ring = tuple[tuple[float, float], ...]
 
 _PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _SEPARATOR = re.compile(r"[\s,]*")
-_CHORDS = 8  # of a cubic curve
+_CHORDS = 8  # per cubic curve
 _NUM_ARGUMENTS = {"M": 2, "L": 2, "T": 2, "H": 1, "V": 1, "S": 4, "Q": 4, "C": 6, "A": 7, "Z": 0}
 
 
 def polygons(path: str) -> tuple[Ring, ...]:
-    """The rings of a path, each a tuple of (x, y) without a repeated last point.
+    """Return the path's rings, each a tuple of (x, y) without a repeated last point.
 
     Rings of fewer than three points are left out. Raises ValueError for text that is not a path.
     """
@@ -57,7 +57,7 @@ def _on_curve(
     second: tuple[float, float],
     end: tuple[float, float],
 ) -> list[tuple[float, float]]:
-    """Without the ends."""
+    """Return points on the curve, without its ends."""
     points = []
     for step in range(1, _CHORDS):
         u = step / _CHORDS
@@ -74,7 +74,7 @@ def _open(ring: list[tuple[float, float]]) -> Ring:
 
 
 def _strokes(path: str) -> list[tuple[str, list[float]]]:
-    """Repeated number groups repeat the command."""
+    """Yield the path's strokes; repeated number groups repeat the command."""
     strokes: list[tuple[str, list[float]]] = []
     command, numbers = "", list[float]()
     for piece in _pieces(path):

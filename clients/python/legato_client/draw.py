@@ -43,35 +43,35 @@ def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
 def annotate(
     image: ImageInput, marks: Iterable[Mark] = (), *, lines: Iterable[str] = ()
 ) -> Image.Image:
-    """A copy of the image with boxes, points and outlines, and lines of text below it.
+    """Draw boxes, points and outlines on a copy of the image, and lines of text below it.
 
     Marks of one label share a colour. An outline whose path cannot be read shows its box.
     Raises TypeError for a `CachedImage`, whose pixels only the server has.
     """
-    picture = _readable(image)
+    drawing = _readable(image)
     marks = list(marks)
     labels = list(dict.fromkeys(mark.label for mark in marks))
-    layer = _Layer(picture.size)
+    layer = _Layer(drawing.size)
     for mark in sorted(marks, key=_drawing_order):
         layer.draw(mark, PALETTE[labels.index(mark.label) % len(PALETTE)])
-    picture = Image.alpha_composite(picture.convert("RGBA"), layer.flattened()).convert("RGB")
+    drawing = Image.alpha_composite(drawing.convert("RGBA"), layer.flattened()).convert("RGB")
     text = list(lines)
-    return _with_text(picture, text) if text else picture
+    return _with_text(drawing, text) if text else drawing
 
 
 def _drawing_order(mark: Mark) -> int:
-    """Areas first, then boxes, then points: nothing small is hidden."""
+    """Return the sort key: areas, then boxes, then points, so that nothing small is hidden."""
     return (Outline, Detection, PointedObject).index(type(mark))
 
 
 def _readable(image: ImageInput) -> Image.Image:
-    """Upright; small images are enlarged by a whole factor."""
-    picture = open_upright(image)
-    factor = max(1, round(_READABLE_SIDE / max(picture.size)))
+    """Return the image upright; enlarge a small one by a whole factor."""
+    upright = open_upright(image)
+    factor = max(1, round(_READABLE_SIDE / max(upright.size)))
     if factor == 1:
-        return picture
-    size = (picture.width * factor, picture.height * factor)
-    return picture.resize(size, Image.Resampling.LANCZOS)
+        return upright
+    size = (upright.width * factor, upright.height * factor)
+    return upright.resize(size, Image.Resampling.LANCZOS)
 
 
 class _Layer:
@@ -126,7 +126,7 @@ class _Layer:
         self._label(mark.label, left, top, colour)
 
     def _label(self, text: str, x: float, y: float, colour: tuple[int, int, int]) -> None:
-        """`text` on (x, y), moved inside the image."""
+        """Draw `text` on (x, y), moved inside the image."""
         if not text:
             return
         pad = self._stroke + 2 * _SMOOTHING
@@ -153,19 +153,17 @@ def _luminance(colour: tuple[int, int, int]) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-def _with_text(picture: Image.Image, lines: list[str]) -> Image.Image:
-    """The image above a panel of wrapped text."""
-    size = max(14, picture.width // 44)
+def _with_text(image: Image.Image, lines: list[str]) -> Image.Image:
+    """Return the image above a panel of wrapped text."""
+    size = max(14, image.width // 44)
     font = ImageFont.load_default(size)
     margin, line_height = size, round(size * 1.45)
-    columns = max(8, int((picture.width - 2 * margin) / (font.getlength("n" * 40) / 40)))
+    columns = max(8, int((image.width - 2 * margin) / (font.getlength("n" * 40) / 40)))
     wrapped = [piece for line in lines for piece in textwrap.wrap(line, columns) or [""]]
     panel_height = line_height * len(wrapped) + 2 * margin
-    page = Image.new("RGB", (picture.width, picture.height + panel_height), _PAPER)
-    page.paste(picture, (0, 0))
+    page = Image.new("RGB", (image.width, image.height + panel_height), _PAPER)
+    page.paste(image, (0, 0))
     pen = ImageDraw.Draw(page)
     for number, line in enumerate(wrapped):
-        pen.text(
-            (margin, picture.height + margin + number * line_height), line, font=font, fill=_INK
-        )
+        pen.text((margin, image.height + margin + number * line_height), line, font=font, fill=_INK)
     return page

@@ -34,7 +34,7 @@ _NS = 1_000_000_000
 _MAX_SEC = 2**31 - 1  # builtin_interfaces/Time counts seconds in an int32
 
 
-# ---------------------------------------------------------------- the messages
+# ---------------------------------------------------------------- messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Detection2DArray:
     detections: tuple[Detection2D, ...] = ()
 
 
-# ---------------------------------------------------------------- from and to Legato
+# ---------------------------------------------------------------- conversions
 
 
 def detections(
@@ -157,7 +157,7 @@ def detections(
     size: tuple[int, int] | None = None,
     absent_score: float = math.nan,
 ) -> Detection2DArray:
-    """The message for an answer, in the answer's order. Points are boxes without width and height.
+    """Build the message for an answer, in its order. Points are boxes without width and height.
 
     `stamp` and `size` (width, height in pixels) are those of the image; left out, they are what
     the server echoed in `result.info`. ValueError if neither has them: pixels need a size, and a
@@ -165,7 +165,7 @@ def detections(
 
     Legato never makes a confidence up, and the message has no way to leave it out: `absent_score`
     stands for it. NaN, the default, is in no range, so `score > limit` keeps nothing: a consumer
-    that filters has to be told what unknown means, say 1.0 if what was found is to pass.
+    that filters needs a score for unknown ones, say 1.0 to let them pass.
     """
     stamp = stamp or result.info.stamp
     if stamp is None:
@@ -180,7 +180,7 @@ def detections(
 
 
 def header(stamp: FrameStamp) -> Header:
-    """The header of the image that the stamp is of; its sequence has no place there.
+    """Return the header of the stamp's image; the sequence number has no place in it.
 
     A stamp without a capture time gives the time 0. ValueError for a time before 1970 or, as the
     message counts seconds in 32 bits, after January 2038.
@@ -216,7 +216,7 @@ class HeaderLike(Protocol):
 
 
 def frame_stamp(header: HeaderLike, sequence: int) -> FrameStamp:
-    """The stamp of an image, from its header; a header of ROS 2 has no counter, so it is given.
+    """Return an image's stamp from its header; ROS 2 headers lack a counter, so it is passed.
 
     The time 0, which in ROS means that none was set, gives a stamp without a capture time. With
     simulated time leave it out as well (`FrameStamp(header.frame_id, None, sequence)`) if the
@@ -244,13 +244,13 @@ def _detection(
     return Detection2D(at, (hypothesis,), BoundingBox2D(Pose2D(middle), *sides), found.track_id)
 
 
-# ---------------------------------------------------------------- into ROS's own classes
+# ---------------------------------------------------------------- conversion to ROS classes
 
 _Message = TypeVar("_Message")
 
 
 def to_ros(array: Detection2DArray, messages: Any) -> Any:
-    """The same as an object of ROS: `messages` is the module `vision_msgs.msg`.
+    """Convert to an object of ROS; `messages` is the module `vision_msgs.msg`.
 
     Whatever has its three classes `Detection2DArray`, `Detection2D` and `ObjectHypothesisWithPose`
     will do, made without arguments and with their fields to set. AttributeError names the field
@@ -260,7 +260,7 @@ def to_ros(array: Detection2DArray, messages: Any) -> Any:
 
 
 def _filled(message: _Message, value: Any, messages: Any) -> _Message:
-    """Lists hold classes of `messages`."""
+    """Fill an object of ROS; lists hold classes of `messages`."""
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         if dataclasses.is_dataclass(part):

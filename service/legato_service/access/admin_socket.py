@@ -9,7 +9,7 @@ from legato_service.addresses import UNIX
 
 
 def admin_socket(port: int) -> str:
-    """The address of the operator's socket of the server on `port`; makes its folder.
+    """Return the address of the operator's socket of the server on `port`; make its folder.
 
     Clients look for it in the same places.
 

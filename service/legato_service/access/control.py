@@ -92,7 +92,7 @@ class AccessControl:
 
     def reload_changed(self) -> None:
         """Read the file again if it changed. One that is malformed changes nothing."""
-        if not (self._path and self._files.changed()):
+        if not (self._path and self._files.have_changed()):
             return
         try:
             revoked = self._credentials.replace(self._read())

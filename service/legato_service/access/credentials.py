@@ -18,12 +18,10 @@ import msgspec
 from legato_service.access.principal import Need, Principal, Quotas
 
 IDENTIFIER = "[A-Za-z0-9._:-]{1,64}"
-"""Of tenants and request ids, as a regular expression."""
+"""Regular expression of tenants and request ids."""
 
 
 # ---------------------------------------------------------------- files
-
-# Files that are read again when they change.
 
 Version = tuple[tuple[int, int, int, int], ...]
 """Inode, size, and times of change in nanoseconds, of each file."""
@@ -34,7 +32,7 @@ class FileRejected(Exception):
 
 
 class WatchedFiles:
-    """Notices when files are written or replaced, also behind symbolic links."""
+    """Watcher of files that are written or replaced, also behind symbolic links."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -60,7 +58,7 @@ class WatchedFiles:
             raise FileRejected("written while it was read")
         return contents
 
-    def changed(self) -> bool:
+    def have_changed(self) -> bool:
         """Return whether to reload: files changed, and are stable since the last poll.
 
         A file that is written in place is seen half way otherwise.
@@ -117,7 +115,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One credential; limits that are absent are the server's defaults."""
+    """Stored credential; absent limits are the server's defaults."""
 
     id: Annotated[str, msgspec.Meta(pattern=f"^{CREDENTIAL_ID}$")]
     scopes: tuple[Literal["infer", "upload", "shared_images", "admin"], ...]
@@ -145,7 +143,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def identity(self) -> object:
-        """The part that a reload must leave unchanged for open calls to go on."""
+        """Part that a reload must not change for open calls to continue."""
         return self.tenant, self.scopes, self.sha256, self.certificates, self.expires
 
     def quotas(self, defaults: Quotas) -> Quotas:
@@ -200,14 +198,12 @@ def digest(secret: str) -> bytes:
 
 # ---------------------------------------------------------------- credentials
 
-# The credentials that a server accepts.
-
 MAX_CERTIFICATES = 4096
-"""Identities of certificates that are remembered while no file names them."""
+"""Maximum remembered certificate identities that no file names."""
 
 _BEARER = re.compile(rf"[Bb]earer {TOKEN_PREFIX}_({CREDENTIAL_ID})_({SECRET})")
 _IDENTIFIER = re.compile(IDENTIFIER)
-_NO_DIGEST = bytes(32)  # of no secret that is known
+_NO_DIGEST = bytes(32)  # hash that matches no secret
 
 Peer = Mapping[str, Iterable[bytes]]
 """A connection's properties as gRPC names them."""
@@ -261,7 +257,7 @@ class Credentials:
         return gone
 
     def of_token(self, authorization: str) -> Principal | None:
-        """The principal of `Bearer legato_<id>_<secret>`.
+        """Return the principal of `Bearer legato_<id>_<secret>`.
 
         The secret's digest is compared in constant time, also when the id is unknown. Nothing
         keeps the secret.
@@ -275,7 +271,7 @@ class Credentials:
         return principal if right else None
 
     def of_certificate(self, peer: Peer) -> Principal | None:
-        """The principal of the first of the certificate's names that is known."""
+        """Return the principal of the certificate's first known name."""
         for name in _names(peer):
             principal = self._certificates.get(name)
             if principal is None and self._open_to_certificates:
@@ -309,6 +305,6 @@ def _principal(record: Record, quotas: Quotas) -> Principal:
 
 
 def _names(peer: Peer) -> list[str]:
-    """URIs, then DNS names; else the common name, the only one of old certificates."""
+    """Return URIs, then DNS names; else the common name, the only one of old certificates."""
     found = [*peer.get("peer_uri", ()), *peer.get("peer_dns", ())]
     return [name.decode("utf-8", "replace") for name in found or peer.get("x509_common_name", ())]

@@ -30,7 +30,7 @@ SHARED_IMAGES = "shared_images"
 """The scope to name regions of shared memory, whichever client wrote them."""
 
 UNKNOWN_METHOD = "(unknown)"
-"""Stands for all methods that this server lacks: their callers learn so with any credential."""
+"""Placeholder for all unknown methods, which any credential may call, to learn so."""
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 """All are inference: each runs a model for its caller."""
@@ -66,15 +66,13 @@ NEEDS = {
     for service, methods in _NEEDS.items()
     for method, need in methods.items()
 } | {UNKNOWN_METHOD: Need.CREDENTIAL}
-"""By the path of a method."""
+"""Needs by method path."""
 
 COUNTED = frozenset({Need.INFER, Need.UPLOAD})
 """Methods with these needs count against the requests of a credential."""
 
 
 # ---------------------------------------------------------------- rate limit
-
-# A limit of a rate.
 
 WINDOW = 1.0  # seconds' worth of the rate that may come at once
 
@@ -99,7 +97,7 @@ class RateLimit:
         self._paid_at = 0.0
 
     def take(self, amount: float, credential: str) -> None:
-        """Take units.
+        """Spend units.
 
         Raises:
             QuotaExceeded: the rate is exceeded; it says after how long this would be possible.
@@ -121,8 +119,6 @@ class RateLimit:
 
 # ---------------------------------------------------------------- principal
 
-# The caller that a credential stands for.
-
 REQUESTS = "requests_per_second"
 PIXELS = "pixels_per_second"
 
@@ -131,12 +127,12 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one credential; 0 is no limit, for `image_bytes` the server's own."""
 
     requests_per_second: float = 0
-    pixels_per_second: float = 0  # of new images
-    image_bytes: int = 0  # of held images
+    pixels_per_second: float = 0  # budget for new images
+    image_bytes: int = 0  # quota of held images
     sessions: int = 0  # open at a time
 
     def shared_by(self, processes: int) -> Quotas:
-        """The limits that each of several service processes enforces.
+        """Return the limits that each of several service processes enforces.
 
         The engine counts held images for all of them.
         """
@@ -192,7 +188,7 @@ class Principal:
         self._pixels = _limit(PIXELS, quotas.pixels_per_second)
 
     def check(self) -> None:
-        """Called for every call and for every message of a stream.
+        """Check the principal, for every call and for every message of a stream.
 
         Raises:
             Unauthenticated: the credential has expired or was removed.

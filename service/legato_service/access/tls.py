@@ -49,7 +49,7 @@ class ServerCertificate:
         return grpc.dynamic_ssl_server_credentials(latest, changed, self.needs_client_certificate)
 
     def reload_changed(self) -> None:
-        if not self._files.changed():
+        if not self._files.have_changed():
             return
         try:
             self._configuration = self._load()
@@ -71,7 +71,7 @@ class ServerCertificate:
 
 
 def _check(paths: list[str], authorities: list[bytes]) -> None:
-    """GRPC itself only logs what it cannot use.
+    """Check the files, as gRPC only logs unusable ones.
 
     The library of `ssl` reads the files once more; `WatchedFiles` notices when they changed.
     """

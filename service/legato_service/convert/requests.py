@@ -27,7 +27,7 @@ def heartbeat(
     message: inference_pb2.RequestOptions | session_pb2.SessionOpen,
     default: float = math.inf,
 ) -> float:
-    """Seconds of silence before a heartbeat; by default there is none."""
+    """Return the seconds of silence before a heartbeat; the default is none."""
     if not message.HasField("heartbeat_interval"):
         return default
     return max(skills.seconds(message.heartbeat_interval), MIN_HEARTBEAT)
@@ -55,7 +55,7 @@ def request(
     deltas: bool = True,
     progress: bool = True,
 ) -> Request:
-    """The image and the deadline follow later."""
+    """Build the engine's request, without its image and deadline."""
     logprobs = options.HasField("top_logprobs")
     return Request(
         request_id=key,
@@ -73,14 +73,14 @@ def request(
 
 
 def tracking(message: task_pb2.Tracking) -> float:
-    """Seconds for which a track lives unseen."""
+    """Return the seconds for which an unseen track lives."""
     if not message.HasField("max_unseen"):
         return DEFAULT_UNSEEN
     return skills.seconds(message.max_unseen)
 
 
 def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSpec:
-    """`path` has no dot at its end; `standing`: it is done with every frame of a session."""
+    """Convert a task; `path` has no final dot, a `standing` task runs on every frame."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
@@ -99,7 +99,7 @@ def tasks(
     least: int = 1,
     standing: bool = False,
 ) -> list[TaskSpec]:
-    """Task ids must differ; `standing` is as in `task`."""
+    """Convert tasks, whose ids must differ; `standing` is as in `task`."""
     if not least <= len(messages) <= MAX_TASKS:
         raise InvalidField(
             f"{least} to {MAX_TASKS} tasks", field=field, limit=MAX_TASKS, actual=len(messages)
@@ -116,7 +116,7 @@ def tasks(
 
 
 def sampling(message: task_pb2.Sampling, path: str = "") -> SamplingParams:
-    """Absent fields stay None."""
+    """Convert sampling; absent fields stay None."""
     if not message.ListFields():
         return _ALL_DEFAULTS
     prefix = f"{path}sampling."

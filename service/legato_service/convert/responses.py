@@ -88,7 +88,7 @@ def fill_timings(message: task_pb2.Timings, value: Timings) -> None:
 
 
 def fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
-    """Not negative; to the nanosecond."""
+    """Set a duration, to the nanosecond; negative values become 0."""
     nanos = int(seconds * 1e9 + 0.5)  # `round` costs a call
     if nanos >= _NANOSECONDS:
         message.seconds, nanos = divmod(nanos, _NANOSECONDS)

@@ -36,7 +36,7 @@ from legato_engine.types import (
     Turn,
 )
 
-MAX_TEXT_BYTES = 1024 * 1024  # of a question, and of all messages of a conversation together
+MAX_TEXT_BYTES = 1024 * 1024  # of a question, or a conversation's messages together
 
 Listing: TypeAlias = (
     task_pb2.DetectTask
@@ -53,7 +53,7 @@ _ORDERS = {
 
 
 def seconds(message: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
-    """A length of time, or a time since 1970."""
+    """Return a duration, or a time since 1970, in seconds."""
     return message.ToNanoseconds() / 1e9
 
 
@@ -115,8 +115,6 @@ def _ref(message: geometry_pb2.SpatialRef, field: str) -> SpatialRef:
 
 
 # ---------------------------------------------------------------- chat
-
-# Chat messages to a question with its history.
 
 MAX_MESSAGES = 256
 
@@ -210,8 +208,6 @@ def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> st
 
 # ---------------------------------------------------------------- pieces
 
-# Parts of results to protobuf messages.
-
 
 def grounding(value: Grounding) -> task_pb2.Grounding:
     return task_pb2.Grounding(
@@ -258,8 +254,6 @@ def box(value: Box) -> geometry_pb2.Box:
 
 # ---------------------------------------------------------------- skills
 
-# The skills: how the messages of each become a task, and a result becomes its messages.
-
 MAX_OBJECT = 1_024  # characters
 
 _LENGTHS = {
@@ -275,7 +269,7 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skill(Generic[ResultT, ResponseT]):
-    """The conversions of one skill, named as in `core`.
+    """Conversions of one skill, named as in `core`.
 
     `task` takes the task's message or the request of the skill's own call, and the path of its
     fields; `fill` fills the result's message or the response of that call. Both have the fields
@@ -289,7 +283,7 @@ class Skill(Generic[ResultT, ResponseT]):
     fill: Callable[[Any, ResultT], None]
 
     def answer(self, result: ResultT) -> ResponseT:
-        """Without its info."""
+        """Build the skill's response, without its info."""
         response = self.response()
         self.fill(response, result)
         return response
@@ -424,11 +418,19 @@ def _fill_segment(
 SEGMENT = Skill("segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment)
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- table
 
 AnySkill: TypeAlias = Skill[Any, Any]
 
 SKILLS: tuple[AnySkill, ...] = (QUERY, CAPTION, DETECT, POINT, SEGMENT)
 BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}
-"""By the field of the contract's Task and TaskResult."""
+"""Skills by the field of the contract's Task and TaskResult."""
+BY_REQUEST: Mapping[type[Message], AnySkill] = {
+    inference_pb2.QueryRequest: QUERY,
+    inference_pb2.CaptionRequest: CAPTION,
+    inference_pb2.DetectRequest: DETECT,
+    inference_pb2.PointRequest: POINT,
+    inference_pb2.SegmentRequest: SEGMENT,
+}
+"""Skills by the request of their own call."""
 BY_RESULT: Mapping[type, AnySkill] = {skill.result: skill for skill in SKILLS}

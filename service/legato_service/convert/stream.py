@@ -18,10 +18,10 @@ _FIELD = "resume_from"
 
 
 class Checkpoints:
-    """Fills the checkpoints of one stream; each has what came since the one before it."""
+    """Builder of one stream's checkpoints; each has the changes since the previous one."""
 
     def __init__(self, seed: int, resumptions: int = 0) -> None:
-        """`resumptions` counts those of the stream so far, this one included."""
+        """Create the builder; `resumptions` counts the stream's, this one included."""
         self._seed = seed
         self._resumptions = resumptions
 
@@ -51,7 +51,7 @@ def of(request: Request, resumptions: int) -> Checkpoints:
 
 
 def resuming(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> Request:
-    """The request from its checkpoint on; the engine checks the tokens against the task.
+    """Resume the request from its checkpoint; the engine checks the tokens against the task.
 
     Raises:
         InvalidField: the checkpoint is malformed, or of another model or request.
@@ -99,11 +99,9 @@ def _check_origin(message: inference_pb2.Checkpoint, request: Request, model: Mo
 
 # ---------------------------------------------------------------- event stream
 
-# The events of Generate.
-
 
 class EventStream:
-    """Converts the outputs of one request to events with `index` 0, 1, 2, ...
+    """Converter of one request's outputs to events with `index` 0, 1, 2, ...
 
     Each region is an event of its own. None is a silence, and becomes a heartbeat.
     """
@@ -116,7 +114,7 @@ class EventStream:
         checkpoints: Checkpoints | None = None,
         resumptions: int = 0,
     ) -> None:
-        """`resumptions` are those of the stream, by its client."""
+        """Create the converter; `resumptions` are the stream's, as counted by its client."""
         self._checkpoints = checkpoints
         self._resumptions = resumptions
         self._request_id = request_id

@@ -86,8 +86,6 @@ def engine_configs(config: EngineConfig, devices: Sequence[str]) -> tuple[Engine
 
 # ---------------------------------------------------------------- processes
 
-# The engine processes of a server.
-
 _COMMAND = (sys.executable, "-m", "legato_engine.core.process")
 
 

@@ -29,8 +29,8 @@ from legato_engine.shm.blob_store import BlobStore
 from legato_engine.types import CachedImage
 
 MAX_LEAD = 0.5
-"""Of an engine's rows: by so many more requests it may be ahead of the least loaded engine and
-still get requests for what it holds."""
+"""Maximum lead over the least loaded engine, as a fraction of an engine's rows, at which an engine
+still gets the requests whose data it holds."""
 
 
 class Candidate(NamedTuple):
@@ -83,10 +83,10 @@ def _least(candidates: Sequence[Candidate], turn: int) -> Candidate:
 
 # ---------------------------------------------------------------- directory
 
-# What each engine has computed, as far as this process has seen.
+# Cache contents of each engine, as far as this process has seen.
 
 Key = tuple[Hashable, ...]
-"""Its first part is the kind."""
+"""Cache key; its first part is the kind."""
 
 MAX_KEYS = 16_384  # about 200 bytes each
 
@@ -98,7 +98,7 @@ def image_key(tenant: str, image_id: str) -> Key:
 class Directory:
     """The engines that hold each key: an image, a prefix, an adapter or a session.
 
-    A hint: an engine may have evicted what is noted here, and hold what other processes had it
+    A hint: an engine may have evicted noted entries, and hold what other processes had it
     compute. The least recently used keys are dropped.
     """
 
@@ -117,25 +117,23 @@ class Directory:
                 self._holders.popitem(last=False)
 
     def holders(self, keys: Iterable[Key]) -> Iterator[frozenset[int]]:
-        """The engines that hold each key, where there are any."""
+        """Return the engines that hold each key, for keys that any holds."""
         for key in keys:
             bits = self._holders.get(key, 0)
             if bits:
                 yield frozenset(each for each in range(bits.bit_length()) if bits >> each & 1)
 
     def forget(self, number: int) -> None:
-        """The engine of this number has lost all."""
+        """Forget all that the engine of this number held."""
         kept = {key: bits & ~(1 << number) for key, bits in self._holders.items()}
         self._holders = collections.OrderedDict((key, bits) for key, bits in kept.items() if bits)
 
 
 # ---------------------------------------------------------------- totals
 
-# Sums over engines.
-
 
 def total_load(loads: Sequence[Load]) -> Load:
-    """Add up the loads of engines; what is measured over a window is of a single engine only."""
+    """Add up the loads of engines; measurements over a window are kept for a single engine only."""
     if len(loads) == 1:
         return loads[0]
     return Load(
@@ -154,13 +152,11 @@ def total_load(loads: Sequence[Load]) -> Load:
 
 # ---------------------------------------------------------------- timeline
 
-# The timelines of several engines as one stream.
-
 
 async def batches(
     timelines: Sequence[TimelineWatch], seconds: float | None = None
 ) -> AsyncGenerator[tuple[int, Watched], None]:
-    """Yield the batches of so many seconds, or until the generator is closed, with the engine.
+    """Yield batches with their engine for some seconds, or until the generator is closed.
 
     A reader that lags leaves them in each engine's `TimelineWatch`, which drops the oldest.
     """
@@ -197,8 +193,6 @@ async def _read(
 
 # ---------------------------------------------------------------- group
 
-# The engines of a server.
-
 _READY = EngineState.READY  # looking up a member of an enum is slow
 _STANDING = (
     EngineState.READY,
@@ -208,16 +202,16 @@ _STANDING = (
     EngineState.DRAINING,
     EngineState.STOPPED,
 )
-"""From the best: the state of several engines is that of the best one."""
+"""States from the best; a group has the state of its best engine."""
 _RECOMPUTING = 0.05  # seconds to prepare an image and compute its positions, before any was seen
-_LATEST_SHARE = 0.1  # of a new figure in the mean
+_LATEST_SHARE = 0.1  # weight of a new value in the moving average
 
 Keys = Sequence[Key]
-"""What a request needs of an engine, the most valuable first."""
+"""Cache keys that a request needs of an engine, the most valuable first."""
 
 
-class Held(NamedTuple):
-    """A hold, and the engine that has begun it."""
+class EngineHold(NamedTuple):
+    """Hold and its engine."""
 
     engine: EngineConnection
     reply: ImageHeld
@@ -227,14 +221,14 @@ class EngineGroup:
     """Engines of one model, each with a device, a queue and caches of its own.
 
     A request goes where it would wait least, or to the engine that holds what it needs
-    (`routing`). The requests of a lost engine go on with the others. Belongs to one event loop;
+    (`routing`). The requests of a lost engine continue on the others. Belongs to one event loop;
     each service process routes by itself.
     """
 
     def __init__(
         self, members: Sequence[EngineConnection], *, affinity: bool = True, has_peers: bool = False
     ) -> None:
-        """`has_peers`: other service processes use the engines, too."""
+        """Create the group; with `has_peers` other service processes use the engines too."""
         self.members = tuple(members)
         self._affinity = affinity
         self._has_peers = has_peers
@@ -246,7 +240,7 @@ class EngineGroup:
             each.subscribe(functools.partial(self._on_state, each))
             if len(self.members) > 1:
                 each.siblings = self
-        self._note_serving()
+        self._cache_serving()
 
     # ------------------------------------------------------------ state
 
@@ -325,8 +319,8 @@ class EngineGroup:
         self._directory.note(keys[0 if has_bytes else 1 :], number)
         return self.members[number]
 
-    async def hold(self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()) -> Held:
-        """Have an engine hold an image; `make` stages it. Once more when that engine is lost.
+    async def hold(self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()) -> EngineHold:
+        """Let an engine hold an image, and another one if it is lost; `make` stages it.
 
         Raises:
             LegatoError: as `EngineConnection.hold` raises.
@@ -343,7 +337,7 @@ class EngineGroup:
             reply = await engine.hold(make(engine.blobs))
         key = image_key(reply.request_id.tenant, reply.image.image_id)
         self._directory.note((key,), engine.number)
-        return Held(engine, reply)
+        return EngineHold(engine, reply)
 
     async def drop(self, command: DropImage) -> None:
         """End the owner's holds on an image, wherever they are.
@@ -405,7 +399,7 @@ class EngineGroup:
         return min(self.members, key=lambda each: _STANDING.index(each.state))
 
     def _holders(self, keys: Keys) -> frozenset[int]:
-        """The serving engines that hold the first key that any of them holds."""
+        """Return the serving engines that hold the first key held by any of them."""
         serving = frozenset(each.number for each in self.serving)
         found = (holders & serving for holders in self._directory.holders(keys))
         return next(filter(None, found), frozenset())
@@ -422,8 +416,8 @@ class EngineGroup:
             is_full=num_requests >= _capacity(model),
         )
 
-    def _note_serving(self) -> None:
-        """Every call asks for these, and they change with states only."""
+    def _cache_serving(self) -> None:
+        """Cache the serving engines; recomputed on state changes."""
         self.serving = [each for each in self.members if each.state is _READY]
         self._asked = self.serving or self.members  # for what a new request meets
         models = [each.model for each in self.members if each.model is not None]
@@ -432,7 +426,7 @@ class EngineGroup:
         self.capacity = sum(_capacity(each.model) for each in self._asked)
 
     def _on_state(self, engine: EngineConnection, state: EngineState) -> None:
-        self._note_serving()
+        self._cache_serving()
         if state is EngineState.LOST:
             self._directory.forget(engine.number)
         elif state is _READY:

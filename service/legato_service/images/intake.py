@@ -56,8 +56,6 @@ def take_pixels(width: int, height: int) -> None:
 
 # ---------------------------------------------------------------- headers
 
-# The type of an image file, from its header.
-
 FileFields = tuple[str, str]
 """The request's fields with the bytes of a file and with their stated type."""
 
@@ -91,8 +89,6 @@ def file_type(
 
 
 # ---------------------------------------------------------------- pixel layout
-
-# Raw pixels.
 
 _FORMATS = {
     media_pb2.PIXEL_FORMAT_RGB8: PixelFormat.RGB8,
@@ -156,7 +152,7 @@ def check_complete(layout: Layout, actual: int, field: str) -> None:
 
 # ---------------------------------------------------------------- held uploads
 
-# The bytes of uploads that engines hold, for another engine.
+# Bytes of uploads that engines hold, kept for another engine.
 
 log = structlog.get_logger("legato.service")
 
@@ -192,7 +188,7 @@ class _HeldUpload:
 
 
 class HeldUploads:
-    """Keeps what this process uploaded for the length of its hold. Belongs to one event loop.
+    """Uploads of this process, kept for the length of their hold. Belongs to one event loop.
 
     Holds end with their engine. Another one, or the next, is asked to hold the images again, one
     after another, and requests that name one meanwhile bring its bytes. The bytes count against
@@ -233,8 +229,8 @@ class HeldUploads:
         self._quota.release(key[2], held.blob.size)
         return held.is_lost
 
-    async def settled(self, key: Key) -> None:
-        """Wait while the next engine is being asked to hold it; only then can it be let go."""
+    async def wait_registered(self, key: Key) -> None:
+        """Wait for re-registration before releasing it."""
         if (asked := self._being_held.get(key)) is not None:
             await asked.wait()
 
@@ -301,8 +297,6 @@ class HeldUploads:
 
 # ---------------------------------------------------------------- intake
 
-# Intake of images.
-
 ImageFormat = str | Layout
 """The MIME type of a file, or the layout of raw pixels."""
 
@@ -361,7 +355,7 @@ def as_source(image_format: ImageFormat, blob: BlobRef) -> EncodedImage | RawIma
 
 
 class ImageIntake:
-    """Checks images against the limits."""
+    """Check of images against the limits."""
 
     def __init__(
         self,
@@ -439,7 +433,7 @@ class ImageIntake:
 
 
 def _check_may_share() -> None:
-    """A region is read as the server's own user, whichever tenant wrote it."""
+    """Check the tenant's right to share memory: regions are read as the server's own user."""
     rpc = CURRENT.get(None)
     if rpc is None or rpc.principal is None or SHARED_IMAGES in rpc.principal.scopes:
         return

@@ -43,7 +43,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def shm_namespace() -> str:
-    """`<boot id>:<device>` of this host; empty without shared memory."""
+    """Return `<boot id>:<device>` of this host; empty without shared memory."""
     try:
         return f"{_BOOT_ID.read_text().strip()}:{blob_folder().stat().st_dev}"
     except OSError:
@@ -51,7 +51,7 @@ def shm_namespace() -> str:
 
 
 def shared_reader(config: ServiceConfig, stores: Sequence[BlobStore]) -> ReadShared | None:
-    """`stores` are those of this process; the first takes the images."""
+    """Return the reader of shared images; the first of this process's `stores` takes them."""
     if not config.shared_images:
         return None
     return SharedMemory(
@@ -60,7 +60,7 @@ def shared_reader(config: ServiceConfig, stores: Sequence[BlobStore]) -> ReadSha
 
 
 class SharedMemory:
-    """Reads slots of regions of this process's own user.
+    """Reader of slots in regions of this process's own user.
 
     Only the owner of its files identifies a client: TCP carries no peer credentials.
     """

@@ -12,7 +12,7 @@ from legato_service.metrics.snapshot import Histogram, Snapshot
 from legato_service.rpc.call_log import EndedCall, EndedRequest
 
 OTHER = "other"
-"""The label of all tenants beyond those that have one of their own."""
+"""Shared label of the tenants without a label of their own."""
 
 REJECTIONS = (
     "QUEUE_FULL",
@@ -124,7 +124,7 @@ class CallMetrics:
             self._wait_error.add(abs(call.estimated_wait - request.timings.queue))
 
     def write(self, snapshot: Snapshot, starts: dict[str, int]) -> None:
-        """`starts` are counts of begun RPCs by method."""
+        """Write the metrics; `starts` are counts of begun RPCs by method."""
         for method, count in starts.items():
             snapshot.add("grpc_server_call_started", count, method.lstrip("/"))
         rejections = dict.fromkeys(REJECTIONS, 0)

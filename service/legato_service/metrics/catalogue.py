@@ -1,4 +1,4 @@
-"""Every metric: its kind, meaning, labels and bounds.
+"""Metric catalogue: kind, meaning, labels and bounds.
 
 Names are without the suffix `_total` of counters, which the text format adds.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from legato_engine.ipc.messages import SECONDS_BOUNDS
 
 
-class Kind(enum.StrEnum):
+class MetricKind(enum.StrEnum):
     """The kinds of Prometheus that are used here."""
 
     COUNTER = "counter"
@@ -21,19 +21,19 @@ class Kind(enum.StrEnum):
 
 
 class Metric(NamedTuple):
-    """`bounds` are a histogram's; `repeats` names the metric of which this is another name."""
+    """Metric; `bounds` are a histogram's, `repeats` names the metric that this one aliases."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
     repeats: str = ""
 
     @property
-    def adds_up(self) -> bool:
+    def is_additive(self) -> bool:
         """Return whether the metric only grows, so that dead processes still count."""
-        return self.kind in (Kind.COUNTER, Kind.HISTOGRAM)
+        return self.kind in (MetricKind.COUNTER, MetricKind.HISTOGRAM)
 
 
 CALL_BOUNDS = (
@@ -47,7 +47,7 @@ LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Seconds."""
 
 _REQUEST = ("skill", "tenant")
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
 CALLS = (
     Metric("grpc_server_call_started", _C, "RPCs that began.", ("grpc_method",)),
@@ -182,7 +182,7 @@ PROCESSES = (
 
 def _engine(
     name: str,
-    kind: Kind,
+    kind: MetricKind,
     help: str,
     labels: tuple[str, ...] = (),
     bounds: tuple[float, ...] = (),
@@ -191,9 +191,12 @@ def _engine(
 
 
 ENGINE = (
-    Metric("legato_build", Kind.INFO, "The server.", ("version", "python", "processes")),
+    Metric("legato_build", MetricKind.INFO, "The server.", ("version", "python", "processes")),
     _engine(
-        "legato_model", Kind.INFO, "The served model.", ("model", "device", "dtype", "kv_dtype")
+        "legato_model",
+        MetricKind.INFO,
+        "The served model.",
+        ("model", "device", "dtype", "kv_dtype"),
     ),
     _engine("legato_engine_state", _G, "1 for the engine's state, else 0.", ("state",)),
     _engine("legato_engine_restarts", _C, "Engines started after one was lost."),
@@ -273,7 +276,7 @@ def _gen_ai(name: str, repeats: str) -> Metric:
     return Metric(full, _H, f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
 
 
-def _vllm(name: str, kind: Kind, repeats: str) -> Metric:
+def _vllm(name: str, kind: MetricKind, repeats: str) -> Metric:
     return Metric(f"vllm:{name}", kind, f"As {repeats}.", _VLLM_LABELS, repeats=repeats)
 
 
@@ -322,5 +325,5 @@ _BY_NAME = {each.name: each for each in OWN}
 
 
 def bounds_of(metric: Metric) -> tuple[float, ...]:
-    """A histogram under another name has the bounds of the one that it repeats."""
+    """Return the bounds; a repeated histogram has those of the original."""
     return _BY_NAME[metric.repeats].bounds if metric.repeats else metric.bounds

@@ -33,7 +33,7 @@ _PARTS = ("forward", "sampling", "bookkeeping", "wait", "idle", "blocking", "ste
 
 
 def write_engine(snapshot: Snapshot, engine: EngineConnection) -> None:
-    """Counters begin anew with each engine process."""
+    """Write an engine's metrics; its counters restart with each engine process."""
     number = str(engine.number)
     for state in EngineState:
         snapshot.add("legato_engine_state", float(engine.state is state), number, state.value)
@@ -107,8 +107,6 @@ def _write_decode_steps(snapshot: Snapshot, steps: PipelineStats | None, number:
 
 # ---------------------------------------------------------------- process usage
 
-# Memory, CPU time and open files of a process, from /proc.
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM, _RESIDENT = 11, 12, 21  # fields of `stat` after the name
@@ -144,20 +142,18 @@ def write_process_usage(snapshot: Snapshot, name: str, pid: int) -> None:
 
 # ---------------------------------------------------------------- loop lag
 
-# The lag of the event loop.
-
-PERIOD = 0.02  # seconds: a stall of 50 ms cannot pass between two looks
+PERIOD = 0.02  # seconds: short enough to notice a stall of 50 ms
 WINDOW = 30.0  # seconds
 
 
 class LoopLag:
-    """Measures how late a timer runs. `tick` is called each time."""
+    """Measurement of how late a timer runs. `tick` is called each time."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self.histogram = Histogram(LAG_BOUNDS)
         self._tick = tick
         self._timer: asyncio.TimerHandle | None = None
-        self._longest = self._longest_before = 0.0  # in this window, and in the one before it
+        self._longest = self._longest_before = 0.0  # of this window and the previous one
         self._window_ends = -math.inf
 
     @property
@@ -190,11 +186,9 @@ class LoopLag:
 
 # ---------------------------------------------------------------- collector
 
-# The metrics of this process.
-
 
 class Collector:
-    """Collects this process's metrics, and writes those of all processes.
+    """Collector of this process's metrics, and writer of those of all processes.
 
     The first process speaks for the engines. `number` is that of a worker, 0 of the first.
     `gather` adds the other processes' snapshots to this one's. `calls` is None when RPCs are not
@@ -227,7 +221,7 @@ class Collector:
         self._call_log = call_log
 
     def start(self) -> None:
-        """Needs a running event loop."""
+        """Start measuring; needs a running event loop."""
         if self._calls is not None:
             self._lag.start()
 

@@ -27,11 +27,11 @@ _METHODS = ("GET", "HEAD")
 log = structlog.get_logger("legato.service")
 
 Scrape = Callable[[str], Awaitable[Exposition]]
-"""Takes HTTP's Accept header."""
+"""Called with HTTP's Accept header."""
 
 
 class MetricsListener:
-    """Answers GET and HEAD of `/metrics`, one request a connection.
+    """HTTP listener for GET and HEAD of `/metrics`, one request a connection.
 
     A connection always gets in: beyond the limit the oldest one ends, because a scraper is the one
     that has just come and asks at once.
@@ -87,7 +87,7 @@ class MetricsListener:
                 task = asyncio.create_task(self._serve(accepted))
                 self._open[task] = None
                 task.add_done_callback(self._open.pop)
-                await asyncio.sleep(0)  # for those that were cancelled
+                await asyncio.sleep(0)  # lets cancelled tasks end
 
     def _log_failure(self, error: OSError, now: float) -> None:
         if now - self._failure_logged >= _LOG_PERIOD:

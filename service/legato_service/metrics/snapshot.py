@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from legato_service.metrics import catalogue
-from legato_service.metrics.catalogue import Kind
+from legato_service.metrics.catalogue import MetricKind
 
 Labels = tuple[str, ...]
 """Values of a metric's labels, in the order of its `catalogue` entry."""
@@ -63,7 +63,7 @@ class Bins(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """All metrics of a process."""
+    """Metrics of a process at one moment."""
 
     values: list[Value] = []
     bins: list[Bins] = []
@@ -75,7 +75,7 @@ class Snapshot(msgspec.Struct, array_like=True):
         self.bins.append(Bins(name, labels, list(histogram.counts), histogram.total))
 
     def total(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         return sum(each.value for each in self.values if each.name == name)
 
     def only(self, names: Iterable[str]) -> Snapshot:
@@ -119,10 +119,8 @@ def _sum(one: Bins, other: Bins) -> Bins:
 
 # ---------------------------------------------------------------- exposition
 
-# Metrics as text, in the formats of Prometheus.
-
 _OPENMETRICS = "application/openmetrics-text"
-_END = b"# EOF\n"  # of OpenMetrics
+_END = b"# EOF\n"  # OpenMetrics terminator
 
 
 class Exposition(NamedTuple):
@@ -172,17 +170,17 @@ async def render(
 
 def _families(metric: catalogue.Metric, values: list[Value], bins: list[Bins]) -> Iterator[Metric]:
     names = metric.labels
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         yield _histogram(metric, bins)
         return
     family: CounterMetricFamily | GaugeMetricFamily
-    if metric.kind is Kind.INFO:
+    if metric.kind is MetricKind.INFO:
         info = InfoMetricFamily(metric.name, metric.help)
         for each in values:
             info.add_metric((), dict(zip(names, each.labels, strict=True)))
         yield info
         return
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=names)
     for each in values:
         family.add_metric(each.labels, each.value)
@@ -200,7 +198,7 @@ def _histogram(metric: catalogue.Metric, bins: list[Bins]) -> HistogramMetricFam
 
 # ---------------------------------------------------------------- aliases
 
-# Metrics under the names of OpenTelemetry and of vLLM, made of Legato's own.
+# Metrics under OpenTelemetry's and vLLM's names, derived from Legato's own.
 
 PROVIDER = "legato"
 _ENGINE = "0"
@@ -213,7 +211,7 @@ _FINISHED_REASONS = {
 
 
 def add_gen_ai(snapshot: Snapshot, model: str) -> None:
-    """One series per skill."""
+    """Add one series per skill."""
     for metric in catalogue.GEN_AI:
         found = list(_bins(snapshot, metric.repeats))
         labels: list[Labels] = [(each.labels[0], PROVIDER, model) for each in found]
@@ -221,7 +219,7 @@ def add_gen_ai(snapshot: Snapshot, model: str) -> None:
 
 
 def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
-    """One series per metric."""
+    """Add one series per metric."""
     labels = (model, _ENGINE)
     used, limit = (snapshot.total(f"legato_kv_pages_{each}") for each in ("used", "limit"))
     snapshot.add("vllm:kv_cache_usage_perc", used / limit if limit else 0.0, *labels)
@@ -234,7 +232,7 @@ def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
     snapshot.add("vllm:corrupted_requests", corrupted, *labels)
     _add_successes(snapshot, labels)
     for metric in catalogue.VLLM:
-        if metric.kind is catalogue.Kind.HISTOGRAM:
+        if metric.kind is catalogue.MetricKind.HISTOGRAM:
             found = list(_bins(snapshot, metric.repeats))
             snapshot.bins += regrouped(found, metric.name, [labels] * len(found))
         elif metric.repeats:

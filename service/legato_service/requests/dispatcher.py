@@ -51,18 +51,18 @@ from legato_service.rpc import call
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 PREFIX = 256
-"""Characters of text that prompts must share for their prefix to be worth a choice of engine."""
+"""Minimum characters of a common prefix to route by it."""
 
 _PART = 512  # bytes of an image, of its beginning, middle and end
 
 
 def keys_of(request: Request, image: CheckedImage) -> tuple[Key, ...]:
-    """The most valuable first: image or prefix, the other parts of its call or session, adapter."""
+    """Return cache keys by value: image or prefix, other parts of the call or session, adapter."""
     return tuple(_keys(request, image))
 
 
 def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
-    """Equal for equal images, and hardly ever for others: hashing all bytes would cost more."""
+    """Return a key that is equal for equal images; hashing all bytes would cost more."""
     middle = len(data) // 2
     parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
     return "bytes", tenant, len(data), hash(tuple(map(bytes, parts)))
@@ -86,7 +86,7 @@ def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
 
 
 def _prefix(task: TaskSpec) -> str:
-    """The beginning of a prompt without an image."""
+    """Return the beginning of a prompt without an image."""
     if not isinstance(task, QueryTask):
         return ""
     first = task.history[0].question if task.history else task.question
@@ -94,8 +94,6 @@ def _prefix(task: TaskSpec) -> str:
 
 
 # ---------------------------------------------------------------- dispatcher
-
-# The path of a request: admit, submit, follow.
 
 
 class CallContext(Protocol):
@@ -107,7 +105,7 @@ class CallContext(Protocol):
 
 
 class Dispatcher:
-    """Submits the requests of all RPCs to the engines."""
+    """Dispatcher of all RPCs' requests to the engines."""
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class Dispatcher:
         """Submit the request, or one task of it; `active` owns the stream.
 
         `original` has the bytes of an `image` that is named by its id. With `may_wait`, because the
-        call has begun already, the request waits for an engine.
+        call has already started, the request waits for an engine.
 
         Nothing is awaited here, so no cancellation interrupts it. `active` ends with its asyncio
         task at the latest. A callback on the RPC's context would form a reference cycle, and keep
@@ -225,8 +223,8 @@ class Dispatcher:
             LegatoError: as `EngineConnection.submit` raises.
         """
         rpc = call.current()
-        if rpc.place is not None:
-            rpc.place.submitted()
+        if rpc.gate_slot is not None:
+            rpc.gate_slot.mark_submitted()
         new = image if isinstance(image, NewImage) else original
         restage: Restage | None = None
         if isinstance(new, NewImage):
@@ -259,8 +257,11 @@ class Dispatcher:
 
 
 def _is_queued_last(rpc: call.Call) -> bool:
-    """Estimated waits are not for higher priorities, nor for tenants below their share."""
-    return rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
+    """Return whether the request is queued last, so that the estimated wait applies to it.
+
+    It does not apply to higher priorities, nor to tenants below their share.
+    """
+    return rpc.priority <= 0 and (rpc.gate_slot is None or rpc.gate_slot.is_over_share)
 
 
 async def follow(
@@ -291,7 +292,7 @@ async def follow(
 async def _next_within(
     stream: RequestStream, bound: ReusableTimeout, silence: float
 ) -> StreamOutput | None:
-    """A read that times out loses nothing."""
+    """Return the next output within the timeout; a timed-out read loses nothing."""
     try:
         with bound.until(time.monotonic() + silence):
             return await stream.__anext__()
@@ -321,7 +322,7 @@ def completed(done: Done) -> Done:
 
 
 def _record(done: Done) -> None:
-    """An RPC may have several requests."""
+    """Add the costs to the RPC, which may have several requests."""
     rpc = call.current()
     rpc.timings = done.timings
     rpc.resumptions += done.resumptions
@@ -331,8 +332,6 @@ def _record(done: Done) -> None:
 
 
 # ---------------------------------------------------------------- shared image
-
-# Several tasks on one image.
 
 log = structlog.get_logger("legato.rpc")
 
@@ -351,13 +350,13 @@ SHARED_FAILURES = (
 
 
 def cached_image(started: Started) -> CachedImage | None:
-    """The first task to start carries the image's bytes; the later ones refer to this."""
+    """Return a reference to the image whose bytes the first started task carries."""
     image = started.image
     return CachedImage(image_id=image.image_id) if image and image.image_id else None
 
 
 def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
-    """The text of an internal error is only logged."""
+    """Build a task's result; the text of an internal error is only logged."""
     if isinstance(outcome, Done):
         return responses.task_result(task_id, outcome)
     if isinstance(outcome, InternalError):

@@ -21,14 +21,14 @@ from legato_service.rpc import call
 
 KEEP = 60.0  # seconds
 MAX_REPLIES = 1024
-MAX_BYTES = 16 * 1024 * 1024  # of all replies together, serialized
+MAX_BYTES = 16 * 1024 * 1024  # all serialized replies together
 _INLINE_BYTES = 64 * 1024  # up to here hashed on the event loop
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 async def fingerprint(method: str, received: bytes) -> bytes:
-    """A long request is hashed on a worker thread."""
+    """Hash a request; long ones on a worker thread."""
     if len(received) <= _INLINE_BYTES:
         return _hash(method, received)
     return await asyncio.to_thread(_hash, method, received)
@@ -48,8 +48,8 @@ class _Run:
     num_waiters: int = 0
 
     @property
-    def abandoned(self) -> bool:
-        """All callers left, so the run is being cancelled."""
+    def is_abandoned(self) -> bool:
+        """Return whether all callers left, so that the run is being cancelled."""
         return self.num_waiters == 0
 
 
@@ -72,7 +72,7 @@ class _RunContext:
 
 
 class IdempotencyCache:
-    """One run for all calls of one key and content, and its reply for `keep` seconds more.
+    """Cache with one run per key and content; its reply stays for `keep` seconds.
 
     A call that joins a run gets its reply or its failure, and the deadline of the first call. The
     last call that is cancelled cancels the run. Failures are not kept, so that a retry may succeed.
@@ -90,7 +90,7 @@ class IdempotencyCache:
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        """Replies kept, including expired ones."""
+        """Return the number of replies, including expired ones."""
         return len(self._replies)
 
     @property
@@ -110,7 +110,7 @@ class IdempotencyCache:
             DuplicateRequest: the key belongs to a call with another fingerprint.
             Exception: whatever the run raises.
         """
-        while (run := self._runs.get(key)) is not None and run.abandoned:
+        while (run := self._runs.get(key)) is not None and run.is_abandoned:
             await asyncio.wait({run.task})
         cached = None if run is not None else self._look_up(key)
         known = run or cached
@@ -160,7 +160,7 @@ class IdempotencyCache:
             return await asyncio.shield(run.task)
         finally:
             run.num_waiters -= 1
-            if run.abandoned:
+            if run.is_abandoned:
                 run.task.cancel()  # no effect on a task that ended
 
     def _on_end(self, key: RequestKey, task: asyncio.Task[Message]) -> None:

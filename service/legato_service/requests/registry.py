@@ -28,7 +28,7 @@ RESOLUTION = 0.02  # seconds that a deadline may be late
 
 
 class Deadlines:
-    """Aborts streams with `DeadlineExceeded`. Needs a running event loop.
+    """Timers that abort streams with `DeadlineExceeded`. Needs a running event loop.
 
     One timer fires at the earliest deadline, in `time.monotonic()` seconds. Most requests end long
     before theirs, so a timer for each would cost more than the wait for its result.
@@ -45,7 +45,7 @@ class Deadlines:
             self._set_timer(deadline)
 
     def forget(self, stream: RequestStream) -> None:
-        """Idempotent."""
+        """Forget the deadline. Idempotent."""
         self._deadlines.pop(stream, None)
 
     def _set_timer(self, moment: float) -> None:
@@ -68,8 +68,6 @@ class Deadlines:
 
 # ---------------------------------------------------------------- registry
 
-# The requests in flight.
-
 MAX_ENDED = 4096  # ended requests whose keys are kept
 
 
@@ -86,21 +84,21 @@ class ActiveRequest(msgspec.Struct, eq=False):
     _streams: tuple[RequestStream, ...] = ()
     _deadlines: Deadlines | None = None
     _image_field: str = ""
-    stopped: bool = False
+    is_stopped: bool = False
     is_generate: bool = False  # a client may resume it
     failure: LegatoError | None = None
     on_fail: Callable[[], None] | None = None
-    """Ends work that is not a stream's, after `failure` is set."""
+    """Called after `failure` is set, to end work other than streams."""
 
     def own(self, stream: RequestStream, deadlines: Deadlines, image_field: str = "") -> None:
-        """`deadlines` aborts the stream; `image_field` is the field of an image's bytes."""
+        """Own the stream, which `deadlines` aborts; `image_field` names the image's bytes."""
         self._streams += (stream,)
         self._deadlines = deadlines
         self._image_field = self._image_field or image_field
         deadlines.watch(stream, self.deadline)
         if self.failure is not None:
             stream.abort(self.failure)
-        elif self.stopped:
+        elif self.is_stopped:
             stream.stop()
 
     def fail(self, error: LegatoError) -> None:
@@ -113,9 +111,9 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
     def stop(self) -> bool:
         """End with the partial result; False when it was stopped before."""
-        if self.stopped:
+        if self.is_stopped:
             return False
-        self.stopped = True
+        self.is_stopped = True
         for stream in self._streams:
             stream.stop()
         return True
@@ -166,7 +164,7 @@ class RequestRegistry:
         return key in self._active
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return not self._open
 
     def check(self, key: RequestKey, *, resumes: bool = False) -> None:
@@ -207,7 +205,7 @@ class RequestRegistry:
             self._empty.set()
 
     def stop(self, target: RequestKey) -> Stopped:
-        """Requests that ended before count too."""
+        """Stop the requests; those that ended before count too."""
         aborted = sum(each.stop() for key, each in self._active.items() if key.matches(target))
         return Stopped(aborted, sum(key.matches(target) for key in self._ended))
 

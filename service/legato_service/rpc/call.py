@@ -18,14 +18,12 @@ from legato_engine.types import RequestKey, Timings, Usage
 from legato_service.access.credentials import IDENTIFIER
 from legato_service.access.principal import Principal
 from legato_service.errors import Forbidden
-from legato_service.rpc.gate import Place
+from legato_service.rpc.gate import GateSlot
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 # ---------------------------------------------------------------- trace context
-
-# W3C trace contexts.
 
 KEY = "traceparent"
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -52,7 +50,7 @@ def parse(traceparent: str) -> TraceParent | None:
 
 
 def trace_id(traceparent: str) -> str:
-    """Empty when `traceparent` is malformed."""
+    """Return the trace id; empty when `traceparent` is malformed."""
     parent = parse(traceparent)
     return parent.trace_id if parent is not None else ""
 
@@ -109,7 +107,7 @@ def _priority(call: Call, value: str) -> None:
 
 
 def _tenant(call: Call, value: str) -> None:
-    """A credential has set its own tenant before, and permits no other."""
+    """Return the tenant; a credential has set its own before, and permits no other."""
     tenant = _identifier(TENANT, value)
     if call.tenant and tenant != call.tenant:
         raise Forbidden("the credential is of another tenant", field=f"metadata.{TENANT}")
@@ -133,7 +131,7 @@ def _trace(call: Call, value: str) -> None:
 
 
 def _attempts(call: Call, value: str) -> None:
-    """Malformed counts are ignored: they are for the log only."""
+    """Parse the number of attempts; malformed ones are ignored: they are for the log only."""
     if value.isascii() and value.isdigit():
         call.previous_attempts = int(value)
 
@@ -149,7 +147,7 @@ def _malformed(key: str, rule: str) -> InvalidField:
 
 
 _OBSERVING = (KEY, "grpc-previous-rpc-attempts")
-"""They never fail a call; of several values the first counts."""
+"""Metadata for observability: never fails a call; the first of several values counts."""
 
 _READERS: dict[str, Callable[[Call, str], None]] = {
     PRIORITY: _priority,
@@ -163,10 +161,8 @@ _READERS: dict[str, Callable[[Call, str], None]] = {
 
 # ---------------------------------------------------------------- call
 
-# The current RPC.
-
 ID_FORM = re.compile(IDENTIFIER)
-"""The form of the ids that clients give to requests and tenants."""
+"""Syntax of request and tenant ids."""
 
 
 _ID_BYTES = 16
@@ -185,7 +181,7 @@ def _new_id() -> str:
 
 
 class Call(msgspec.Struct, eq=False):
-    """One RPC. Its handlers fill it; the log record at its end reads it.
+    """State of an RPC: its handlers fill it, its log record reads it.
 
     A struct costs a fraction of a dataclass.
     """
@@ -196,15 +192,15 @@ class Call(msgspec.Struct, eq=False):
     is_named: bool = False  # by the client or a proxy
     started: float = msgspec.field(default_factory=time.monotonic)
     principal: Principal | None = None  # None: without a credential
-    tenant: str = ""  # the principal's, if any; else as the caller says
+    tenant: str = ""  # the principal's, if any; else from the metadata
     priority: int = 0
     client: str = ""  # name and version of its software
     trace_id: str = ""
-    previous_attempts: int = 0  # of gRPC's own retries
+    previous_attempts: int = 0  # gRPC's own retries
     is_let_in: bool = False  # its credential, if it needs one, allows it
-    refusal: LegatoError | None = None  # of its credential, before its message is received
+    refusal: LegatoError | None = None  # credential error, found before the message is received
     is_identified: bool = False  # its tenant and priority are final
-    place: Place | None = None  # of a call that the gate counts
+    gate_slot: GateSlot | None = None  # set if the gate counts the call
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
@@ -213,8 +209,8 @@ class Call(msgspec.Struct, eq=False):
     estimated_wait: float | None = None  # seconds, when a request of it was admitted
     traceparent: str = ""
     is_traced: bool | None = None  # None until the tracer decides
-    parent_id: str = ""  # of the caller's span
-    span_id: str = ""  # of its own span
+    parent_id: str = ""  # the caller's span
+    span_id: str = ""  # the call's own span
     arrived_ns: int = 0  # when its first request reached the engine, in `time.time_ns()`
     on_done: Callable[[Call, Done], None] | None = None  # takes the end of each request of it
     resumptions: int = 0
@@ -255,7 +251,7 @@ CURRENT: ContextVar[Call] = ContextVar("legato_call")
 
 
 current = CURRENT.get
-"""Returns the current RPC. Only for code that handles one."""
+"""Return the current RPC; only for code that handles one."""
 
 
 def total(usages: Iterable[Usage]) -> Usage:
@@ -277,11 +273,9 @@ def total(usages: Iterable[Usage]) -> Usage:
 
 # ---------------------------------------------------------------- quota owner
 
-# The owner that quotas of image memory count for.
-
 
 def quota_owner(context: Context) -> str:
-    """The call's tenant, else the client's host."""
+    """Return the quota's owner: the call's tenant, else the client's host."""
     tenant = current().tenant
     return f"tenant:{tenant}" if tenant else f"peer:{_host(context.peer())}"
 

@@ -47,7 +47,7 @@ A call comes after its requests, perhaps in the same batch.
 
 
 class CallLog:
-    """Logs how RPCs ended, in order, a moment later. Needs a running event loop.
+    """Log of ended RPCs, in order, with a short delay. Needs a running event loop.
 
     A record costs several times as much between responses as in a batch, with warm caches.
     `starts` counts the calls that began by method; it is None without observers.

@@ -23,8 +23,8 @@ _REFUSALS_AGE = 0.25  # seconds that a retry time stays true
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
-class Place(msgspec.Struct, eq=False):
-    """A call's place in the gate, until its task ends."""
+class GateSlot(msgspec.Struct, eq=False):
+    """Place of a call in the gate, until its task ends."""
 
     gate: Gate
     is_submitted: bool = False
@@ -36,14 +36,14 @@ class Place(msgspec.Struct, eq=False):
         calls = self.gate.calls_by_tenant
         calls[tenant] = calls.get(tenant, 0) + 1
 
-    def submitted(self) -> None:
+    def mark_submitted(self) -> None:
         """Mark the call as submitted: the engine counts its requests now."""
         if not self.is_submitted:
             self.is_submitted = True
             self.gate.num_unsubmitted -= 1
 
     def pause(self) -> None:
-        """Keep nobody out while the call's message does not arrive."""
+        """Release the place while the call's message does not arrive."""
         if not (self.is_paused or self.is_submitted):
             self.is_paused = True
             self.gate.num_unsubmitted -= 1
@@ -69,11 +69,11 @@ class Place(msgspec.Struct, eq=False):
                 gate.calls_by_tenant[tenant] = left
             else:
                 del gate.calls_by_tenant[tenant]
-        gate.left()
+        gate.note_left()
 
 
 class Gate:
-    """Bounds the calls that are read, converted or in the engine. Needs a running event loop.
+    """Limit of calls that are read, converted or in the engine. Needs a running event loop.
 
     They are at most as many as the serving engines run and queue. When these are reached, a quarter
     more is for tenants with fewer calls than others, and half of that also for higher priorities,
@@ -81,7 +81,7 @@ class Gate:
     """
 
     def __init__(self, engines: EngineGroup, on_quiet: Callable[[], None] = lambda: None) -> None:
-        """`on_quiet` is called a while after the last of many calls has ended."""
+        """Create the gate; it calls `on_quiet` a while after the last of many calls ended."""
         self._engines = engines
         self._on_quiet = on_quiet
         self._num_calls = 0
@@ -90,15 +90,15 @@ class Gate:
         self.num_unsubmitted = 0
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
 
-    def enter(self, task: asyncio.Task[object]) -> Place:
-        """Give a place to the call of this task."""
+    def enter(self, task: asyncio.Task[object]) -> GateSlot:
+        """Return a place for the call of this task."""
         self.num_unsubmitted += 1
         self._num_calls += 1
-        place = Place(self)
-        task.add_done_callback(place.leave)
-        return place
+        gate_slot = GateSlot(self)
+        task.add_done_callback(gate_slot.leave)
+        return gate_slot
 
-    def left(self) -> None:
+    def note_left(self) -> None:
         if self._num_calls > self._most_calls:
             self._most_calls = self._num_calls
         self._num_calls -= 1
@@ -108,11 +108,11 @@ class Gate:
 
     @property
     def is_crowded(self) -> bool:
-        """Return whether `admits` has to decide about the newest call."""
+        """Return whether the newest call needs a decision of `admits`."""
         return self.num_unsubmitted + self._engines.num_open > self._engines.capacity
 
     def admits(self, tenant: str, priority: int) -> bool:
-        """Decide about a call that has its place and its name."""
+        """Return whether to admit a call that has its place and its name."""
         num_open = self.num_unsubmitted + self._engines.num_open
         limit = self._engines.capacity
         if num_open <= limit:
@@ -124,7 +124,7 @@ class Gate:
         return priority > 0 and num_open <= limit + reserve // 2
 
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
-        """Return a refusal, made for many, and the trailers for this call."""
+        """Return a shared refusal, and the trailers for this call."""
         return self._refusals.next(request_id, self._engines.estimated_wait, self._engines.capacity)
 
 
@@ -144,7 +144,7 @@ class _Refusals:
         self._next = (self._next + 1) % _REFUSALS
         made, details = self._made[self._next]
         assert made.retry_after is not None, "QueueFull has one"
-        # The bytes of two messages are those of both together.
+        # Concatenated protobuf messages parse as one merged message.
         named = status_pb2.Status(details=[_packed(request_id)]).SerializeToString()
         return made, (
             ("grpc-status-details-bin", details + named),

@@ -23,11 +23,11 @@ from legato.v1.limits import Limit
 from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 
 FOREIGN_MAX_BYTES = 4096
-"""Most bytes of a request that is not of the contract: a health check, or one of reflection."""
+"""Maximum bytes of a request outside the contract: health check or reflection."""
 
 _PACKAGE = "legato.v1"
 _ALONE = {("Frame", "image"), ("Frame", "extra_tasks")}
-"""What is wrong in these fails the frame's tasks and not the session, and is found later."""
+"""Errors in these fields fail the frame's tasks, not the session, and are found later."""
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT = 10  # bytes
@@ -41,13 +41,13 @@ _TIMES: dict[str, Callable[[bytes], Any]] = {
 _D = FieldDescriptor
 _FLOATS = {_D.TYPE_FLOAT: ("<f", "f", 4), _D.TYPE_DOUBLE: ("<d", "d", 8)}
 _BITS = {_D.TYPE_INT32: (32, True), _D.TYPE_INT64: (64, True), _D.TYPE_UINT32: (32, False)}
-_UNKNOWN_COST = 64  # of a field that the contract lacks, so that a request has at most 256 of them
+_UNKNOWN_COST = 64  # per unknown field, so that a request has at most 256 of them
 
 Path: TypeAlias = "tuple[Path, _Field, int] | None"
-"""The way to a field: that of its message, itself, and its number among equal ones."""
+"""Path of a field: its message's path, the field, and its index in a repeated field."""
 
 
-class Kind:
+class RequestKind:
     """A type of request message, with its bounds."""
 
     def __init__(self, descriptor: Descriptor) -> None:
@@ -108,8 +108,8 @@ class Kind:
 
 
 @functools.cache
-def kind_of(descriptor: Descriptor) -> Kind:
-    return Kind(descriptor)
+def kind_of(descriptor: Descriptor) -> RequestKind:
+    return RequestKind(descriptor)
 
 
 class _Shape:
@@ -143,7 +143,7 @@ class _Field:
         self.floats = _FLOATS.get(field.type)
         self.bits = _BITS.get(field.type, (64, False))
         self.least = bound.above if bound.above is not None else bound.min
-        # Unsigned numbers that are only bounded by 0 need no look.
+        # Unsigned numbers whose only bound is 0 need no check.
         is_bounded = bool(self.least) or bound.max is not None or bool(self.bits[1])
         self.is_number = checked and (self.floats is not None or is_bounded)
         self.shape: _Shape | None = None
@@ -184,7 +184,7 @@ def _wire(field: FieldDescriptor) -> int:
 
 
 class _Scan:
-    """One pass over the bytes of a message."""
+    """Single pass over the bytes of a message."""
 
     __slots__ = ("data", "image_bytes", "left", "prefix", "sizes")
 
@@ -287,10 +287,10 @@ class _Scan:
         raise _malformed()
 
     def _number(self, field: _Field, value: float, path: Path) -> None:
-        least, above, most = field.least, field.bound.above, field.bound.max
+        least, above, limit = field.least, field.bound.above, field.bound.max
         if (
             (least is None or value >= least)
-            and (most is None or value <= most)
+            and (limit is None or value <= limit)
             and value != above
             and (field.floats is None or math.isfinite(value))
         ):
@@ -316,21 +316,21 @@ class _Scan:
         return len(values)
 
     def _text(self, field: _Field, at: int, size: int, path: Path) -> None:
-        most = field.bound.max_characters
-        if most is None:
-            most = field.bound.max_bytes or 0
-            if size > most:
-                raise self._invalid(f"{size} bytes, the limit is {most}", path, most, str(size))
+        limit = field.bound.max_characters
+        if limit is None:
+            limit = field.bound.max_bytes or 0
+            if size > limit:
+                raise self._invalid(f"{size} bytes, the limit is {limit}", path, limit, str(size))
             return
-        if size <= most:
+        if size <= limit:
             return
-        if size > 4 * most:  # a character has at most four bytes
-            said = f"{size} bytes of text, the limit is {most} characters"
-            raise self._invalid(said, path, most, str(size))
+        if size > 4 * limit:  # a character has at most four bytes
+            problem = f"{size} bytes of text, the limit is {limit} characters"
+            raise self._invalid(problem, path, limit, str(size))
         actual = len(self.data[at : at + size].decode(errors="replace"))
-        if actual > most:
-            said = f"{actual} characters, the limit is {most}"
-            raise self._invalid(said, path, most, str(actual))
+        if actual > limit:
+            problem = f"{actual} characters, the limit is {limit}"
+            raise self._invalid(problem, path, limit, str(actual))
 
     def _time(self, field: _Field, at: int, size: int, path: Path) -> None:
         if size > _MAX_TIME:
@@ -343,14 +343,16 @@ class _Scan:
         try:
             message.ToNanoseconds()  # checks its own bounds
         except ValueError:
-            said = f"{message.seconds} s and {message.nanos} ns are no time; {_rule(field.bound)}"
-            raise self._invalid(said, path, None, str(message.seconds)) from None
+            problem = (
+                f"{message.seconds} s and {message.nanos} ns are no time; {_rule(field.bound)}"
+            )
+            raise self._invalid(problem, path, None, str(message.seconds)) from None
         self._number(field, message.seconds + message.nanos / 1e9, path)
 
     def _too_many(self, field: _Field, path: Path) -> InvalidField:
-        most = field.max_count or 0
-        said = f"more than {most} entries" if field.is_repeated else "given more than once"
-        named = self._invalid(said, (path, field, -1), most, f"more than {most}")
+        limit = field.max_count or 0
+        problem = f"more than {limit} entries" if field.is_repeated else "given more than once"
+        named = self._invalid(problem, (path, field, -1), limit, f"more than {limit}")
         assert isinstance(named, InvalidField), "a list is no text"
         return named
 
@@ -377,8 +379,8 @@ def _name(path: Path) -> str:
 
 def _rule(bound: Limit) -> str:
     if bound.above is not None:
-        most = "" if bound.max is None else f" and at most {bound.max:.15g}"
-        return f"must be above {bound.above:g}{most}"
+        maximum = "" if bound.max is None else f" and at most {bound.max:.15g}"
+        return f"must be above {bound.above:g}{maximum}"
     if bound.max is None:
         return (
             "must be finite" if bound.min is None else f"must be finite and at least {bound.min:g}"

@@ -45,7 +45,7 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def reader(handler: Handler) -> Callable[[Any], Any]:
-    """Returns what checks and parses a message, or reads a call's messages, for the handler.
+    """Return the checking parser of a message, or the reader of a call's messages.
 
     With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
     """
@@ -68,8 +68,10 @@ def reader(handler: Handler) -> Callable[[Any], Any]:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
     async def messages(context: Context) -> AsyncIterator[Any]:
-        """Read by `read`: gRPC never frees its iterator of a call that is aborted, nor the last
-        message in it.
+        """Yield checked messages.
+
+        They come from `read`: gRPC never frees its iterator of an aborted call, nor the last
+        message.
         """
         principal = CURRENT.get().principal
         while (data := await context.read()) is not grpc.aio.EOF:
@@ -85,29 +87,28 @@ async def _unimplemented(received: Any, context: Context) -> NoReturn:
 
 
 UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
-"""Of methods that the server lacks."""
+"""Handler of methods that the server lacks."""
 
 
 # ---------------------------------------------------------------- middleware
 
 # RPC middleware: name each call, map its failure to a status, log how it ended.
 #
-# A client that goes away reaches its handler as CancelledError at an await, and an async
-# generator is
+# A disconnected client reaches its handler as CancelledError at an await; an async generator is
 # closed in its own task. CancelledError is always re-raised, because gRPC leaks memory otherwise.
 
 log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
-_LATE = 1.0  # seconds, after which a message that has not arrived is not expected soon
+_LATE = 1.0  # seconds after which a missing message counts as late
 _MAX_RECEIVING = 32
-"""Unary calls whose messages gRPC may wait for. Nothing can end such a call before its message is
-there; those beyond read it themselves, with a time limit."""
-_NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
+"""Maximum unary calls whose messages gRPC itself waits for. Nothing can end such a call before its
+message is there; further calls read it themselves, with a timeout."""
+_EXPECTED_INTERNAL_ERRORS = (NumericError, Poisoned)  # traceback adds nothing
 
 
 class _CertificateNeeded(Exception):
-    """A call without a token is let in by its connection's certificate."""
+    """Raised to authorize a call without a token by its connection's certificate."""
 
 
 def _no_certificate() -> NoReturn:
@@ -115,7 +116,7 @@ def _no_certificate() -> NoReturn:
 
 
 class RpcMiddleware(grpc.GenericRpcHandler):
-    """Wraps every handler that is added to it.
+    """Middleware around every handler that is added to it.
 
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
     `expect` is called when a request for the engine arrives, before its message is read. With
@@ -155,7 +156,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._added.extend(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, *_: object) -> None:
-        """Without effect, as in asyncio servers."""
+        """Do nothing, as asyncio servers do."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         method = handler_call_details.method
@@ -163,7 +164,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         if wrapped is None:
             if self._access is None:
                 return None
-            # Which methods there are is for callers with a credential.
+            # Do not reveal method names to unauthenticated callers.
             wrapped, method = self._unknown, UNKNOWN_METHOD
         given = handler_call_details.invocation_metadata or ()
         call = Call(method, metadata=given, on_done=self._on_done)
@@ -176,10 +177,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         assert task is not None, "gRPC runs each call in a task"
         is_inference = method.startswith(_INFERENCE)
         if is_inference and (gate := self._gate) is not None:
-            call.place = gate.enter(task)
+            call.gate_slot = gate.enter(task)
             if gate.is_crowded:
                 return self._unread[method]
-        if self._access is not None and not self._is_let_in(call):
+        if self._access is not None and not self._is_authorized(call):
             return self._unread.get(method, wrapped)
         if is_inference:
             self._expect()
@@ -197,11 +198,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _received(self, call: Call) -> None:
         self._receiving.pop(call, None)
-        if call.place is not None:
-            call.place.resume()
+        if call.gate_slot is not None:
+            call.gate_slot.resume()
 
     def _sweep(self) -> None:
-        """Let late messages keep nobody out."""
+        """Pause the places of late messages, so that they block nobody."""
         now = time.monotonic()
         late = itertools.takewhile(
             lambda each: now - each[0].started >= _LATE, self._receiving.items()
@@ -209,13 +210,13 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         for call, task in list(late):
             if task.done():  # the client has cancelled it
                 del self._receiving[call]
-            elif call.place is not None:
-                call.place.pause()
+            elif call.gate_slot is not None:
+                call.gate_slot.pause()
         self._sweeping = None
         if self._receiving:
             self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
 
-    def _is_let_in(self, call: Call) -> bool:
+    def _is_authorized(self, call: Call) -> bool:
         """Return whether the call may be read: its credential is in its metadata and allows it.
 
         Otherwise it is decided with the call's context, which knows the client's certificate and
@@ -320,11 +321,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             self._enter(call, context.auth_context)
         metadata.read(call)
         call.is_identified = True
-        if (place := call.place) is not None:
-            place.take_name(call.tenant)
+        if (gate_slot := call.gate_slot) is not None:
+            gate_slot.take_name(call.tenant)
 
     def _enter(self, call: Call, peer: Callable[[], Peer]) -> None:
-        """Let the call in as its credential allows."""
+        """Admit the call as its credential allows."""
         assert self._access is not None, "only called with access control"
         if call.refusal is not None:
             try:
@@ -431,7 +432,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             case grpc.aio.AbortError():  # the handler set a status of its own
                 self._call_log.record(call, _code_name(context))
             case Exception():
-                if isinstance(error, InternalError) and not isinstance(error, _NO_BUG_HERE):
+                if isinstance(error, InternalError) and not isinstance(
+                    error, _EXPECTED_INTERNAL_ERRORS
+                ):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
                 elif exhaustion(error) is not None:
                     log.warning("resources_exhausted", request_id=call.request_id, error=str(error))

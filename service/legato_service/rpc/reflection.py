@@ -79,7 +79,7 @@ class Descriptors:
 
 
 class Reflection:
-    """Lists `services` and describes the symbols of `descriptors`."""
+    """Reflection service for `services` and the symbols of `descriptors`."""
 
     def __init__(self, services: Iterable[str], descriptors: Descriptors) -> None:
         self._services = sorted((*services, *SERVICES))

@@ -10,7 +10,7 @@ from typing import Self
 
 
 class ReusableTimeout:
-    """Bounds waits of the current asyncio task, each as `asyncio.timeout` would.
+    """Timeout for waits of the current asyncio task, each as `asyncio.timeout` would.
 
         with timeout.until(moment):
             await something  # raises TimeoutError at `moment`
@@ -33,7 +33,7 @@ class ReusableTimeout:
         self._expired = False
 
     def until(self, moment: float) -> Self:
-        """Infinity for no end."""
+        """Bound waits until a moment; infinity is no bound."""
         self._until = moment
         return self
 
@@ -67,7 +67,7 @@ class ReusableTimeout:
             self._timer = self._loop.call_later(moment - time.monotonic(), self._on_timer)
 
     def _on_timer(self) -> None:
-        """The timer may have been set for an earlier wait."""
+        """Expire, unless the timer was set for an earlier wait."""
         if self._until <= time.monotonic():
             self._arm(math.inf)
             self._expired = True

@@ -35,7 +35,7 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Responds under any load, because it never waits for the engine.
+    """Handlers of AdminService; they respond under any load, as they never wait for the engine.
 
     `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
     returns their count. `scrape` returns the metrics of all processes and their format.
@@ -82,7 +82,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Calls that share a request count as one.
+        """Abort requests; calls that share a request count as one.
 
         With a tenant in the metadata, an id is that tenant's; without one, it is of any tenant.
         """
@@ -121,7 +121,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def WatchTimeline(
         self, request: pb.WatchTimelineRequest, context: Context
     ) -> AsyncIterator[pb.WatchTimelineResponse]:
-        """An idle engine sends nothing, so the first response does not wait for it."""
+        """Stream the timeline; the first response comes at once, as an idle engine sends none."""
         seconds = None
         if request.HasField("duration"):
             seconds = skills.seconds(request.duration)
@@ -147,7 +147,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
 
     def _state(self, state: EngineState) -> str:
-        return "draining" if self._registry.closed else _STATES[state]
+        return "draining" if self._registry.is_closed else _STATES[state]
 
     def _engine_load(self, engine: EngineConnection) -> pb.EngineLoad:
         load = engine.load

@@ -37,7 +37,7 @@ from legato_service.rpc.call import Context, quota_owner
 
 
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
-    """Receives uploads; only the engine knows what is held.
+    """Handlers of ImageService; only the engine knows which images are held.
 
     The bytes of uploads, in progress and held, have a quota of their own, as large as that of held
     images.
@@ -127,7 +127,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def _drop(self, key: RequestKey, image_id: str, owner: str) -> None:
         kept_as = (key.tenant, image_id, owner)
         was_lost = self._held.drop(kept_as)
-        await self._held.settled(kept_as)
+        await self._held.wait_registered(kept_as)
         try:
             await self._engines.drop(DropImage(request_id=key, image_id=image_id, owner=owner))
         except ImageNotFound:
@@ -149,7 +149,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     @contextmanager
     def _timeout(self, context: Context, active: ActiveRequest) -> Iterator[asyncio.Timeout]:
-        """Ends the call at its deadline, or when `active` fails."""
+        """End the call at its deadline, or when `active` fails."""
         # None without a deadline, despite grpc's annotation.
         given: float | None = context.time_remaining()
         left = self._deadline if given is None else given

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
-from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, task_pb2
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import InternalError, LegatoError
 from legato_engine.ipc.messages import Done, ModelInfo
-from legato_engine.types import Request, RequestKey, TaskResult, TaskSpec
+from legato_engine.types import Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
 from legato_service.convert import stream as checkpoints
@@ -26,7 +24,6 @@ from legato_service.convert.responses import (
     fill_usage,
     image_info,
 )
-from legato_service.convert.skills import Skill
 from legato_service.convert.stream import EventStream
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import (
@@ -46,7 +43,7 @@ from legato_service.rpc.call import Context
 
 
 class TaskRun:
-    """One RunTasks call.
+    """RunTasks call.
 
     Raises:
         InvalidField: the list of tasks is malformed.
@@ -66,7 +63,7 @@ class TaskRun:
         ]
 
     def _request(self, index: int, task: TaskSpec, message: task_pb2.Task) -> Request:
-        """The image is cached whatever the options say, so that it is encoded once."""
+        """Build a task's request; its image is always cached, so that it is encoded once."""
         sampling = requests.sampling(message.sampling, f"tasks[{index}].")
         key = self._key.with_part(str(index))
         options = self._message.options
@@ -124,7 +121,7 @@ class TaskRun:
         return response
 
     def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ModelInfo) -> None:
-        """The sum of usages, the longest image time, and the time of the whole call."""
+        """Fill in the sum of usages, the longest image time, and the time of the whole call."""
         info.request_id = self._key.caller_id
         info.model = model.name
         info.resumptions = max((each.resumptions for each in done), default=0)
@@ -150,17 +147,12 @@ async def _outcome(submitted: RequestStream | LegatoError) -> Done | LegatoError
 
 # ---------------------------------------------------------------- inference
 
-# InferenceService.
-
-ResultT = TypeVar("ResultT", bound=TaskResult)
-ResponseT = TypeVar("ResponseT", bound=Message)
-AnyT = TypeVar("AnyT")
-Reply: TypeAlias = Coroutine[Any, Any, AnyT]
-"""What a handler returns that leaves the work to another coroutine: one frame less a call."""
+Reply: TypeAlias = Coroutine[Any, Any, ReplyT]
+"""An un-awaited coroutine; saves one frame per call."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Tasks on one image. The deadlines, in seconds, are for calls that bring none."""
+    """Handlers of InferenceService. The deadlines, in seconds, are for calls without one."""
 
     def __init__(
         self,
@@ -176,23 +168,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_deadline = stream_deadline
 
     def Query(self, request: pb.QueryRequest, context: Context) -> Reply[pb.QueryResponse]:
-        return self._unary(skills.QUERY, request, context)
+        return self._unary(self._run_skill, request, context)
 
     def Caption(self, request: pb.CaptionRequest, context: Context) -> Reply[pb.CaptionResponse]:
-        return self._unary(skills.CAPTION, request, context)
+        return self._unary(self._run_skill, request, context)
 
     def Detect(self, request: pb.DetectRequest, context: Context) -> Reply[pb.DetectResponse]:
-        return self._unary(skills.DETECT, request, context)
+        return self._unary(self._run_skill, request, context)
 
     def Point(self, request: pb.PointRequest, context: Context) -> Reply[pb.PointResponse]:
-        return self._unary(skills.POINT, request, context)
+        return self._unary(self._run_skill, request, context)
 
     def Segment(self, request: pb.SegmentRequest, context: Context) -> Reply[pb.SegmentResponse]:
-        return self._unary(skills.SEGMENT, request, context)
+        return self._unary(self._run_skill, request, context)
 
     def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Reply[pb.RunTasksResponse]:
-        work = functools.partial(self._run_tasks, request)
-        return self._once(work, request.options.request_id, context)
+        return self._unary(self._run_tasks, request, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -206,7 +197,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
         resumes = request.HasField("resume_from")
-        # What cannot be resumed must not end the stream whose id it names.
+        # Check first: an invalid resumption must not end the stream that it names.
         checked = await self._checked(request, converted) if resumes else None
         if resumes and given:
             self._idempotency_cache.forget_stream(key)
@@ -219,8 +210,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             stream = self._dispatcher.submit(converted, image, active)
             resumptions = request.resume_from.resumptions + 1 if resumes else 0
             call.current().resumptions = resumptions
-            told = checkpoints.of(converted, resumptions) if request.checkpoints else None
-            events = EventStream(key.caller_id, request.task.task_id, stamp, told, resumptions)
+            checkpointer = checkpoints.of(converted, resumptions) if request.checkpoints else None
+            events = EventStream(
+                key.caller_id, request.task.task_id, stamp, checkpointer, resumptions
+            )
             async with aclosing(follow(stream, silence)) as outputs:
                 async for output in outputs:
                     for event in events.convert(output):
@@ -237,60 +230,47 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _unary(
         self,
-        skill: Skill[ResultT, ResponseT],
+        run: Callable[[Any, RequestKey, CallContext], Reply[ReplyT]],
         request: Any,
         context: Context,
-    ) -> Reply[ResponseT]:
-        work = functools.partial(self._run_skill, skill, request)
-        return self._once(work, request.options.request_id, context)
-
-    def _once(
-        self,
-        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
-        given: str,
-        context: Context,
     ) -> Reply[ReplyT]:
-        """Calls to which clients gave one id share `work`."""
+        """Answer a unary call; calls with the same client request id share one run."""
+        given = request.options.request_id
         key = self._dispatcher.key(given)
-        return self._shared(work, key, context) if given else work(key, context)
+        if not given:
+            return run(request, key, context)
+        return self._deduplicated(lambda shared: run(request, key, shared), key, context)
 
-    async def _shared(
+    async def _deduplicated(
         self,
-        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
+        work: Callable[[CallContext], Reply[ReplyT]],
         key: RequestKey,
         context: Context,
     ) -> ReplyT:
+        """Deduplicate calls with the same client request id."""
         rpc = call.current()
-        return await self._idempotency_cache.get_or_run(
-            key,
-            await fingerprint(rpc.method, rpc.received),
-            functools.partial(work, key),
-            context,
-        )
+        content = await fingerprint(rpc.method, rpc.received)
+        return await self._idempotency_cache.get_or_run(key, content, work, context)
 
-    async def _run_skill(
-        self,
-        skill: Skill[ResultT, ResponseT],
-        request: Any,
-        key: RequestKey,
-        context: CallContext,
-    ) -> ResponseT:
-        options = request.options
+    async def _run_skill(self, request: Any, key: RequestKey, context: CallContext) -> Any:
+        """Run the skill of the request's type."""
+        skill = skills.BY_REQUEST[type(request)]
         task = skill.task(request, "")
         has_image = requests.check_image(request.image, task)
         sampling = requests.sampling(request.sampling)
-        converted = requests.request(key, task, sampling, options, deltas=False, progress=False)
+        converted = requests.request(
+            key, task, sampling, request.options, deltas=False, progress=False
+        )
         with self._dispatcher.admit(key, context, self._unary_deadline) as active:
             model = self._dispatcher.check(converted)
             image = await self._dispatcher.images.check(request.image) if has_image else None
             done = completed(await self._dispatcher.submit(converted, image, active).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        response: Any = skill.answer(done.result)
+        response = skill.answer(done.result)
         stamp = request.stamp if request.HasField("stamp") else None
         fill_info(response.info, key.caller_id, model.name, done, stamp)
-        answer: ResponseT = response
-        return answer
+        return response
 
     async def _run_tasks(
         self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext

@@ -49,7 +49,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """The model's limits are 0 until it is loaded."""
+        """Describe the server; the model's limits are 0 until it is loaded."""
         return pb.GetServerInfoResponse(
             name="legato",
             version=version(),
@@ -64,7 +64,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """A page token is the offset of its page."""
+        """List the models; a page token is the offset of its page."""
         models = self._models()
         start = _offset(request.page_token, len(models))
         end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)

@@ -19,7 +19,7 @@ from legato_service.session.session import Session, SessionLimits, SessionRegist
 
 
 class SessionServicer(session_pb2_grpc.SessionServiceServicer):
-    """Streams of frames, and of results about them."""
+    """Handler of SessionService."""
 
     def __init__(
         self, dispatcher: Dispatcher, registry: SessionRegistry, limits: SessionLimits
@@ -31,7 +31,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Only a deadline of the client's limits a whole session."""
+        """Run a session, limited only by the client's own deadline."""
         rpc = call.current()
         if rpc.key in self._registry:
             rpc.rename()
@@ -49,7 +49,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
                 CONTRACT_REVISION,
                 self._registry.totals,
             )
-            self._registry.opened(key, session)
+            self._registry.add(key, session)
             async with aclosing(session.messages(request_iterator)) as messages:
                 async for message in messages:
                     yield message
@@ -67,5 +67,5 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
 
 
 def _counted(rpc: call.Call) -> AbstractContextManager[None]:
-    """Against the quota of the call's credential."""
+    """Count the session against the quota of the call's credential."""
     return nullcontext() if rpc.principal is None else rpc.principal.session()

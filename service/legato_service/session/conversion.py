@@ -67,12 +67,12 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
 
 
 def heartbeat(message: pb.SessionOpen) -> float:
-    """Seconds of silence before a heartbeat."""
+    """Return the seconds of silence before a heartbeat."""
     return requests.heartbeat(message, DEFAULT_HEARTBEAT)
 
 
 class ResponseBuilder:
-    """Converts the core's messages to responses with `index` 0, 1, 2, ...
+    """Converter of the core's messages to responses with `index` 0, 1, 2, ...
 
     `go_away_reason` is the status of the next `go_away` message.
     """
@@ -92,7 +92,7 @@ class ResponseBuilder:
     def response(
         self, message: Notice | Event[FrameRequest] | Result[FrameRequest], now: float
     ) -> pb.SessionResponse:
-        """`now` is on the clock of `Frame.captured_at`."""
+        """Build a response; `now` is on the clock of `Frame.captured_at`."""
         match message:
             case Accepted():
                 response = pb.SessionResponse(
@@ -122,7 +122,7 @@ class ResponseBuilder:
         return response
 
     def _request_id(self, frame: FrameRequest, index: int) -> str:
-        """The engine's name for the request of a frame's task, without the tenant."""
+        """Return the engine's name for the request of a frame's task, without the tenant."""
         return RequestKey(self._session_id, part=f"{frame.sequence}.{index}").name
 
     def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:

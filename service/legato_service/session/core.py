@@ -54,11 +54,9 @@ class SessionSettings:
 
 # ---------------------------------------------------------------- frame
 
-# Frames, and the messages about them.
-
 Output = Queued | Started | Delta
 Outcome = Done | LegatoError | None
-"""How a task ended; None: it was stopped before it was submitted to the engine."""
+"""Outcome of a task; None: stopped before it was submitted to the engine."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -80,7 +78,7 @@ class Frame:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Once a result was sent, the frame stays."""
+        """Return whether the frame may be dropped: not once a result was sent."""
         return self.num_sent == 0 and not self.must_run
 
 
@@ -138,11 +136,9 @@ Notice = Accepted | Dropped | GoAway
 
 # ---------------------------------------------------------------- capture clock
 
-# The age of frames on arrival, and when they were captured.
-
 
 class CaptureClock:
-    """Computes ages from capture times on the client's clock, in seconds and in order.
+    """Estimator of ages from capture times on the client's clock, in seconds and in order.
 
     The clock is trusted as long as the least delay so far is at least 0 and below `max_age`.
     Otherwise that delay counts as the difference of the clocks, and ages are relative to it.
@@ -160,13 +156,11 @@ class CaptureClock:
         return delay - self._least_delay
 
     def captured(self, now: float) -> float:
-        """The capture time of a frame without one: it is taken to have been as quick as any."""
+        """Estimate an unstamped frame's capture time, as if it had arrived as fast as any."""
         return now - self._least_delay if math.isfinite(self._least_delay) else now
 
 
 # ---------------------------------------------------------------- frame queue
-
-# The queue of waiting frames.
 
 
 class FrameQueue(Generic[F]):
@@ -219,10 +213,8 @@ class FrameQueue(Generic[F]):
 
 # ---------------------------------------------------------------- totals
 
-# Counts over all sessions of a process.
-
 MAX_AGES = 4096
-"""Ages that are kept for the metrics to take; beyond it the oldest are lost."""
+"""Maximum ages kept for the metrics; the oldest are dropped."""
 
 
 class SessionTotals:
@@ -236,11 +228,9 @@ class SessionTotals:
 
 # ---------------------------------------------------------------- send queue
 
-# The messages that a session has to send.
-
 
 class SendQueue(Generic[F]):
-    """Orders messages: notices first, which need no credit, then results, then events.
+    """Queue of messages: notices first, which need no credit, then results, then events.
 
     Unless the credits suffice for all events of a task, they are dropped before its result, which
     repeats them. Waiting events are merged, so a task holds at most one answer's worth.
@@ -266,7 +256,7 @@ class SendQueue(Generic[F]):
         return len(self._notices)
 
     def frames(self) -> list[F]:
-        """Oldest first."""
+        """Return the frames, oldest first."""
         return list(dict.fromkeys(frame for frame, _, _ in self._results))
 
     def grant(self, count: int) -> None:
@@ -323,7 +313,7 @@ class SendQueue(Generic[F]):
     def _take_event(self, frame: F, index: int) -> Event[F]:
         waiting = self._events.pop((frame, index))
         if len(waiting) > 1:
-            self._events[frame, index] = waiting[1:]  # now after those of other tasks
+            self._events[frame, index] = waiting[1:]  # moves behind those of other tasks
         self._spend_credit()
         return Event(frame, index, waiting[0])
 
@@ -357,7 +347,7 @@ Frame_contra = TypeVar("Frame_contra", bound=Frame, contravariant=True)
 
 
 class Runner(Protocol[Frame_contra]):
-    """Runs frames. Calls `SessionCore`, but never at once."""
+    """Runner of frames. It calls `SessionCore`, but never at once."""
 
     def start(self, frame: Frame_contra) -> None: ...
 
@@ -366,12 +356,12 @@ class Runner(Protocol[Frame_contra]):
         ...
 
     def abort(self, frame: Frame_contra) -> None:
-        """Idempotent."""
+        """Abort the frame. Idempotent."""
         ...
 
 
 class SessionCore(Generic[F]):
-    """One session. `now` is seconds on the clock of `Frame.captured_at`.
+    """State machine of a session. `now` is seconds on the clock of `Frame.captured_at`.
 
     A frame is open until its last result or its drop is handed to the writer. It waits (`_queue`),
     runs (`_running`), and has results to send (`_send_queue`), perhaps the last two at a time.
@@ -407,7 +397,7 @@ class SessionCore(Generic[F]):
 
     @property
     def is_settled(self) -> bool:
-        """All frames have outcomes and all messages were handed over."""
+        """Return whether all frames have outcomes and all messages were handed over."""
         return not self._open and self._send_queue.is_empty
 
     @property
@@ -503,7 +493,7 @@ class SessionCore(Generic[F]):
     # ------------------------------------------------------------ the server's side
 
     def go_away(self, time_left: float) -> None:
-        """Drop new frames from now on; earlier ones go on. Idempotent."""
+        """Drop new frames from now on; earlier ones continue. Idempotent."""
         if not self._going_away:
             self._going_away = True
             self._send_queue.add_notice(GoAway(time_left))
@@ -526,7 +516,7 @@ class SessionCore(Generic[F]):
     # ------------------------------------------------------------ the writer's side
 
     def next(self, now: float) -> Notice | Event[F] | Result[F] | None:
-        """Frames that are too old are dropped first.
+        """Return the next frame to run; drop those that are too old first.
 
         Raises:
             ClientTooSlow: messages waited for credits longer than `credit_timeout`.

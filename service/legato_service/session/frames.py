@@ -48,7 +48,7 @@ class FrameTracks:
         self._trackers: list[tuple[tuple[str, str], Tracker]] = []  # by task id and object
 
     def replace(self, messages: Sequence[task_pb2.Task]) -> list[Tracker | None]:
-        """Return the trackers of new standing tasks; a task that goes on keeps its own."""
+        """Return the trackers of new standing tasks; a kept task keeps its tracker."""
         asked = [
             requests.tracking(message.detect.tracking)
             if message.detect.HasField("tracking")
@@ -70,7 +70,7 @@ class FrameTracks:
         max_unseen: float,
         old: list[tuple[tuple[str, str], Tracker]],
     ) -> Tracker:
-        """Taken from `old` where the task was there before."""
+        """Return the task's tracker, taken from `old` if the task was there before."""
         key = (message.task_id, message.detect.object)
         index = next((i for i, (each, _) in enumerate(old) if each == key), None)
         tracker = Tracker(self._ids, max_unseen) if index is None else old.pop(index)[1]
@@ -106,14 +106,12 @@ def _fill_axes(message: geometry_pb2.BoxAxes, values_A: Array) -> None:
 
 
 def _axes_of(box: geometry_pb2.Box) -> tuple[float, float, float, float]:
-    """Centre x, centre y, width, height."""
+    """Return centre x, centre y, width and height."""
     width, height = box.x_max - box.x_min, box.y_max - box.y_min
     return box.x_min + width / 2, box.y_min + height / 2, width, height
 
 
 # ---------------------------------------------------------------- frame planner
-
-# Conversion of frames and tasks to engine requests.
 
 _TASK = limits.kind_of(task_pb2.Task.DESCRIPTOR)
 
@@ -141,7 +139,7 @@ class FrameRequest(Frame):
 
 
 class FramePlanner:
-    """Converts the frames of one session.
+    """Converter of one session's frames to engine requests.
 
     Raises:
         LegatoError: the opening's model, adapter or tasks cannot be served.
@@ -194,7 +192,7 @@ class FramePlanner:
         )
 
     def _tasks(self, message: pb.Frame) -> tuple[PlannedTask, ...]:
-        """An invalid list becomes one failed task without an id."""
+        """Convert the tasks; an invalid list becomes one failed task without an id."""
         standing = () if message.skip_standing_tasks else self._standing_tasks
         extra = tuple(
             self._planned(each, f"frame.extra_tasks[{index}]")
@@ -234,7 +232,7 @@ class FramePlanner:
             return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
     def _request(self, task: TaskSpec, message: task_pb2.Task, path: str) -> Request:
-        """The image is cached, so that it is encoded once a frame."""
+        """Build a task's request; the image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
         request = requests.request(
             RequestKey(""), task, sampling, self._options, deltas=self._deltas
@@ -256,16 +254,14 @@ def _over_quota() -> QuotaExceeded | None:
 
 # ---------------------------------------------------------------- frame runner
 
-# Runs the frames of a session.
-
 log = structlog.get_logger("legato.session")
 
 ImageResult = asyncio.Future[CachedImage | LegatoError | None]
-"""Set by the task with the image's bytes: the cached image, or the failure that tasks share."""
+"""Result of the task with the image's bytes: the cached image, or a failure of all tasks."""
 
 
 class FrameRunner:
-    """Runs the frames of one session, each for at most `frame_deadline` seconds.
+    """Runner of one session's frames, each for at most `frame_deadline` seconds.
 
     The session is its listener and owns it, and shuts it down at the end of the call; only running
     frames refer back to the listener.
@@ -306,14 +302,14 @@ class FrameRunner:
             self._runs[frame].stop(index)
 
     def abort(self, frame: FrameRequest) -> None:
-        """Idempotent."""
+        """Abort the frame. Idempotent."""
         if frame in self._runs:
             self._runs.pop(frame).abort()
 
     def shut_down(self) -> None:
         """Abort all frames at once. Idempotent.
 
-        The end of a frame lets a waiting one start, which would outlive the runner otherwise.
+        A frame's end starts a waiting one, which would otherwise outlive the runner.
         """
         self._shut_down = True
         for frame in list(self._runs):
@@ -383,7 +379,7 @@ class FrameRun:
     async def _start_tasks(
         self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
     ) -> None:
-        """The first task carries the image's bytes; the others refer to it."""
+        """Start the tasks; the first carries the image's bytes, the others refer to it."""
         last = len(self._frame.tasks) - 1
         original = None if isinstance(image, LegatoError) else image
         for index, task in enumerate(self._frame.tasks):

@@ -1,4 +1,4 @@
-"""One session from open to close, and the registry of open sessions."""
+"""Session lifecycle, and the registry of open sessions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SessionLimits:
 
 
 class Session:
-    """One session. Iterate `messages` once; what it raises ends the call.
+    """Session of one call. Iterate `messages` once; what it raises ends the call.
 
     Times are `time.monotonic()` seconds.
 
@@ -90,7 +90,7 @@ class Session:
         )
 
     def _next_silence(self) -> float:
-        """Jitter keeps the heartbeats of sessions apart."""
+        """Return the silence until a heartbeat, with jitter that keeps sessions apart."""
         return self._heartbeat * random.uniform(0.5, 1.0)
 
     # ------------------------------------------------------------ the writer
@@ -98,7 +98,7 @@ class Session:
     async def messages(
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionResponse]:
-        """Frames that still run at the end are aborted."""
+        """Yield the session's messages; frames that still run at the end are aborted."""
         self._reader = asyncio.create_task(self._read(requests), name="session reader")
         self._reader.add_done_callback(lambda _: self._wake())
         try:
@@ -233,7 +233,7 @@ class Session:
         self._wake()
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Later calls may shorten `time_left` (seconds)."""
+        """Announce the end; later calls may shorten `time_left` (seconds)."""
         now = time.monotonic()
         if self._end_at == math.inf:
             self._reason = reason
@@ -259,8 +259,6 @@ class Session:
 
 
 # ---------------------------------------------------------------- registry
-
-# The open sessions.
 
 
 class SessionRegistry:
@@ -306,8 +304,8 @@ class SessionRegistry:
             if not self._sessions:
                 self._empty.set()
 
-    def opened(self, key: RequestKey, session: Session) -> None:
-        """The session goes away at once if all have to."""
+    def add(self, key: RequestKey, session: Session) -> None:
+        """Register a session; it goes away at once if all have to."""
         self._sessions[key] = session
         if self._going_away is not None:
             session.go_away(*self._going_away)
@@ -331,7 +329,7 @@ class SessionRegistry:
                 session.fail(error)
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Sessions that open later go away too."""
+        """Send all sessions away, including those that open later."""
         self._going_away = (time_left, reason)
         for session in self._sessions.values():
             if session is not None:

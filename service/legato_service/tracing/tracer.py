@@ -35,7 +35,7 @@ _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _FAULTS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
-"""Codes with which a server's span is an error; the others are the caller's."""
+"""Codes that mark a server span as failed; other codes are the caller's fault."""
 
 
 def is_fault(code: str) -> bool:
@@ -98,8 +98,6 @@ def of_request(request: EndedRequest, model: str) -> Attributes:
 
 # ---------------------------------------------------------------- exporter
 
-# Sends spans to a collector.
-
 _INSECURE = ("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
 
 
@@ -117,7 +115,7 @@ def span_exporter(endpoint: str) -> SpanProcessor:
 
 # ---------------------------------------------------------------- tracer
 
-# Spans of calls, made after their end from what was measured.
+# Spans are built after a call's end, from its measurements.
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("legato_service")
@@ -206,7 +204,7 @@ class Tracer:
         )
 
     def _add_request(self, request: EndedRequest) -> None:
-        """A span of the request, with one for each part of it."""
+        """Add the request's span, and a span for each of its parts."""
         call, timings, ended_ns = request.call, request.timings, request.ended_ns
         arrived_ns = ended_ns - round(timings.total * _SECOND)
         if not call.arrived_ns and not call.method.startswith(_SESSION):

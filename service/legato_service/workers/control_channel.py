@@ -52,19 +52,19 @@ _decode = msgspec.json.Decoder(Message).decode
 
 
 class ControlChannel:
-    """One end of a control channel; messages are lines of JSON."""
+    """Endpoint of a control channel; messages are lines of JSON."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     @classmethod
-    async def over(cls, connection: socket.socket) -> ControlChannel:
-        """The channel owns the connected socket."""
+    async def from_socket(cls, connection: socket.socket) -> ControlChannel:
+        """Open a channel over a connected socket, which it then owns."""
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=_MAX_MESSAGE))
 
     def send(self, message: Message) -> None:
-        """Without effect when the other end is closed."""
+        """Send a message; without effect if the other end is closed."""
         self._writer.write(_encode(message) + b"\n")
 
     async def receive(self) -> Message | None:
@@ -81,13 +81,11 @@ class ControlChannel:
 
 # ---------------------------------------------------------------- metrics exchange
 
-# Metrics of the processes of a server, over their control channels.
-
 TIMEOUT = 2.0  # seconds for another process to reply
 
 
 class MetricsExchange:
-    """One end's requests for the other's metrics, and its replies, made by `collect`."""
+    """Metrics requests to the other end, and replies to its own, made by `collect`."""
 
     def __init__(self, channel: ControlChannel, collect: Callable[[], Awaitable[Snapshot]]) -> None:
         self._channel = channel
@@ -125,7 +123,7 @@ class MetricsExchange:
 class WorkerMetrics:
     """The metrics of all workers, as the first process adds them up.
 
-    A worker that does not reply counts with its last reply, and one that died goes on counting in
+    A worker that does not reply counts with its last reply, and one that died still counts in
     what only grows, so that sums never fall.
     """
 
@@ -140,7 +138,7 @@ class WorkerMetrics:
     def remove(self, number: int) -> None:
         self._exchanges.pop(number, None)
         if (latest := self._latest.pop(number, None)) is not None:
-            growing = latest.only(each.name for each in catalogue.OWN if each.adds_up)
+            growing = latest.only(each.name for each in catalogue.OWN if each.is_additive)
             self._ended = merged((self._ended, growing))
 
     async def gather(self) -> Snapshot:

@@ -82,15 +82,13 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 # ---------------------------------------------------------------- processes
 
-# The worker processes.
-
 log = structlog.get_logger("legato.service")
 
 _MODULE = "legato_service.workers.worker"
 
 
 class WorkerProcesses:
-    """Starts the workers, restarts those that die, and drains them with the server.
+    """Worker processes: started, restarted when they die, and drained with the server.
 
     Removes what a dead worker left in shared memory; the engines abort its requests themselves. The
     `Peers` of the first process's server, which `drain_first` drains and whose own metrics
@@ -125,23 +123,23 @@ class WorkerProcesses:
         self._not_ready = {each.number for each in self._settings}
         self._serving_since: dict[int, float] = {}  # monotonic seconds, of running workers
         self._tasks: list[asyncio.Task[None]] = []
-        self.failed_starts = 0  # of workers that died before one of the same number ever served
+        self.failed_starts = 0  # deaths of workers before one of the same number ever served
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return not self._not_ready
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self._settings]
 
     def withdraw(self) -> None:
-        """Have the workers report not serving, those that start later too."""
+        """Withdraw the workers from service, including those that start later."""
         self._withdrawn = True
         for channel in self._channels.values():
             channel.send(WithdrawCommand())
 
     def drain(self, grace: float) -> None:
-        """The first process included; repeated, only shorten the grace."""
+        """Drain all processes, the first included; a repeated call only shortens the grace."""
         self._drain_until = min(self._drain_until, time.monotonic() + grace)
         self._draining.set()
         self._drain_first(grace)
@@ -157,7 +155,7 @@ class WorkerProcesses:
     async def _snapshot_all(self) -> Snapshot:
         return await self.gather(self._snapshot_first())
 
-    async def exited(self, within: float | None = None) -> bool:
+    async def wait_exited(self, within: float | None = None) -> bool:
         """Wait `within` seconds at most; return whether all have exited."""
         if not self._tasks:
             return True
@@ -193,7 +191,7 @@ class WorkerProcesses:
     async def _run_once(self, settings: Settings) -> int:
         """Return a worker's exit code; cancellation kills it."""
         ours, theirs = socket.socketpair()
-        channel = await ControlChannel.over(ours)
+        channel = await ControlChannel.from_socket(ours)
         exchange = MetricsExchange(channel, self._snapshot_all)
         listening = asyncio.create_task(self._listen(settings.number, channel, exchange))
         process: ChildProcess | None = None

@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is 0 only after a drain."""
+    """Run the worker; the exit code is 0 only after a drain."""
     standard_error()
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
@@ -91,14 +91,14 @@ class _FirstProcess:
         return await abort_elsewhere(self._engines, target)
 
     async def gather(self, own: Snapshot) -> Snapshot:
-        """The first process asks this one in turn."""
+        """Gather metrics; the first process asks this one in turn."""
         everything = None if self.exchange is None else await self.exchange.request()
         return own if everything is None else everything
 
 
 async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
     """Serve until the first process orders a drain or is gone."""
-    channel = await ControlChannel.over(connection)
+    channel = await ControlChannel.from_socket(connection)
     refused = RefusedRequests()
     engines = [
         EngineConnection(
@@ -122,7 +122,7 @@ async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.so
         return 1
     first.exchange = MetricsExchange(channel, server.snapshot)
     listening = asyncio.create_task(_listen(channel, server, first.exchange))
-    drained = asyncio.create_task(server.drained())
+    drained = asyncio.create_task(server.wait_drained())
     announcing: asyncio.Task[None] | None = None
     try:
         for engine, endpoint in zip(engines, settings.engines, strict=True):

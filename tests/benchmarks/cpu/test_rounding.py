@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from legato_client import Box
-from legato_client.calibration.scored import LabelledPicture, Scored
+from legato_client.calibration.scored import LabelledImage, Scored
 
 from benchmarks.cpu import rounding
 
@@ -15,7 +15,7 @@ BOX = Box(0.1, 0.1, 0.2, 0.2)
 
 
 def picture(number, **boxes):
-    return LabelledPicture(Path(), number, boxes)
+    return LabelledImage(Path(), number, boxes)
 
 
 def found(number, *, right):

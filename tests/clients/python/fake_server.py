@@ -200,7 +200,7 @@ class FakeServer(
             sure = model.confidence
             sure.tasks.append("detect")
             sure.calibrated_tasks.append("detect")
-            sure.fitted_on = "my kitchen, 400 pictures"
+            sure.fitted_on = "my kitchen, 400 images"
             sure.fitted_at.FromSeconds(1795564800)
         return server_pb2.ListModelsResponse(
             models=[model],

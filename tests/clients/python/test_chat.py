@@ -9,10 +9,10 @@ import pytest
 from legato.v1 import task_pb2
 from legato_client import CachedImage, Client, Finished, Message, QueryTask, Sampling
 
-PICTURE = CachedImage("i-7")
+IMAGE = CachedImage("i-7")
 TALK = (
     Message("system", "Be short."),
-    Message("user", (PICTURE, "What ", "is it?")),
+    Message("user", (IMAGE, "What ", "is it?")),
     Message("assistant", "A cup."),
     Message("user", "Of what colour?"),
 )
@@ -44,7 +44,7 @@ def test_chat(client, server):
     assert (asked.question, asked.reasoning, asked.sampling.max_tokens) == ("", True, 5)
 
 
-def test_chat_without_a_picture(client, server):
+def test_chat_without_a_image(client, server):
     """A conversation of words alone has no image."""
     client.chat([Message("user", "Hi")])
     assert not server.last("Query").HasField("image")
@@ -57,7 +57,7 @@ def test_chat_streams(client, server):
     asked = server.last("Generate")
     assert told(asked.task.query.messages) == SAME
     assert asked.image.image_id == "i-7"
-    client.generate(PICTURE, QueryTask(messages=(Message("user", "Hi"),)))
+    client.generate(IMAGE, QueryTask(messages=(Message("user", "Hi"),)))
     assert server.last("Generate").image.image_id == "i-7"
 
 
@@ -71,20 +71,20 @@ def test_chat_reads_a_file(client, server, tmp_path):
     assert told(asked.messages) == [(task_pb2.CHAT_ROLE_USER, [None, str(path)])]
 
 
-def test_one_picture_a_conversation(client, server):
+def test_one_image_a_conversation(client, server):
     """A second image is refused before anything is sent, as is an unknown role."""
-    twice = (*TALK, Message("assistant", "Red."), Message("user", (PICTURE, "And this?")))
+    twice = (*TALK, Message("assistant", "Red."), Message("user", (IMAGE, "And this?")))
     with pytest.raises(ValueError, match="one image"):
         client.chat(twice)
     with pytest.raises(ValueError, match="one image"):
-        client.generate(PICTURE, QueryTask(messages=TALK))
+        client.generate(IMAGE, QueryTask(messages=TALK))
     nobody: Any = "judge"
     with pytest.raises(ValueError, match="role"):
         client.chat([Message(nobody, "Hi")])
     assert not server.requests
 
 
-def test_a_shared_picture_is_not_inside_a_message(client, server):
+def test_a_shared_image_is_not_inside_a_message(client, server):
     """Where several tasks share an image, one inside a message is refused, not lost."""
     with pytest.raises(ValueError, match="beside the tasks"):
         client.run_tasks(None, [QueryTask(messages=TALK)])
@@ -93,7 +93,7 @@ def test_a_shared_picture_is_not_inside_a_message(client, server):
         pytest.raises(ValueError, match="beside the tasks"),
     ):
         blocking.session([QueryTask(messages=TALK)]).__enter__()
-    client.run_tasks(PICTURE, [QueryTask(messages=TALK[2:])])
+    client.run_tasks(IMAGE, [QueryTask(messages=TALK[2:])])
     assert len(server.last("RunTasks").tasks[0].query.messages) == 2
 
 

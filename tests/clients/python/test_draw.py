@@ -28,9 +28,9 @@ from PIL import Image
 SIZE = 800
 
 
-def changed(picture: Image.Image, x: float, y: float) -> bool:
+def changed(image: Image.Image, x: float, y: float) -> bool:
     """Whether the white ground shows a mark at this place."""
-    return picture.getpixel((round(x * SIZE), round(y * SIZE))) != (255, 255, 255)
+    return image.getpixel((round(x * SIZE), round(y * SIZE))) != (255, 255, 255)
 
 
 @pytest.fixture
@@ -41,40 +41,40 @@ def ground() -> Image.Image:
 
 def test_box(ground):
     """A box is drawn along its edges and leaves its inside and the outside alone."""
-    picture = annotate(ground, [Detection(Box(0.25, 0.25, 0.75, 0.75), "")])
+    image = annotate(ground, [Detection(Box(0.25, 0.25, 0.75, 0.75), "")])
     for place in ((0.25, 0.5), (0.75, 0.5), (0.5, 0.25), (0.5, 0.75)):
-        assert changed(picture, *place)
-    assert not changed(picture, 0.5, 0.5)
-    assert not changed(picture, 0.1, 0.5)
+        assert changed(image, *place)
+    assert not changed(image, 0.5, 0.5)
+    assert not changed(image, 0.1, 0.5)
 
 
 def test_point(ground):
     """A point's centre has its label's colour."""
-    picture = annotate(ground, [PointedObject(Point(0.5, 0.5), "a")])
-    assert picture.getpixel((SIZE // 2, SIZE // 2)) == PALETTE[0]
-    assert not changed(picture, 0.2, 0.2)
+    image = annotate(ground, [PointedObject(Point(0.5, 0.5), "a")])
+    assert image.getpixel((SIZE // 2, SIZE // 2)) == PALETTE[0]
+    assert not changed(image, 0.2, 0.2)
 
 
 def test_outline(ground):
     """An outline shades its inside, not the rest of its box."""
     triangle = Outline("M 0 0 L 1 0 L 0 1 z", Box(0.2, 0.2, 0.8, 0.8), "")
-    picture = annotate(ground, [triangle])
-    assert changed(picture, 0.3, 0.3)
-    assert not changed(picture, 0.7, 0.7)
+    image = annotate(ground, [triangle])
+    assert changed(image, 0.3, 0.3)
+    assert not changed(image, 0.7, 0.7)
 
 
 def test_unreadable_outline(ground):
     """An outline whose path cannot be read shows its box."""
-    picture = annotate(ground, [Outline("what", Box(0.2, 0.2, 0.8, 0.8), "")])
-    assert changed(picture, 0.2, 0.5)
-    assert not changed(picture, 0.5, 0.5)
+    image = annotate(ground, [Outline("what", Box(0.2, 0.2, 0.8, 0.8), "")])
+    assert changed(image, 0.2, 0.5)
+    assert not changed(image, 0.5, 0.5)
 
 
 def test_labels(ground):
     """A label is written at its box, inside the image even for a box at the edge."""
-    picture = annotate(ground, [Detection(Box(0, 0, 1, 1), "cat")])
-    assert changed(picture, 0.02, 0.02)
-    assert picture.size == (SIZE, SIZE)
+    image = annotate(ground, [Detection(Box(0, 0, 1, 1), "cat")])
+    assert changed(image, 0.02, 0.02)
+    assert image.size == (SIZE, SIZE)
 
 
 def test_colours(ground):
@@ -84,20 +84,20 @@ def test_colours(ground):
         PointedObject(Point(0.5, 0.5), "b"),
         PointedObject(Point(0.8, 0.5), "a"),
     ]
-    picture = annotate(ground, marks)
-    colours = [picture.getpixel((round(x * SIZE), SIZE // 2)) for x in (0.2, 0.5, 0.8)]
+    image = annotate(ground, marks)
+    colours = [image.getpixel((round(x * SIZE), SIZE // 2)) for x in (0.2, 0.5, 0.8)]
     assert colours[0] == colours[2] != colours[1]
 
 
 def test_text_panel(ground):
     """Lines of text make the image taller and leave the image itself alone."""
-    picture = annotate(ground, lines=["a cat " * 60])
-    assert picture.width == SIZE
-    assert picture.height > SIZE + 40
-    assert not changed(picture, 0.5, 0.5)
+    image = annotate(ground, lines=["a cat " * 60])
+    assert image.width == SIZE
+    assert image.height > SIZE + 40
+    assert not changed(image, 0.5, 0.5)
 
 
-def test_small_pictures_are_enlarged():
+def test_small_images_are_enlarged():
     """A small image grows by a whole factor, so that labels do not cover it."""
     assert annotate(Image.new("RGB", (200, 100))).size == (600, 300)
 
@@ -158,10 +158,10 @@ def frame_of(name: str) -> RawFrame:
 @pytest.mark.parametrize("name", ["nv12", "yuyv"])
 def test_camera_frames(name):
     """A camera's frame is drawn on in its true colours, whatever pads its rows."""
-    picture = open_upright(frame_of(name))
-    assert picture.size == (8, 4)
+    image = open_upright(frame_of(name))
+    assert image.size == (8, 4)
     for x, colour in ((0, (255, 0, 0)), (7, (0, 255, 0))):
-        shown = picture.getpixel((x, 3))
+        shown = image.getpixel((x, 3))
         assert isinstance(shown, tuple)
         assert max(abs(a - b) for a, b in zip(shown, colour, strict=True)) <= 4
 
@@ -172,7 +172,7 @@ def test_camera_frames(name):
 )
 def test_packed_frames(name, pixel):
     """The order of a frame's channels is respected."""
-    picture = open_upright(RawFrame(bytes(pixel * 6), 3, 2, name))
-    assert picture.getpixel((2, 1)) == (1, 2, 3)
+    image = open_upright(RawFrame(bytes(pixel * 6), 3, 2, name))
+    assert image.getpixel((2, 1)) == (1, 2, 3)
     mono = open_upright(RawFrame(bytes(6), 3, 2, "mono8"))
     assert mono.getpixel((2, 1)) == (0, 0, 0)

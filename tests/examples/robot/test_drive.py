@@ -47,7 +47,7 @@ async def test_the_terms_are_those_that_were_asked_for() -> None:
     assert all(task.detect.HasField("tracking") for task in opened.standing_tasks)
 
 
-async def test_every_picture_is_sent_once_with_its_own_stamp() -> None:
+async def test_every_image_is_sent_once_with_its_own_stamp() -> None:
     """Frames go in order, their capture times exactly a frame apart, on the wall's clock."""
     session = FakeSession(SCENE, FPS, as_it_is)
     before = time.time_ns()

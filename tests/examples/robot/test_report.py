@@ -151,7 +151,7 @@ def test_tracks_that_are_wrong_score_less() -> None:
 
 def test_a_moment_shows_truth_tracks_and_stale_boxes() -> None:
     """The image of that time is marked where things are, are expected, and were seen."""
-    bare = SCENE.picture(0.8)
+    bare = SCENE.image(0.8)
     stale = list(SCENE.truth(0.4).values())
     with_truth = overlay.moment(SCENE, 0.8, (), ())
     with_tracks = overlay.moment(SCENE, 0.8, tracks_at(0.8), ())

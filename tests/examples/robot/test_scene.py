@@ -25,9 +25,9 @@ def test_a_seed_is_a_scene() -> None:
 def test_the_truth_is_where_the_pixels_are(noun: str) -> None:
     """What differs from the empty ground is what the truth frames, to two pixels, at any time."""
     scene = compose((noun,), 5)
-    empty = np.asarray(Scene(scene.size, ()).picture(0))
+    empty = np.asarray(Scene(scene.size, ()).image(0))
     for t in TIMES[::7]:
-        changed = np.any(np.asarray(scene.picture(t)) != empty, axis=2)
+        changed = np.any(np.asarray(scene.image(t)) != empty, axis=2)
         rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
         seen = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
         true = scene.truth(t)[noun].to_pixels(*scene.size)
@@ -37,7 +37,7 @@ def test_the_truth_is_where_the_pixels_are(noun: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("size", [(640, 480), (320, 240), (800, 450)])
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_things_stay_in_the_picture_and_apart(seed: int, size: tuple[int, int], count: int) -> None:
+def test_things_stay_in_the_image_and_apart(seed: int, size: tuple[int, int], count: int) -> None:
     """No thing leaves the image and none hides another, so that the truth needs no footnote."""
     scene = compose(NOUNS[:count], seed, size)
     for t in TIMES:

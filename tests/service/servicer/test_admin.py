@@ -308,7 +308,7 @@ async def test_drain_returns_at_once_with_what_is_left():
         assert refused.reason == "DRAINING"
         answer(engine, engine.streams[RequestKey("mine")])
         assert (await call).answer
-        assert await server.server.drained()
+        assert await server.server.wait_drained()
 
 
 async def test_draining_again_only_shortens_the_grace():
@@ -317,7 +317,7 @@ async def test_draining_again_only_shortens_the_grace():
         call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         await server.admin.Drain(drain_in(600))
-        waiting = asyncio.create_task(server.server.drained())
+        waiting = asyncio.create_task(server.server.wait_drained())
         await server.admin.Drain(drain_in(6000))
         assert server.server.grace_left <= 600
         assert not waiting.done()

@@ -37,7 +37,7 @@ class Worker:
 @asynccontextmanager
 async def connected(worker):
     """The first process's exchange with a worker."""
-    channels = [await ControlChannel.over(end) for end in socket.socketpair()]
+    channels = [await ControlChannel.from_socket(end) for end in socket.socketpair()]
     ends = [
         MetricsExchange(channels[0], worker.collect),
         MetricsExchange(channels[1], worker.collect),

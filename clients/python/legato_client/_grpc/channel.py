@@ -42,13 +42,13 @@ def load() -> dict[str, Any]:
 
 def of_target(target: str) -> str:
     config = load()
-    if not names_several(target):
+    if not has_several_addresses(target):
         for key in _FOR_SEVERAL:
             del config[key]
     return json.dumps(config)
 
 
-def names_several(target: str) -> bool:
+def has_several_addresses(target: str) -> bool:
     """Return whether a gRPC name may stand for several servers.
 
     That is a list of addresses ("ipv4:10.0.0.1:50051,10.0.0.2:50051") or a name with the scheme
@@ -64,13 +64,13 @@ def max_attempts() -> int:
 
 # ---------------------------------------------------------------- affinity
 
-# The metadata by which a proxy sends calls about one image, or of one session, to one server.
+# Metadata by which a proxy routes calls about one image, or of one session, to one server.
 
 KEY = "legato-affinity"
 
 
 def of(request: Message) -> str:
-    """The id of the image that a server has to hold, or the session's name; empty: any server."""
+    """Return the image id that a server must hold, or the session's name; empty: any server."""
     match request:
         case session_pb2.SessionOpen():
             return _text(request.session_name)
@@ -86,8 +86,6 @@ def _text(value: str) -> str:
 
 
 # ---------------------------------------------------------------- channel
-
-# The options of a channel: sizes, keep-alive, retries, metadata.
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT = 60.0  # seconds, unary
@@ -109,7 +107,7 @@ def default_target() -> str:
 
 
 def full_target(target: str) -> str:
-    """A target of gRPC; a host alone has the port of `DEFAULT_TARGET`.
+    """Return a gRPC target; a host without a port gets the port of `DEFAULT_TARGET`.
 
     Raises:
         ValueError: a URL of HTTP, or a port that is no number.
@@ -127,7 +125,7 @@ def full_target(target: str) -> str:
 
 
 def _split(target: str) -> tuple[str, str]:
-    """Host and port; an IPv6 address gets its brackets."""
+    """Split host and port; an IPv6 address gets its brackets."""
     default = DEFAULT_TARGET.rpartition(":")[2]
     if target.startswith("["):
         host, _, after = target.partition("]")
@@ -155,7 +153,7 @@ def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
 
 
 def call_metadata(priority: int | None, tenant: str | None, extra: Metadata) -> Metadata:
-    """Keys are in lower case, as gRPC demands."""
+    """Return the call's metadata, with lower-case keys as gRPC demands."""
     own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
     if priority is not None:
         own += (("legato-priority", str(priority)),)
@@ -187,7 +185,7 @@ class Deadline:
 
 
 def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
-    """Seconds until the next attempt, or None when the error must be raised.
+    """Return the seconds until the next attempt, or None if the error must be raised.
 
     gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
     """
@@ -199,8 +197,6 @@ def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
 
 
 # ---------------------------------------------------------------- wire
-
-# Requests as bytes.
 
 _FIELDS = {  # of `Image.source`: the number of `data` in it, and its own
     "encoded": (media_pb2.EncodedImage.DATA_FIELD_NUMBER, media_pb2.Image.ENCODED_FIELD_NUMBER),
@@ -230,7 +226,7 @@ def to_bytes(request: Message, file: bytes | None = None) -> bytes:
 
 
 def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
-    """The fields of `path` have the innermost first."""
+    """Return the fields of `path`, innermost first."""
     tail_size, headers = len(data), b""
     for number in path:
         header = _header(number, tail_size)
@@ -240,7 +236,7 @@ def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
 
 
 def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
-    """The fields that lead to the image have the innermost first."""
+    """Return the fields that lead to the image, innermost first."""
     if isinstance(request, session_pb2.SessionRequest):
         path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
         return path, request.frame.image if request.HasField("frame") else None
@@ -265,15 +261,13 @@ def _varint(value: int) -> bytes:
 
 # ---------------------------------------------------------------- methods
 
-# The RPCs of this client.
-
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method(Generic[ResponseT, ValueT]):
-    """One RPC; `parse` turns its response into a value."""
+    """RPC definition; `parse` turns its response into a value."""
 
     path: str
     response: type[ResponseT]
@@ -311,7 +305,7 @@ OF_SKILLS: Mapping[str, Method[Any, Any]] = {
     )
     for skill in skills.SKILLS
 }
-"""The call of each skill alone, by the skill's name."""
+"""Each skill's own call, by the skill's name."""
 RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
 GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event_of)
 PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, responses.held_image)

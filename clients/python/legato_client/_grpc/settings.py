@@ -22,7 +22,7 @@ BearerToken = str | os.PathLike[str] | Callable[[], str]
 """A token, the path of a file with one, or a function that returns the current one ("": none)."""
 
 VARIABLE = "LEGATO_TOKEN"
-"""The environment variable with the token of clients that are given none."""
+"""Environment variable with the default token."""
 
 _FORM = re.compile(r"[\x21-\x7e]{1,8192}")
 _CREDENTIAL = re.compile(r"legato_([A-Za-z0-9.-]+)_[A-Za-z0-9_-]+")
@@ -124,7 +124,7 @@ def _are_loopback(names: str) -> bool:
 
 
 def _is_loopback(name: str) -> bool:
-    """`host`, `host:port`, `[address]:port` or an IPv6 address alone."""
+    """Return whether `host`, `host:port`, `[address]:port` or a bare IPv6 address is loopback."""
     host, port = name, ""
     if name.startswith("["):
         host, _, port = name[1:].partition("]")
@@ -149,8 +149,6 @@ def _checked(token: str) -> str:
 
 
 # ---------------------------------------------------------------- security
-
-# The encryption of a connection, and as whom a client calls.
 
 Pem = str | os.PathLike[str] | bytes
 """The path of a PEM file, or its bytes."""
@@ -186,7 +184,7 @@ class Security:
         return (("grpc.enable_http_proxy", 0),) if exposed or self.is_local else ()
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """The current token, if any, as metadata. Raises as `TokenSource.read`."""
+        """Return the current token as metadata, if there is one. Raises as `TokenSource.read`."""
         token = "" if self.token is None else self.token.read()
         return (("authorization", f"Bearer {token}"),) if token else None
 
@@ -211,7 +209,7 @@ class Security:
 
 
 OPEN = Security()
-"""Without TLS and token."""
+"""Security without TLS and token."""
 
 
 def of(
@@ -275,8 +273,6 @@ def _check_authority(pem: bytes) -> None:
 
 # ---------------------------------------------------------------- settings
 
-# The settings of a client.
-
 MetadataT = TypeVar("MetadataT")
 
 
@@ -315,7 +311,7 @@ class CallMetadata(Generic[MetadataT]):
         self._made = make(self._fixed)
 
     def current(self, affinity: str = "") -> MetadataT:
-        """Raises as `TokenSource.read`."""
+        """Return the current settings. Raises as `TokenSource.read`."""
         if self._tokens is not None and (token := self._tokens.read()) != self._token:
             bearer = (("authorization", f"Bearer {token}"),) if token else ()
             self._own = (*self._fixed, *bearer)
@@ -327,7 +323,7 @@ class CallMetadata(Generic[MetadataT]):
 
 
 class ConfiguredClient:
-    """Takes the arguments that both clients share."""
+    """Base of both clients, with their shared arguments."""
 
     def __init__(
         self,

@@ -37,8 +37,9 @@ ValueT = TypeVar("ValueT")
 
 
 class Transport(Protocol):
-    """Sends serialized requests; `timeout` is the gRPC deadline in seconds,
-    `affinity` what a proxy chooses the server by.
+    """Sender of serialized requests.
+
+    `timeout` is the gRPC deadline in seconds; a proxy chooses the server by `affinity`.
 
     Failures are raised as `LegatoError`.
     """
@@ -58,11 +59,11 @@ class Transport(Protocol):
     def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
-        """Closing it early cancels the call."""
+        """Yield the responses; closing the iterator early cancels the call."""
         ...
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """Does not block the event loop."""
+        """Run without blocking the event loop."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -70,14 +71,14 @@ class Transport(Protocol):
 
 # ---------------------------------------------------------------- async status
 
-# The status that a server ended an asyncio call with during a write.
+# Status of an asyncio call that the server ended during a write.
 
 _FAILED_WRITE = "Internal error from Core"
 _PATIENCE = 1.0  # seconds for the status of an ended call
 
 
 class ServerStatus:
-    """Notes a call's status before grpc.aio writes another one over it.
+    """Recorder of a call's status, before grpc.aio overwrites it.
 
     When a call ends during a write, grpc.aio ends it with an INTERNAL of its own, whether or not
     the server's status is there. The call's callbacks get both.
@@ -88,8 +89,8 @@ class ServerStatus:
         self._known = asyncio.Event()
         call.add_done_callback(self._note)
 
-    async def instead_of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Replaces only an error of grpc.aio's own making."""
+    async def resolve(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """Return the real error of the call in place of one of grpc.aio itself."""
         if not _is_failed_write(error.code(), error.details()):
             return error
         try:
@@ -111,7 +112,7 @@ def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The call is done, so the coroutine has nothing to wait for."""
+    """Return the response of a finished call; the coroutine never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -123,14 +124,12 @@ def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
 
 # ---------------------------------------------------------------- async transport
 
-# The asyncio transport.
-
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
 
 
 CALLS_PER_CHANNEL = 100
-"""At once. A server begins only so many calls of a connection (Legato 256, proxies often 100); gRPC
-lets further ones wait without a word."""
+"""Concurrent calls. Servers start a limited number per connection (Legato 256, proxies often 100);
+gRPC queues further ones silently."""
 
 
 class PooledChannel:
@@ -210,7 +209,7 @@ class AsyncTransport:
             try:
                 return message_of(method.response, await call)
             except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(await status.instead_of(error)) from error
+                raise from_rpc_error(await status.resolve(error)) from error
 
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
@@ -235,7 +234,7 @@ class AsyncTransport:
         await asyncio.sleep(seconds)
 
     async def close(self) -> None:
-        """A later call opens another connection."""
+        """Close the connection; a later call opens another."""
         channels, self._channels = self._channels, []
         for each in channels:
             await each.channel.close()
@@ -243,13 +242,11 @@ class AsyncTransport:
 
 # ---------------------------------------------------------------- blocking transport
 
-# The blocking transport.
-
 # ruff: noqa: ASYNC109, ASYNC251 - coroutines in shape only: they block by contract, see `run`
 
 
 def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The coroutine blocks and never suspends."""
+    """Run the coroutine, which blocks and never suspends."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -327,19 +324,17 @@ class BlockingTransport:
 
 # ---------------------------------------------------------------- event reader
 
-# Reading a Generate stream, over the servers that it takes.
-
 _DELAYS = (0.05, 1.0, 3.0)
 """Seconds before each resumption at most: a proxy has another server at once, a name may need a
 moment, and a server that was alone comes back."""
 
 
 class EventReader:
-    """Checks the grammar of a stream and converts its messages.
+    """Reader of a stream that checks its grammar and converts its messages.
 
     A broken path may end a stream with any code; the absence of `Finished` is what tells. Where
     the server sends checkpoints, events wait for the one that covers them, so that a stream that
-    goes on with another server tells everything once.
+    continues on another server repeats no event.
     """
 
     def __init__(self) -> None:
@@ -353,7 +348,7 @@ class EventReader:
         self._num_resumptions = 0
 
     def read(self, message: inference_pb2.GenerateResponse) -> list[results.Event]:
-        """The events that may be given on; `Finished` is kept for the end.
+        """Yield events for the caller; `Finished` is kept for the end.
 
         Raises IncompleteStream when an event was lost, and the task's own error when it failed.
         """
@@ -379,7 +374,7 @@ class EventReader:
         return known
 
     def end(self) -> results.Finished:
-        """The last event, given after the stream ended with OK: to stop at it cancels nothing.
+        """Return the last event, once the stream ended with OK: stopping at it cancels nothing.
 
         Raises IncompleteStream when there was none.
         """
@@ -388,7 +383,7 @@ class EventReader:
         return self._finished
 
     def resumption(self, error: LegatoError, time_left: float) -> float | None:
-        """Seconds until the stream may go on elsewhere, or None when the error must be raised."""
+        """Return the seconds until the stream may resume elsewhere, or None to raise the error."""
         if not self._can_resume(error) or self._num_resumptions == len(_DELAYS):
             return None
         # A lost server had many streams.
@@ -428,7 +423,9 @@ class EventReader:
         self._checkpoint.MergeFrom(checkpoint)
 
     def _can_resume(self, error: LegatoError) -> bool:
-        """Before the first event gRPC itself has retried, and without checkpoints nothing can be.
+        """Return whether the stream can resume.
+
+        Before the first event gRPC itself has retried, and without checkpoints no stream can.
 
         A failure without a reason is not the server's: its connection was cut.
         """

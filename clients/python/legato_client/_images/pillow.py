@@ -73,7 +73,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 def _high_bytes(image: Image.Image) -> Image.Image:
     samples = image.convert("I")
-    low, high = cast(tuple[int, int], samples.getextrema())  # of one channel
+    low, high = cast(tuple[int, int], samples.getextrema())  # single channel
     if low < 0 or high > _MAX_SAMPLE:
         raise ValueError(
             f"a Pillow image of mode {image.mode} has values of 0 to {_MAX_SAMPLE}, "
@@ -113,5 +113,5 @@ def _from_frame(frame: RawFrame) -> Image.Image:
 
 
 def _padded(data: bytes, stride: int) -> bytes:
-    """Pillow reads a last row as long as the others."""
+    """Pad the last row, as Pillow reads one as long as the others."""
     return data + bytes(-len(data) % stride)

@@ -70,7 +70,7 @@ class RawFrame:
 
     @classmethod
     def from_array(cls, array: np.ndarray[Any, Any], format: PixelFormat | None = None) -> RawFrame:
-        """A uint8 array of shape (height, width) or (height, width, channels).
+        """Convert a uint8 array of shape (height, width) or (height, width, channels).
 
         Without `format` one channel is mono8, three are rgb8 and four rgba8. An OpenCV image is
         "bgr8", or "bgra8". "nv12" has the shape (height * 3 / 2, width) and "yuyv" (height, width,
@@ -89,7 +89,7 @@ class RawFrame:
         return cls(whole, width, rows * 2 // 3 if name == "nv12" else rows, name)
 
     def to_image(self) -> media_pb2.Image:
-        """The protobuf image."""
+        """Return the protobuf image."""
         image = media_pb2.Image()
         image.raw.layout.CopyFrom(self.layout)
         image.raw.data = self.data if isinstance(self.data, bytes) else bytes(self.view)
@@ -146,11 +146,11 @@ Frame: TypeAlias = "bytes | bytearray | memoryview | RawFrame | np.ndarray[Any, 
 
 
 class SlotsBusy(BufferError):
-    """Every slot holds a frame that was not released."""
+    """Raised when every slot holds a frame that was not released."""
 
 
 def shm_namespace() -> str:
-    """This host's shared memory, as `GetServerInfoResponse.shm_namespace` names the server's.
+    """Return this host's shared memory namespace, as the server reports its own in `shm_namespace`.
 
     Frames are for a server whose own is the same. Empty where there is no shared memory.
     """
@@ -171,7 +171,7 @@ class SharedFrame:
         self._released = False
 
     def to_image(self) -> media_pb2.Image:
-        """The frame as a request carries it."""
+        """Return the frame as a request carries it."""
         return media_pb2.Image(shared=self._image)
 
     def release(self) -> None:
@@ -296,7 +296,7 @@ class SharedFrames:
             self._changed.notify()
 
     def _fill(self, slot: int, data: memoryview) -> int:
-        """Every store is a system call, so that none passes another."""
+        """Fill the slot. Every store is a system call, so that no store overtakes another."""
         with self._changed:  # `close` must not take the file away meanwhile
             self._check_open()
             header = slot * self._stride
@@ -342,7 +342,7 @@ def _bytes_of(frame: Frame) -> tuple[memoryview, media_pb2.PixelLayout | None]:
 
 # ---------------------------------------------------------------- sources
 
-# Images of every type, as protobuf. Never imports Pillow or numpy.
+# This section never imports Pillow or numpy.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -402,7 +402,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
 
 
 def is_ready(image: ImageInput) -> bool:
-    """`to_image` has nothing to read, copy or encode."""
+    """Return whether `to_image` has nothing to read, copy or encode."""
     return isinstance(image, CachedImage | SharedFrame | bytes)
 
 

@@ -118,7 +118,7 @@ def finish_reason(number: int) -> str:
 
 @functools.lru_cache(256)  # every answer names one, always of the same few
 def enum_word(enum: EnumDescriptor, number: int) -> str:
-    """Without the enum's prefix; "unspecified" for a value of a newer contract."""
+    """Return the value's name without its prefix; "unspecified" for one of a newer contract."""
     value = enum.values_by_number.get(number)
     if value is None:
         return "unspecified"
@@ -178,11 +178,11 @@ def seconds(duration: duration_pb2.Duration) -> float:
 
 
 MAX_SECONDS = 315_576_000_000
-"""The longest time that protobuf's Duration holds: 10,000 years."""
+"""Maximum of protobuf's Duration: 10,000 years."""
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
-    """ValueError for what is no time from 0 to `MAX_SECONDS`."""
+    """Convert to a duration. Raises ValueError for a time outside of 0 to `MAX_SECONDS`."""
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError(f"a time must be 0 to {MAX_SECONDS} seconds, got {seconds}")
     message = duration_pb2.Duration()

@@ -22,7 +22,7 @@ _MAX_TASK_ID = 64  # characters that the contract allows
 
 
 def question(image: media_pb2.Image | None, task: Task, options: Options) -> Any:
-    """The request of the skill's own call."""
+    """Build the request of the skill's own call."""
     skill = skills.of(task)
     request: Any = skill.request()
     skill.write(task, request)
@@ -46,7 +46,7 @@ def generate(
 def abort(
     request_id: str | None, session_id: str | None, everything: bool
 ) -> admin_pb2.AbortRequest:
-    """ValueError unless exactly one target is named."""
+    """Build an abort request. Raises ValueError unless exactly one target is named."""
     if (request_id is not None) + (session_id is not None) + everything != 1:
         raise ValueError("name either a request_id, or a session_id, or everything=True")
     if request_id is not None:
@@ -79,7 +79,7 @@ def shared_task(asked: Task) -> task_pb2.Task:
 
 
 def session_tasks(asked: Sequence[Task]) -> list[task_pb2.Task]:
-    """A task without an id is called by its object, and without an object by its skill.
+    """Name tasks without an id by their object, or by their skill if they have none.
 
     Raises:
         ValueError: two tasks have the same id.
@@ -105,7 +105,7 @@ def task_message(asked: Task) -> task_pb2.Task:
 
 
 def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
-    """A default leaves no message at all."""
+    """Set the sampling message; defaults leave no message at all."""
     if sampling.temperature is not None:
         message.temperature = sampling.temperature
     if sampling.top_p is not None:
@@ -147,8 +147,6 @@ def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
 
 # ---------------------------------------------------------------- upload
 
-# An image cut into the messages of one PutImage call.
-
 CHUNK_BYTES = 256 * 1024
 _ROW_BYTES = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "nv12": 1, "yuyv": 2}
 
@@ -163,7 +161,7 @@ class Upload:
 
     @classmethod
     def of(cls, image: media_pb2.Image, ttl: float | None) -> Upload:
-        """TypeError for an image without bytes of its own."""
+        """Cut an image into upload messages. Raises TypeError for an image without bytes."""
         header = image_pb2.PutImageHeader()
         match image.WhichOneof("source"):
             case "encoded":
@@ -185,7 +183,7 @@ class Upload:
         return cls(header, data, f"img_{digest.hexdigest()[:32]}")
 
     def requests(self) -> Iterator[bytes]:
-        """The header first."""
+        """Yield the upload's requests, header first."""
         yield image_pb2.PutImageRequest(header=self.header).SerializeToString()
         for start in range(0, len(self.data), CHUNK_BYTES):
             chunk = self.data[start : start + CHUNK_BYTES]
@@ -193,7 +191,7 @@ class Upload:
 
 
 def _layout(layout: media_pb2.PixelLayout) -> bytes:
-    """The line that an image id covers before the pixels."""
+    """Return the line that an image id covers before the pixels."""
     name = media_pb2.PixelFormat.Name(layout.format).removeprefix("PIXEL_FORMAT_").lower()
     stride = layout.row_stride_bytes or layout.width * _ROW_BYTES.get(name, 0)
     return f"{name}:{layout.width}x{layout.height}:{stride}\n".encode()

@@ -40,7 +40,7 @@ def event_of(response: inference_pb2.GenerateResponse) -> results.Event | None:
 
 
 def outcome(result: task_pb2.TaskResult, shared: results.ResponseInfo) -> TaskOutcome:
-    """A task's own finish reason, usage and timings replace the shared ones."""
+    """Convert a task's outcome; its own finish reason, usage and timings replace shared ones."""
     reason = pieces.finish_reason(result.finish_reason)
     info = dataclasses.replace(
         shared,
@@ -115,8 +115,6 @@ _EVENTS: dict[str, Callable[[Any], results.Event]] = {
 
 # ---------------------------------------------------------------- server
 
-# Server and image responses as Python values.
-
 
 def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo:
     limits = response.limits
@@ -142,7 +140,7 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo
 
 
 def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[server.ModelInfo, ...], str]:
-    """The token of the next page is empty at the end."""
+    """Return the models and the next page's token, which is empty at the end."""
     return tuple(map(_model, response.models)), response.next_page_token
 
 
@@ -178,8 +176,6 @@ def _confidence(message: server_pb2.Confidence) -> server.ConfidenceInfo:
 
 
 # ---------------------------------------------------------------- session
-
-# Session responses as Python values.
 
 
 def terms(message: session_pb2.SessionOpened) -> server.SessionTerms:
@@ -224,8 +220,6 @@ def go_away(message: session_pb2.SessionGoAway) -> server.GoAway:
 
 
 # ---------------------------------------------------------------- admin
-
-# Admin responses as Python values.
 
 
 def load(response: admin_pb2.GetLoadResponse) -> server.Load:

@@ -32,7 +32,7 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 
 
 def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
-    """Raises ValueError for several images."""
+    """Return the conversation's image. Raises ValueError for several."""
     shown = _shown(task)
     if len(shown) + (image is not None) > 1:
         raise ValueError("one image in a conversation, given once")
@@ -40,13 +40,13 @@ def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
 
 
 def refuse_images(task: Task) -> None:
-    """ValueError for an image in a message: several tasks share the call's image."""
+    """Raise ValueError for an image in a message: several tasks share the call's image."""
     if _shown(task):
         raise ValueError("this call is given its image beside the tasks, not inside a message")
 
 
 def to_messages(messages: Iterable[Message]) -> list[task_pb2.ChatMessage]:
-    """ValueError for an unknown role."""
+    """Convert messages. Raises ValueError for an unknown role."""
     return [_to_message(message) for message in messages]
 
 
@@ -75,8 +75,6 @@ def _parts(message: Message) -> Sequence[str | ImageInput]:
 
 # ---------------------------------------------------------------- skills
 
-# The skills: the values and messages of each, the way between them, and what its command is.
-
 TaskT = TypeVar("TaskT", bound=Task)
 ResultT = TypeVar("ResultT", bound=results.Result)
 
@@ -93,7 +91,7 @@ _ORDERS: dict[str, task_pb2.ObjectOrder.ValueType] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skill(Generic[TaskT, ResultT]):
-    """One skill; whatever else differs between skills follows from the fields of its values.
+    """Description of a skill; other differences follow from the fields of its values.
 
     `name` is its field in the contract's Task and TaskResult, and its command. `write` fills the
     task's own message or the request of the call that is named after the skill: both have these
@@ -109,11 +107,11 @@ class Skill(Generic[TaskT, ResultT]):
     write: Callable[[TaskT, Any], None]
     read: Callable[[Any, results.ResponseInfo, str], ResultT]
     subject: str
-    """The field of the task that a word on a command line gives."""
+    """Task field that a command-line word sets."""
     choices: tuple[str, ...] = ()
-    """The words that the subject may be, if it may not be any."""
+    """Allowed subjects; empty: any."""
     places: Literal["", "boxes", "points"] = ""
-    """What of its result lies in the image; an outline has a box."""
+    """Kind of places in its result; an outline has a box."""
 
     @property
     def usage(self) -> str:
@@ -127,7 +125,7 @@ class Skill(Generic[TaskT, ResultT]):
         return field in self.task.__dataclass_fields__
 
     def make(self, subject: str, sampling: Sampling, **fields: Any) -> TaskT:
-        """The task about `subject`, with those of `fields` that it has.
+        """Build the task about `subject`, with those of `fields` that it has.
 
         ValueError for a subject that it cannot have.
         """
@@ -161,7 +159,7 @@ def _write_limits(task: DetectTask | PointTask, message: Any) -> None:
 
 
 def _write_detect(task: DetectTask, message: Any) -> None:
-    """Only a task of a session is tracked."""
+    """Write the task; only a session's task is tracked."""
     _write_object(task, message)
     _write_limits(task, message)
     if task.tracking is not None and isinstance(message, task_pb2.DetectTask):
@@ -328,5 +326,5 @@ _BY_VALUE: Mapping[type, AnySkill] = {
 
 
 def of(value: Task | results.Result) -> AnySkill:
-    """The skill of a task or of a result."""
+    """Return the skill of a task or of a result."""
     return _BY_VALUE[type(value)]

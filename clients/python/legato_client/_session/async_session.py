@@ -54,7 +54,7 @@ class AsyncSession:
         self._state = SessionState(plan.window, plan.opening.standing_tasks)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: the end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: half-close
-        self._heard = asyncio.Event()
+        self._progress = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._call: _Call | None = None
 
@@ -163,7 +163,7 @@ class AsyncSession:
         self._say(self._state.update(tasks))
 
     async def finish(self) -> None:
-        """Send no more; what is under way is answered, and then iterating ends."""
+        """Stop sending; iteration ends once the frames in flight are answered."""
         self._state.check_open()
         self._state.finish()
         self._requests.put_nowait(None)
@@ -224,7 +224,7 @@ class AsyncSession:
                     await self._next_message()
                     self._state.check_takes_frames()
         except TimeoutError:
-            raise self._plan.no_room() from None
+            raise self._plan.credit_timeout_error() from None
         return True
 
     async def _until_opened(self) -> None:
@@ -233,15 +233,15 @@ class AsyncSession:
                 while not self._state.is_open:
                     await self._next_message()
         except TimeoutError:
-            raise self._plan.not_opened() from None
+            raise self._plan.open_timeout_error() from None
         self._state.check_open()
 
     async def _next_message(self) -> None:
-        self._heard.clear()
-        await self._heard.wait()
+        self._progress.clear()
+        await self._progress.wait()
 
     def _wake(self) -> None:
-        self._heard.set()
+        self._progress.set()
         if self._state.is_over:
             self._answers.put_nowait(None)
 
@@ -255,7 +255,7 @@ class AsyncSession:
             await self._read_all(call)
             self._end(None)
         except grpc.aio.AioRpcError as error:
-            ended = await status.instead_of(error)
+            ended = await status.resolve(error)
             self._end(None if ended.code() is grpc.StatusCode.OK else from_rpc_error(ended))
         except LegatoError as error:
             call.cancel()
@@ -266,7 +266,7 @@ class AsyncSession:
     async def _read_all(self, call: _Call) -> None:
         """Read until the stream ends with OK; raise when it ends otherwise, or falls silent.
 
-        Iterate: `read` gives up what has arrived as soon as a write has failed.
+        Iterate: `read` discards what has arrived as soon as a write has failed.
         """
         messages = aiter(call)
         while True:

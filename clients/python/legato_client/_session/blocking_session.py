@@ -161,7 +161,7 @@ class Session:
             self._say(self._state.update(tasks))
 
     def finish(self) -> None:
-        """Send no more; what is under way is answered, and then iterating ends."""
+        """Stop sending; iteration ends once the frames in flight are answered."""
         with self._changed:
             self._state.check_open()
             self._state.finish()
@@ -225,7 +225,7 @@ class Session:
         end = time.monotonic() + self._plan.send_timeout
         while not self._state.has_credit:
             if time.monotonic() >= end:
-                raise self._plan.no_room()
+                raise self._plan.credit_timeout_error()
             self._wait(end)
             self._state.check_takes_frames()
         return True
@@ -235,7 +235,7 @@ class Session:
         with self._changed:
             while not self._state.is_open:
                 if time.monotonic() >= end:
-                    raise self._plan.not_opened()
+                    raise self._plan.open_timeout_error()
                 self._wait(end)
             self._state.check_open()
 

@@ -49,7 +49,7 @@ _SEND_TIMEOUT = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """The first message, and what only this side needs; times are in seconds."""
+    """Opening of a session, with the settings of this side only; times are in seconds."""
 
     opening: session_pb2.SessionOpen
     when_full: WhenFull
@@ -60,10 +60,10 @@ class SessionPlan:
     def first_message(self) -> bytes:
         return session_pb2.SessionRequest(open=self.opening).SerializeToString()
 
-    def not_opened(self) -> DeadlineExceeded:
+    def open_timeout_error(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the session was not opened within {self.open_timeout:g} s")
 
-    def no_room(self) -> DeadlineExceeded:
+    def credit_timeout_error(self) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"the server took no further frame within {self.send_timeout:g} s: read the answers, "
             "send fewer frames, or use when_full='drop'"
@@ -86,7 +86,7 @@ def plan(
     open_timeout: float = _OPEN_TIMEOUT,
     answer_window: int = _ANSWER_WINDOW,
 ) -> SessionPlan:
-    """A session for a stream of frames: `tasks` are done on each; use it in a `with` block.
+    """Open a session that runs `tasks` on each frame; use it in a `with` block.
 
     Results tell their task by its `task_id`: the one given, else the task's object, else its skill
     ("query", "caption"). Two tasks with one id are a ValueError.
@@ -134,9 +134,7 @@ def show_as_method(method: Callable[..., Any], returns: str) -> None:
 
 # ---------------------------------------------------------------- track memory
 
-# What a session's results said about tracked objects.
-
-DEFAULT_UNSEEN = 2.0  # seconds, as the contract says of `Tracking.max_unseen`
+DEFAULT_UNSEEN = 2.0  # seconds, the contract's default of `Tracking.max_unseen`
 _NS = 1_000_000_000
 
 
@@ -159,7 +157,7 @@ class TrackMemory:
 
     def __init__(self, standing_tasks: Iterable[task_pb2.Task]) -> None:
         self._seen: dict[str, _Seen] = {}  # by track
-        self._sent_ns: dict[int, int] = {}  # of open frames without a capture time, by sequence
+        self._sent_ns: dict[int, int] = {}  # by sequence, of open frames without a capture time
         self.use(standing_tasks)
 
     def use(self, standing_tasks: Iterable[task_pb2.Task]) -> None:
@@ -171,16 +169,16 @@ class TrackMemory:
         }
         self._seen = {key: each for key, each in self._seen.items() if self._follows(each)}
 
-    def sent(self, sequence: int, stamp: FrameStamp) -> None:
+    def note_sent(self, sequence: int, stamp: FrameStamp) -> None:
         if stamp.capture_time_ns is None and self._max_unseen_ns:
             self._sent_ns[sequence] = time.time_ns()
 
-    def settled(self, sequence: int) -> None:
-        """No more results of this frame will come."""
+    def note_settled(self, sequence: int) -> None:
+        """Forget a frame that gets no more results."""
         self._sent_ns.pop(sequence, None)
 
-    def received(self, result: FrameResult) -> None:
-        """Record a response; call it before `settled`."""
+    def note_received(self, result: FrameResult) -> None:
+        """Record a response; call it before `note_settled`."""
         captured_ns = result.stamp.capture_time_ns
         if captured_ns is None:
             captured_ns = self._sent_ns.get(result.sequence)
@@ -191,12 +189,14 @@ class TrackMemory:
             if found.motion is not None and self._follows(each):
                 self._keep(each)
         self._seen = {
-            key: each for key, each in self._seen.items() if self._lives(each, captured_ns)
+            key: each for key, each in self._seen.items() if self._is_current(each, captured_ns)
         }
 
     def now(self, at_ns: int | None) -> tuple[TrackNow, ...]:
         at_ns = time.time_ns() if at_ns is None else at_ns
-        return tuple(_extrapolated(e, at_ns) for e in self._seen.values() if self._lives(e, at_ns))
+        return tuple(
+            _extrapolated(e, at_ns) for e in self._seen.values() if self._is_current(e, at_ns)
+        )
 
     def _keep(self, seen: _Seen) -> None:
         old = self._seen.get(seen.found.track_id)
@@ -206,7 +206,7 @@ class TrackMemory:
     def _follows(self, seen: _Seen) -> bool:
         return (seen.task_id, seen.found.label) in self._max_unseen_ns
 
-    def _lives(self, seen: _Seen, at_ns: int) -> bool:
+    def _is_current(self, seen: _Seen, at_ns: int) -> bool:
         """Return whether the track is alive; false if the clock was set back since."""
         limit = self._max_unseen_ns[seen.task_id, seen.found.label]
         return abs(at_ns - seen.captured_ns) <= limit
@@ -234,9 +234,9 @@ def _max_unseen_ns(tracking: task_pb2.Tracking) -> int:
 
 # ---------------------------------------------------------------- state
 
-# The rules of a session, as a value that neither waits nor sends.
+# State machine of a session, without I/O.
 #
-# Both sessions read messages into it, write what it makes, and wait where it says.
+# Both sessions feed received messages into it, send the messages that it builds, and wait for it.
 
 SILENT_INTERVALS = 3
 LEAST_PATIENCE = 1.0  # seconds; a busy machine may miss several short heartbeats
@@ -261,13 +261,13 @@ class SessionState:
         self._reserved = 0
         self._unacknowledged: set[int] = set()
         self._open: set[int] = set()
-        self._slots: dict[int, SharedFrame] = {}  # of unacknowledged frames
+        self._slots: dict[int, SharedFrame] = {}  # slots of unacknowledged frames
         self._going_away = False
         self._finished = False
         self._over = False
         self._error: LegatoError | None = None
 
-    # ------------------------------------------------------------ what can be asked
+    # ------------------------------------------------------------ queries
 
     @property
     def credits_left(self) -> int:
@@ -296,7 +296,7 @@ class SessionState:
         return Unavailable(f"the server has been silent for {self.patience or 0:g} s")
 
     def broken(self) -> InternalError:
-        """The error of a reader that ended on its own, which is a bug of this package."""
+        """Return the error of a reader that ended on its own, which is a bug of this package."""
         return InternalError("the session's reader ended unexpectedly")
 
     def granted(self) -> SessionTerms:
@@ -325,14 +325,14 @@ class SessionState:
         if self._error is not None:
             raise self._error
 
-    # ------------------------------------------------------------ this side
+    # ------------------------------------------------------------ sending
 
     def reserve(self) -> None:
         assert self.has_credit, "ask first"
         self._reserved += 1
 
     def release(self) -> None:
-        """The frame was not made."""
+        """Undo `reserve`: the frame was not built."""
         self._reserved -= 1
 
     def skip(self) -> None:
@@ -371,7 +371,7 @@ class SessionState:
         data = to_bytes(request)
         self._reserved -= 1
         self._last_sequence = sequence
-        self.tracks.sent(sequence, stamp)
+        self.tracks.note_sent(sequence, stamp)
         self._unacknowledged.add(sequence)
         self._open.add(sequence)
         if slot is not None:
@@ -392,7 +392,7 @@ class SessionState:
         return session_pb2.SessionRequest(grant=grant).SerializeToString()
 
     def cancel(self, sequence: int | None, task_id: str | None) -> bytes:
-        """ValueError unless exactly one target is named."""
+        """Build a cancellation. Raises ValueError unless exactly one target is named."""
         target = session_pb2.CancelFrame()
         if sequence is not None and task_id is None:
             target.sequence = sequence
@@ -444,7 +444,7 @@ class SessionState:
         return None
 
     def end(self, error: LegatoError | None) -> None:
-        """Only the first end counts."""
+        """End the session; only the first call counts."""
         if self._over:
             return
         self._end()
@@ -453,7 +453,7 @@ class SessionState:
         self._error = error
 
     def close(self) -> None:
-        """Unanswered frames are no error then."""
+        """Close the session; unanswered frames are then no error."""
         self._end()
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
@@ -475,7 +475,7 @@ class SessionState:
 
     def _result(self, message: session_pb2.FrameResult) -> FrameResult:
         result = responses.result(message, self.terms.model if self.terms else "")
-        self.tracks.received(result)
+        self.tracks.note_received(result)
         if result.last_for_frame:
             self.stats = dataclasses.replace(self.stats, answered=self.stats.answered + 1)
             self._settle(result.sequence)
@@ -484,7 +484,7 @@ class SessionState:
     def _settle(self, sequence: int) -> None:
         self._acknowledge(sequence)
         self._open.discard(sequence)
-        self.tracks.settled(sequence)
+        self.tracks.note_settled(sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         self._unacknowledged.discard(sequence)

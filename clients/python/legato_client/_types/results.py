@@ -11,7 +11,7 @@ from legato_client._svg_path import polygons
 
 @dataclass(frozen=True, slots=True)
 class BoxAxes:
-    """A value for each axis of a box, as shares of the image's width or height."""
+    """Value for each axis of a box, as fractions of the image's width or height."""
 
     center_x: float
     center_y: float
@@ -39,7 +39,7 @@ class Motion:
         return BoxAxes(*(p + v * seconds + a * seconds**2 / 2 for p, v, a in axes))
 
     def deviation_after(self, seconds: float) -> BoxAxes:
-        """The standard deviation of `after`."""
+        """Return the standard deviation of `after`."""
         parts = (self.position_deviation, self.velocity_deviation, self.acceleration_deviation)
         axes = zip(*map(astuple, parts), strict=True)
         return BoxAxes(*(math.hypot(p, v * seconds, a * seconds**2 / 2) for p, v, a in axes))
@@ -47,8 +47,6 @@ class Motion:
 
 # ---------------------------------------------------------------- results
 
-# What a server answers, as frozen values.
-#
 # All coordinates are fractions of the displayed image (after EXIF orientation): 0..1, origin at
 # the top left, x to the right, y down. `to_pixels(width, height)` turns them into pixels of any
 # size.
@@ -62,7 +60,7 @@ class Point:
     y: float
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """Column and row in an image of that size, rounded."""
+        """Return column and row in an image of that size, rounded."""
         return round(self.x * width), round(self.y * height)
 
 
@@ -76,7 +74,7 @@ class Box:
     y_max: float
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, right, bottom in an image of that size, rounded."""
+        """Return left, top, right and bottom in an image of that size, rounded."""
         left, top = Point(self.x_min, self.y_min).to_pixels(width, height)
         right, bottom = Point(self.x_max, self.y_max).to_pixels(width, height)
         return left, top, right, bottom
@@ -97,7 +95,7 @@ class Detection:
     motion: Motion | None = None
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """The box in pixels: left, top, right, bottom."""
+        """Return the box in pixels: left, top, right, bottom."""
         return self.box.to_pixels(width, height)
 
 
@@ -110,7 +108,7 @@ class PointedObject:
     confidence: float | None = None
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """The point in pixels: column, row."""
+        """Return the point in pixels: column, row."""
         return self.point.to_pixels(width, height)
 
 
@@ -125,7 +123,10 @@ class Outline:
     coarse: bool = False
 
     def polygons(self) -> tuple[tuple[Point, ...], ...]:
-        """The path's closed rings as points of the whole image; ValueError when it is no path."""
+        """Return the path's closed rings as points of the whole image.
+
+        Raises ValueError if it is not a path.
+        """
         width, height = self.box.x_max - self.box.x_min, self.box.y_max - self.box.y_min
         return tuple(
             tuple(Point(self.box.x_min + x * width, self.box.y_min + y * height) for x, y in ring)
@@ -163,7 +164,7 @@ class TokenCertainty:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token: text, empty while a character is incomplete, or the value it carries.
+    """Sampled token: text, empty while a character is incomplete, or the value it carries.
 
     `logprob` is the natural logarithm of the probability that the model gave it, its value's
     included; None unless asked for, as is `certainty`. `alternatives` are as many of the likeliest
@@ -306,7 +307,7 @@ class CaptionResult(TaskResult):
 
 @dataclass(frozen=True, slots=True)
 class DetectResult(TaskResult):
-    """Every box found, in the order that was asked for."""
+    """Boxes found, in the order that was asked for."""
 
     objects: tuple[Detection, ...]
     info: ResponseInfo
@@ -319,7 +320,7 @@ class DetectResult(TaskResult):
 
 @dataclass(frozen=True, slots=True)
 class PointResult(TaskResult):
-    """Every point found, in the order that was asked for."""
+    """Points found, in the order that was asked for."""
 
     points: tuple[PointedObject, ...]
     info: ResponseInfo
@@ -332,7 +333,7 @@ class PointResult(TaskResult):
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult(TaskResult):
-    """Every outline found."""
+    """Outlines found."""
 
     segments: tuple[Outline, ...]
     info: ResponseInfo
@@ -347,8 +348,6 @@ Result = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResul
 
 
 # ---------------------------------------------------------------- tracks
-
-# Tracked objects at a moment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +385,6 @@ class TrackNow:
 
 # ---------------------------------------------------------------- events
 
-# What `generate` yields while an answer is being made.
-#
 # Order: `Queued`* `Started` then deltas, then exactly one `Finished`, which repeats everything,
 # so
 # that a caller may ignore the deltas. Boxes and points arrive as `Detection` and `PointedObject`.

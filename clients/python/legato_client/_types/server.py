@@ -78,7 +78,7 @@ def model_document(model: ModelInfo) -> dict[str, Any]:
 
 
 UNKNOWN = ServerInfo("", "", "", 0, 0, Limits(0, 0, 0, 0, 0, 0, 0, 0.0), ())
-"""A server that does not speak of itself."""
+"""Placeholder for servers without GetServerInfo."""
 
 
 def check_client(info: ServerInfo) -> None:
@@ -106,8 +106,6 @@ def check_shared_memory(info: ServerInfo, own_namespace: str) -> None:
 
 
 # ---------------------------------------------------------------- session
-
-# What a session answers, as frozen values.
 
 FramePolicy = Literal["latest_wins", "every_frame", "preempt"]
 
@@ -203,8 +201,6 @@ class SessionStats:
 
 
 # ---------------------------------------------------------------- admin
-
-# What an operator is told, as frozen values.
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation: text, or parts of which strings are text.
+    """Conversation message: text, or parts of which strings are text.
 
     Any other part is an image: at most one in a conversation, at the beginning of the user's first
     message. "system" comes first or not at all, then "user" and "assistant" take turns. Messages of

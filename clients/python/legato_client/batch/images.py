@@ -1,4 +1,4 @@
-"""Image sources of a run: files, folders, videos, standard input."""
+"""BatchImage sources of a run: files, folders, videos, standard input."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ from legato_client._images.sources import ImageInput
 from legato_client.batch import video
 
 
-class RunRefused(Exception):
-    """The message is for the user, who must change what was asked."""
+class RunError(Exception):
+    """Error in what the user asked for; the message says what to change."""
 
 
 # ---------------------------------------------------------------- sources
 
-# Where pictures come from: files, folders, videos, names on standard input.
-
 STANDARD_INPUT = "-"
-PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
-"""Endings by which files of a folder are found, and videos told from pictures."""
+"""Suffixes of the files that are found in folders; they also tell videos from images."""
 
 
 class Key(NamedTuple):
-    """Names a picture in every run: its file as it was named, and the number of a video's frame."""
+    """Identity of an image in every run: its file as it was named, and a video frame's number."""
 
     source: str
     frame: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture that is not read yet.
+class BatchImage:
+    """BatchImage that is read lazily.
 
     `time` is in seconds from the first frame. `read` raises OSError or ValueError.
     """
@@ -50,13 +48,13 @@ class Picture:
     time: float | None = None
 
 
-def files(names: Iterable[str], left_out: Collection[Path], stdin: IO[bytes]) -> Iterator[str]:
-    """Every file that is named or lies in a named folder, in the order of names, each once.
+def files(names: Iterable[str], excluded: Collection[Path], stdin: IO[bytes]) -> Iterator[str]:
+    """Yield every file that is named or lies in a named folder, in the order of names, each once.
 
-    `left_out` are folders whose files this run writes itself.
+    `excluded` are folders that this run writes.
 
     Raises:
-        RunRefused: a name is neither a file nor a folder.
+        RunError: a name is neither a file nor a folder.
         OSError: a folder cannot be read.
     """
     seen: set[str] = set()
@@ -65,11 +63,11 @@ def files(names: Iterable[str], left_out: Collection[Path], stdin: IO[bytes]) ->
         if name == STANDARD_INPUT:
             found = _listed(stdin)
         elif os.path.isdir(name):
-            found = _below(name, [folder.resolve() for folder in left_out])
+            found = _below(name, [folder.resolve() for folder in excluded])
         elif os.path.exists(name):
             found = iter((name,))
         else:
-            raise RunRefused(f"no such file or folder: {name}")
+            raise RunError(f"no such file or folder: {name}")
         for each in filter(None, found):
             path = os.path.normpath(each)
             if path not in seen:
@@ -81,40 +79,40 @@ def is_video(name: str) -> bool:
     return name.lower().endswith(VIDEOS)
 
 
-def pictures(names: Iterable[str], choice: video.FrameChoice) -> Iterator[Picture]:
-    """The pictures of files; a video has the chosen ones of its frames.
+def images(names: Iterable[str], choice: video.FrameChoice) -> Iterator[BatchImage]:
+    """Yield the images of files, and the chosen frames of videos.
 
-    A video that cannot be read, or not to its end, gives one more picture, whose `read` fails.
+    A video that cannot be read, or not to its end, gives one more image, whose `read` fails.
     """
     for name in names:
         if is_video(name):
             yield from _frames(name, choice)
         else:
-            yield Picture(Key(name, None), functools.partial(_read, name))
+            yield BatchImage(Key(name, None), functools.partial(_read, name))
 
 
-def _frames(name: str, choice: video.FrameChoice) -> Iterator[Picture]:
+def _frames(name: str, choice: video.FrameChoice) -> Iterator[BatchImage]:
     try:
         _check_regular(name)
         for frame in video.frames(name, choice):
-            yield Picture(Key(name, frame.number), frame.read, frame.time)
+            yield BatchImage(Key(name, frame.number), frame.read, frame.time)
     except (OSError, ValueError) as error:
         problem = error
 
         def fail() -> NoReturn:
             raise problem
 
-        yield Picture(Key(name, None), fail)
+        yield BatchImage(Key(name, None), fail)
 
 
 def _listed(stdin: IO[bytes]) -> Iterator[str]:
-    """Names, one a line: bytes as the system has them, or the UTF-16 that PowerShell 5 writes."""
+    """Yield names, one per line: the system's bytes, or UTF-16 as PowerShell 5 writes it."""
     first = stdin.readline()
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         try:
             yield from (first + stdin.read()).decode("utf-16").splitlines()
         except UnicodeDecodeError as error:
-            raise RunRefused(f"the list of names is neither UTF-8 nor UTF-16: {error}") from None
+            raise RunError(f"the list of names is neither UTF-8 nor UTF-16: {error}") from None
         return
     for line in itertools.chain([first.removeprefix(codecs.BOM_UTF8)], stdin):
         yield os.fsdecode(line.rstrip(b"\r\n"))
@@ -131,15 +129,15 @@ def _check_regular(name: str) -> None:
         raise OSError(errno.EINVAL, "not a regular file", name)
 
 
-def _below(folder: str, left_out: Collection[Path]) -> Iterator[str]:
+def _below(folder: str, excluded: Collection[Path]) -> Iterator[str]:
     for path, folders, names in os.walk(folder, onerror=_fail):
         folders[:] = sorted(
             each
             for each in folders
-            if not each.startswith(".") and Path(path, each).resolve() not in left_out
+            if not each.startswith(".") and Path(path, each).resolve() not in excluded
         )
         for name in sorted(names):
-            if name.lower().endswith(PICTURES + VIDEOS) and not name.startswith("."):
+            if name.lower().endswith(IMAGES + VIDEOS) and not name.startswith("."):
                 found = os.path.join(path, name)
                 if os.path.isfile(found) or not os.path.exists(found):  # a broken link is reported
                     yield found

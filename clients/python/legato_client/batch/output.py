@@ -18,20 +18,22 @@ from typing import Any
 from legato_client._errors import LegatoError
 from legato_client._types.results import Box, Detection, Mark, Outline, Point, PointedObject, Result
 from legato_client._types.tasks import Task
-from legato_client.batch.images import Key, Picture, RunRefused
+from legato_client.batch.images import BatchImage, Key, RunError
 from legato_client.batch.tasks import object_of
 
 Line = dict[str, Any]
 
 UNREADABLE = "UNREADABLE"
-"""The code of a file that could not be read, where the others are gRPC's."""
+"""Error code of an unreadable file; the other codes are gRPC's."""
 
 
-_NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python writes bytes of names that are not UTF-8
+_NOT_TEXT = re.compile(
+    "[\ud800-\udfff]"
+)  # surrogates: Python's escapes of non-UTF-8 bytes in names
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """Encode one line. Strings of JSON are Unicode: what of one is not becomes U+FFFD."""
+    """Encode one line. JSON strings are Unicode: anything else becomes U+FFFD."""
     return _unicode(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
 
 
@@ -56,14 +58,14 @@ def has_failed(line: Mapping[str, Any]) -> bool:
     return "error" in line or any("error" in result for result in results.values())
 
 
-def answered(
-    picture: Picture, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
+def answered_line(
+    image: BatchImage, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
 ) -> Line:
-    """The line of a picture, of which single tasks may have failed."""
-    line = _begun(picture)
-    image = next((each.info.image for each in outcomes if not isinstance(each, LegatoError)), None)
-    if image is not None:
-        line |= {"width": image.width, "height": image.height}
+    """Build the line of an image, where single tasks may have failed."""
+    line = _new_line(image)
+    info = next((each.info.image for each in outcomes if not isinstance(each, LegatoError)), None)
+    if info is not None:
+        line |= {"width": info.width, "height": info.height}
     line["results"] = {
         name: {"error": _error(outcome)} if isinstance(outcome, LegatoError) else _result(outcome)
         for name, outcome in zip(names, outcomes, strict=True)
@@ -71,14 +73,14 @@ def answered(
     return line
 
 
-def failed(picture: Picture, error: LegatoError) -> Line:
-    return {**_begun(picture), "error": _error(error)}
+def failed_line(image: BatchImage, error: LegatoError) -> Line:
+    return {**_new_line(image), "error": _error(error)}
 
 
-def unreadable(picture: Picture, error: OSError | ValueError) -> Line:
+def unreadable_line(image: BatchImage, error: OSError | ValueError) -> Line:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    message = f"cannot read {picture.key.source}: {reason}"
-    return {**_begun(picture), "error": {"code": UNREADABLE, "reason": "", "message": message}}
+    message = f"cannot read {image.key.source}: {reason}"
+    return {**_new_line(image), "error": {"code": UNREADABLE, "reason": "", "message": message}}
 
 
 def marks(line: Mapping[str, Any]) -> Iterator[Mark]:
@@ -88,22 +90,22 @@ def marks(line: Mapping[str, Any]) -> Iterator[Mark]:
 
 
 def places(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects, points or outlines of a task's result."""
+    """Yield the objects, points or outlines of a task's result."""
     for value in result.values():
         if isinstance(value, list | tuple):
             yield from value
 
 
 def texts(line: Mapping[str, Any]) -> Iterator[str]:
-    """Answers and captions."""
+    """Yield answers and captions."""
     for result in line.get("results", {}).values():
         yield from (result[name] for name in ("answer", "caption") if name in result)
 
 
-def _begun(picture: Picture) -> Line:
-    line: Line = file_name("source", picture.key.source)
-    if picture.key.frame is not None:
-        line |= {"frame": picture.key.frame, "time": picture.time}
+def _new_line(image: BatchImage) -> Line:
+    line: Line = file_name("source", image.key.source)
+    if image.key.frame is not None:
+        line |= {"frame": image.key.frame, "time": image.time}
     return line
 
 
@@ -112,7 +114,7 @@ def _unicode(text: str) -> str:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    """The fields of the result, places also in pixels, and how it came about."""
+    """Return the result's fields, with places also in pixels, and its finish reason and model."""
     fields = dataclasses.asdict(result)
     del fields["info"], fields["task_id"]
     image = result.info.image
@@ -146,7 +148,7 @@ def _pixels(mark: Mark, width: int, height: int) -> dict[str, Any]:
 
 
 def _polygons(outline: Outline, width: int, height: int) -> list[list[float]]:
-    """Rings as COCO has them: x, y, x, y, ...; none where the path cannot be read."""
+    """Return rings in COCO's layout: x, y, x, y, ...; none if the path cannot be read."""
     try:
         rings = outline.polygons()
     except ValueError:
@@ -167,11 +169,9 @@ def _error(error: LegatoError) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- coco
 
-# Boxes and outlines as a file of COCO's form.
-
 
 def write(path: Path, lines: Iterable[Line], tasks: Mapping[str, Task]) -> int:
-    """Write the file and return the number of annotations. Pictures that failed are not in it.
+    """Write the file and return the number of annotations. Images that failed are not in it.
 
     A frame of a video has its file's name, its number as `frame` and its time in seconds as `time`.
     Raises OSError.
@@ -183,7 +183,7 @@ def write(path: Path, lines: Iterable[Line], tasks: Mapping[str, Task]) -> int:
 
 
 def _document(lines: Iterable[Line], tasks: Mapping[str, Task]) -> dict[str, list[Any]]:
-    """The names of COCO; ids count from 1, and objects of one name are one category."""
+    """Build the COCO document; ids count from 1, and objects of one name are one category."""
     named = {name: noun for name, task in tasks.items() if (noun := object_of(task))}
     categories = {noun: number for number, noun in enumerate(dict.fromkeys(named.values()), 1)}
     images: list[Any] = []
@@ -232,26 +232,24 @@ def _place(found: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- output
 
-# The file of a run: a line that says what was asked, then a line for each picture.
-#
-# A line is written whole by one thread at a time, and only its end counts: what a killed run left
-# behind its last line end is cut off. So the file always holds the pictures that are done.
+# A run's file has a header line with the settings, then a line for each image. Lines are written
+# whole, by one thread at a time; a partial last line, left by a killed run, is cut off.
 
 _VERSION = 1
 _BEGINNING = b'{"legato_run": '
 
 
 class Output:
-    """Opened by one run at a time; safe to share between threads.
+    """Output file, locked by one run at a time; thread-safe.
 
-    `done` are the pictures that have a line, `num_failed` is how many of those have an error.
+    `done` are the images that have a line, `num_failed` is how many of those have an error.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """`settings` say what is asked, in values of JSON; a run goes on with equal ones only.
+        """Open the file; a run with the same `settings`, which are JSON values, continues it.
 
         Raises:
-            RunRefused: it is another run's file, in use, or no file of a run.
+            RunError: the file is of another run, in use, or not a run's.
             OSError: it cannot be read or written.
         """
         self._path = path
@@ -278,7 +276,10 @@ class Output:
         os.close(self._file)
 
     def append(self, line: Line) -> None:
-        """Raises OSError; the file then has no part of the line, and takes no other."""
+        """Append a line.
+
+        Raises OSError; the file then has no part of the line, and takes no other.
+        """
         data = encode(line)
         with self._lock:
             if self._broken:
@@ -287,11 +288,11 @@ class Output:
             self._count(line)
 
     def lines(self) -> Iterator[Line]:
-        """Each picture's line, in the order of completion."""
+        """Yield each image's line, in the order of completion."""
         return (json.loads(data) for _, data in self._pieces())
 
     def places(self) -> Iterator[tuple[Key, int]]:
-        """Each picture with where its line begins, for `line_at`."""
+        """Yield each image with the offset of its line, for `line_at`."""
         return ((key_of(json.loads(data)), place) for place, data in self._pieces())
 
     def line_at(self, place: int) -> Line:
@@ -306,7 +307,7 @@ class Output:
         self._rewrite(encode(self.line_at(place)) for _, place in order)
 
     def drop_failed(self) -> None:
-        """Forget the pictures that failed."""
+        """Forget the images that failed."""
         if not self.num_failed:
             return
         self._rewrite(encode(line) for line in self.lines() if not has_failed(line))
@@ -330,9 +331,9 @@ class Output:
                 end += len(data)
 
     def _begin(self, torn: bytes, header: Mapping[str, Any]) -> None:
-        """`torn` is the part of a first line that a killed run may have written."""
+        """Write the header; `torn` is a partial first line that a killed run may have left."""
         if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
-            raise RunRefused(f"{self._path} is no file of a run: name another one")
+            raise RunError(f"{self._path} is no file of a run: name another one")
         os.ftruncate(self._file, 0)
         self._append(encode(header))
 
@@ -340,7 +341,7 @@ class Output:
         try:
             self._count(json.loads(data))
         except (ValueError, KeyError, TypeError):
-            raise RunRefused(f"line {number} of {self._path} is not of a run") from None
+            raise RunError(f"line {number} of {self._path} is not of a run") from None
 
     def _count(self, line: Line) -> None:
         self.done.add(key_of(line))
@@ -364,7 +365,7 @@ class Output:
                 place += len(data)
 
     def _rewrite(self, lines: Iterator[bytes]) -> None:
-        """The new file takes the place of the old one at once, and is locked before."""
+        """Replace the file atomically; the new one is locked before it takes its place."""
         with open(self._path, "rb") as old:
             header = old.readline()
         part = _part_of(self._path)
@@ -396,14 +397,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _part_of(path: Path) -> Path:
-    """Ends as `path` does, which may tell a form."""
+    """Return the temporary name; its suffix stays, as it may select a format."""
     return path.with_name(f".part-{path.name}")
 
 
 def _open_locked(path: Path) -> int:
     """Open the file for appending under a lock; reopen it if it was replaced meanwhile."""
     if path.exists() and not path.is_file():
-        raise RunRefused(f"{path} is not a file that a later run could go on with")
+        raise RunError(f"{path} is not a file that a later run could continue")
     while True:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -412,7 +413,7 @@ def _open_locked(path: Path) -> int:
                 return file
         except BlockingIOError:
             os.close(file)
-            raise RunRefused(f"another run is writing {path}") from None
+            raise RunError(f"another run is writing {path}") from None
         except BaseException:
             os.close(file)
             raise
@@ -420,7 +421,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _write(file: int, data: bytes) -> None:
-    """A full disk may take a part of it before the error."""
+    """Write all data; a full disk may take a part of it before the error."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
@@ -431,17 +432,18 @@ def _check_header(path: Path, first: bytes, header: Mapping[str, Any]) -> None:
         found = json.loads(first)
         version = found["legato_run"]
     except (ValueError, KeyError, TypeError):
-        raise RunRefused(f"{path} is no file of a run: name another one") from None
+        raise RunError(f"{path} is no file of a run: name another one") from None
     if version != _VERSION:
-        raise RunRefused(f"{path} is of another version of legato run ({version})")
+        raise RunError(f"{path} is of another version of legato run ({version})")
     changed = [name for name in header if found.get(name) != header[name]]
     if changed:
         before, now = ({name: each.get(name) for name in changed} for each in (found, header))
-        raise RunRefused(
-            f"{path} is of a run that asked something else: {_said(before)} there, {_said(now)} "
-            "now; ask the same, or name another file"
+        there, here = map(_format_settings, (before, now))
+        raise RunError(
+            f"{path} is of a run that asked something else: {there} there, {here} now; "
+            "ask the same, or name another file"
         )
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _format_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {json.dumps(value)}" for name, value in settings.items())

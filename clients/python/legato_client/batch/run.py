@@ -1,4 +1,4 @@
-"""Asks all tasks about every image."""
+"""Runs all tasks on every image."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from legato_client._images.sources import ImageInput
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
 from legato_client.batch import output as lines
-from legato_client.batch.images import Picture
+from legato_client.batch.images import BatchImage
 from legato_client.batch.output import Output
 
 PATIENCE = 600.0
-"""Seconds for which a picture waits for a server that says when to come back."""
+"""Seconds of retries per image while the server is busy."""
 
 
-class Asking:
-    """Safe to share between threads; `end` lets those that wait for a busy server give up."""
+class BatchClient:
+    """Client that retries while the server is busy; thread-safe, `end` stops the retries."""
 
     def __init__(
         self, client: Client, tasks: Sequence[Task], options: Options, patience: float = PATIENCE
@@ -49,7 +49,10 @@ class Asking:
         self._ended.set()
 
     def ask(self, image: ImageInput) -> tuple[Result | LegatoError, ...]:
-        """Raises what all tasks met, and what is not of the picture if any task met it."""
+        """Run all tasks on an image, retrying while the server is busy.
+
+        Raises if all tasks failed alike, or on any failure unrelated to the image.
+        """
         end = time.monotonic() + self._patience
         while True:
             try:
@@ -63,14 +66,14 @@ class Asking:
         outcomes = self._client.run_tasks(image, self._tasks, options=self._options)
         errors = [each for each in outcomes if isinstance(each, LegatoError)]
         for error in errors:
-            if not is_of_the_picture(error):
+            if not is_about_image(error):
                 raise error
         if len(errors) == len(outcomes) and len({each.reason for each in errors}) == 1:
             raise errors[0]
         return outcomes
 
 
-def is_of_the_picture(error: LegatoError) -> bool:
+def is_about_image(error: LegatoError) -> bool:
     """Return whether the failure concerns this image only."""
     match error:
         case InvalidArgument():
@@ -86,14 +89,12 @@ def is_of_the_picture(error: LegatoError) -> bool:
 
 # ---------------------------------------------------------------- run
 
-# Asks about every picture.
-
 
 class Run:
-    """Asks about pictures, `parallel` at a time, and appends their lines to `output`.
+    """Batch run over images, `parallel` at a time, that appends their lines to `output`.
 
-    What is wrong with a picture is its line. What any other picture would meet too ends the run:
-    those that were asked by then still get their lines, the rest is left to a later run.
+    An image's own failure becomes its line. A failure unrelated to the image ends the run: images
+    in flight still get their lines, the rest is left to a later run.
     """
 
     def __init__(
@@ -108,25 +109,25 @@ class Run:
     ) -> None:
         self._client = client
         self._names = tuple(tasks)
-        self._asking = Asking(client, tuple(tasks.values()), options, patience)
+        self._batch_client = BatchClient(client, tuple(tasks.values()), options, patience)
         self._output = output
         self._parallel = parallel
 
-    def perform(self, pictures: Iterable[Picture], tell: Callable[[], None]) -> None:
-        """Ask about those that the output lacks; `tell` is called after each, by any thread.
+    def perform(self, images: Iterable[BatchImage], on_image: Callable[[], None]) -> None:
+        """Process the images that the output lacks; call `on_image` after each, in any thread.
 
         Raises:
-            LegatoError: the server refuses, whatever the picture.
-            OSError: the output cannot be written, or `pictures` not read.
+            LegatoError: a failure unrelated to the image.
+            OSError: the output cannot be written, or `images` not read.
         """
         pool = futures.ThreadPoolExecutor(self._parallel, "legato-run")
         running: set[futures.Future[None]] = set()
         try:
-            for picture in pictures:
-                if picture.key in self._output.done:
+            for image in images:
+                if image.key in self._output.done:
                     continue
-                running.add(pool.submit(self._ask_and_tell, picture, tell))
-                if len(running) > self._parallel:  # one is ready when a thread is
+                running.add(pool.submit(self._process, image, on_image))
+                if len(running) > self._parallel:  # keep one image ready for a free thread
                     done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
                     _raise_first(done)
             _raise_first(futures.as_completed(running))
@@ -134,26 +135,26 @@ class Run:
             self._client.close()  # ends the calls
             raise
         finally:
-            self._asking.end()
+            self._batch_client.end()
             pool.shutdown(cancel_futures=True)
 
-    def _ask_and_tell(self, picture: Picture, tell: Callable[[], None]) -> None:
-        if not self._asking.has_ended:
-            self._output.append(self._line(picture))
-            tell()
+    def _process(self, image: BatchImage, on_image: Callable[[], None]) -> None:
+        if not self._batch_client.has_ended:
+            self._output.append(self._line(image))
+            on_image()
 
-    def _line(self, picture: Picture) -> lines.Line:
+    def _line(self, image: BatchImage) -> lines.Line:
         try:
-            image = picture.read()
+            data = image.read()
         except (OSError, ValueError) as error:
-            return lines.unreadable(picture, error)
+            return lines.unreadable_line(image, error)
         try:
-            outcomes = self._asking.ask(image)
+            outcomes = self._batch_client.ask(data)
         except LegatoError as error:
-            if not is_of_the_picture(error):
+            if not is_about_image(error):
                 raise
-            return lines.failed(picture, error)
-        return lines.answered(picture, self._names, outcomes)
+            return lines.failed_line(image, error)
+        return lines.answered_line(image, self._names, outcomes)
 
 
 def _raise_first(done: Iterable[futures.Future[None]]) -> None:

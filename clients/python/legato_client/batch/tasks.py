@@ -9,13 +9,13 @@ from legato_client._proto import skills
 from legato_client._types.tasks import Sampling, Task
 
 MAX_TASKS = 32
-"""As many as RunTasks takes."""
+"""Limit of RunTasks."""
 
 
 def parse(
     name: str, sampling: Sampling, max_objects: int | None, min_confidence: float | None = None
 ) -> Task:
-    """Raises ValueError for a skill that does not exist, and for a text that it cannot have."""
+    """Parse a task. Raises ValueError for an unknown skill, or an argument that it lacks."""
     word, _, text = name.partition(":")
     if word not in skills.BY_NAME:
         raise ValueError(f"a task is one of {', '.join(skills.BY_NAME)}, not {word!r}")
@@ -30,7 +30,7 @@ def parse_all(
     max_objects: int | None,
     min_confidence: float | None = None,
 ) -> dict[str, Task]:
-    """The tasks in their order; ValueError where two are the same, or there are too many."""
+    """Parse tasks in order. Raises ValueError for duplicates, or too many tasks."""
     tasks = {name: parse(name, sampling, max_objects, min_confidence) for name in names}
     if len(tasks) < len(names):
         raise ValueError("two tasks are the same")
@@ -56,11 +56,11 @@ def usage(*, places: bool = False) -> str:
 
 
 def names(*, boxes: bool = False) -> str:
-    """The skills whose results lie in the image, or only those that give boxes."""
+    """Return the skills whose results lie in the image, or only those that give boxes."""
     kinds = ("boxes",) if boxes else ("boxes", "points")
     return listed([skill.name for skill in skills.SKILLS if skill.places in kinds])
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words with "or" before the last."""
+    """Join words with commas, and "or" before the last."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

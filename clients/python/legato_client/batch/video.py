@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _TICK = fractions.Fraction(1, 90_000)  # seconds; the unit of times in MPEG
 _SQUARE = fractions.Fraction(1)
-_MAX_STRETCH = 8  # of pixels; what says more is taken for broken
+_MAX_STRETCH = 8  # aspect ratio of pixels; a larger one counts as broken
 _ENCODERS = ("libx264", "mpeg4")  # the best first; the second is in every build of FFmpeg
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrameChoice:
-    """Every Nth frame, or the first frame of each 1/`fps` seconds."""
+    """Frame selection: every Nth frame, or the first frame of each 1/`fps` seconds."""
 
     every: int = 1
     fps: float | None = None
@@ -75,7 +75,7 @@ def _as_displayed(image: Image.Image, decoded: av.VideoFrame) -> Image.Image:
 
 
 def frames(path: str, choice: FrameChoice) -> Iterator[Frame]:
-    """The chosen frames, in order. Raises as `decoded`."""
+    """Yield the chosen frames, in order. Raises as `decoded`."""
     due = 0.0
     for frame in decoded(path):
         if choice.fps is None:
@@ -93,7 +93,7 @@ def decoded(
     options: Mapping[str, str] = MappingProxyType({}),
     silence: float | None = None,
 ) -> Iterator[Frame]:
-    """All frames of a file, or of what else FFmpeg opens, in order.
+    """Decode all frames of a file, or of any other FFmpeg source, in order.
 
     `container` and `options` are FFmpeg's. With `silence`, in seconds, the source is live: each
     frame comes as soon as it is decoded, and none for so long is an error.
@@ -109,7 +109,7 @@ def decoded(
         av.open(path, format=container, options=dict(options), timeout=silence) as opened,
     ):
         if not opened.streams.video:
-            raise ValueError(f"{path} has no pictures")
+            raise ValueError(f"{path} has no images")
         stream = opened.streams.video[0]
         # Threads that decode frames side by side hold some of them back.
         stream.thread_type = "AUTO" if silence is None else "SLICE"
@@ -121,7 +121,7 @@ def decoded(
 
 
 class VideoWriter:
-    """Writes an MP4 file of frames, each shown from its time on.
+    """Writer of an MP4 file of frames, each shown from its time on.
 
     The first one gives the size, in even pixels; those of another size are fitted to it.
     """
@@ -175,7 +175,7 @@ class VideoWriter:
 
 @contextlib.contextmanager
 def _plain_errors(path: str) -> Iterator[None]:
-    """FFmpeg's errors as OSError, without its own classes."""
+    """Raise FFmpeg's errors as OSError, without its own classes."""
     import av
 
     try:

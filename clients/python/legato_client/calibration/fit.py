@@ -1,6 +1,6 @@
 """Fits of confidences, and whether they improve held-out images.
 
-The engine reads what is fitted here: a score s becomes the logistic of logit(s) / temperature +
+The engine reads the fitted parameters: a score s becomes the logistic of logit(s) / temperature +
 offset.
 """
 
@@ -26,7 +26,7 @@ Pairs = Sequence[tuple[float, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The identity by default."""
+    """Parameters of a fit; the defaults are the identity."""
 
     temperature: float = 1.0
     offset: float = 0.0
@@ -45,7 +45,7 @@ class Bin:
 
 
 def fit(pairs: Pairs) -> Fit:
-    """The least log loss; with an offset only if that gains more than it costs (BIC).
+    """Fit by the least log loss; add an offset only if its gain exceeds its cost (BIC).
 
     As in Platt's method, the targets are a little inside 0 and 1, so that the fit is finite where
     all are right.
@@ -58,14 +58,14 @@ def fit(pairs: Pairs) -> Fit:
 
 
 def log_loss(fitted: Fit, pairs: Pairs) -> float:
-    """The mean, in nats."""
+    """Return the mean log loss in nats."""
     chances = ((fitted(score), right) for score, right in pairs)
     inside = ((min(max(chance, _LEAST), 1 - _LEAST), right) for chance, right in chances)
     return -math.fsum(math.log(c if right else 1 - c) for c, right in inside) / max(len(pairs), 1)
 
 
 def reliability(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> list[Bin]:
-    """Bins of equal width, without the empty ones."""
+    """Return bins of equal width, without the empty ones."""
     members: list[list[tuple[float, bool]]] = [[] for _ in range(num_bins)]
     for score, right in pairs:
         confidence = fitted(score)
@@ -78,7 +78,7 @@ def reliability(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> list[Bin
 
 
 def calibration_error(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> float:
-    """ECE: the mean distance of confidence and share right over the bins, by their counts."""
+    """Return the ECE: the mean distance of confidence and accuracy over the bins, by counts."""
     bins = reliability(fitted, pairs, num_bins)
     apart = math.fsum(each.count * abs(each.confidence - each.right) for each in bins)
     return apart / max(len(pairs), 1)
@@ -113,7 +113,7 @@ def _newton(pairs: Pairs, *, offset: bool) -> Fit:
 
 
 def _loss(fitted: Fit, pairs: Pairs) -> float:
-    """Against the targets of the fit, summed."""
+    """Return the summed loss against the targets of the fit."""
     total = 0.0
     for logit, target in _targets(pairs):
         chance = _logistic(logit / fitted.temperature + fitted.offset)
@@ -144,11 +144,9 @@ def _logistic(x: float) -> float:
 
 # ---------------------------------------------------------------- judge
 
-# Whether a fit betters confidences on pictures that it was not fitted on.
-
 RESAMPLES = 400
 SURE = 0.95
-"""The share of resamples in which a fit must be better."""
+"""Fraction of resamples in which a fit must be better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +159,27 @@ class Judgement:
     ece_before_error: float
     ece_after: float
     ece_after_error: float
-    gain_error: float  # of the difference of both, which vary together
+    gain_error: float  # of the difference, as both vary together
     log_loss_before: float
     log_loss_after: float
-    share_better: float  # of the resamples
+    share_better: float  # fraction of the resamples
 
     @property
-    def better(self) -> bool:
+    def is_better(self) -> bool:
         return self.share_better >= SURE and self.log_loss_after <= self.log_loss_before
 
 
 def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> Judgement:
-    """Errors are by the bootstrap over pictures: objects of one picture are alike."""
-    by_picture: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    """Judge a fit; its errors are bootstrapped over images, whose objects are alike."""
+    by_image: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for each in found:
-        by_picture[each.picture].append((each.score, each.right))
-    choice, pictures = random.Random(0), range(len(by_picture))
-    drawn = [choice.choices(pictures, k=len(pictures)) for _ in range(resamples if pictures else 0)]
+        by_image[each.image].append((each.score, each.right))
+    choice, images = random.Random(0), range(len(by_image))
+    drawn = [choice.choices(images, k=len(images)) for _ in range(resamples if images else 0)]
     before, after = (
         [_error([counted[index] for index in each]) for each in drawn]
         for counted in (
-            [_counted(fit, some) for some in by_picture.values()] for fit in (Fit(), fitted)
+            [_counted(fit, some) for some in by_image.values()] for fit in (Fit(), fitted)
         )
     )
     gains = [b - a for b, a in zip(before, after, strict=True)]
@@ -201,7 +199,7 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
 
 
 def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, tuple[tuple[int, float], ...]]:
-    """The number of objects of a picture, and by how much confidence exceeds truth in its bins."""
+    """Return an image's number of objects, and per bin the confidence's excess over truth."""
     bins = reliability(fitted, pairs)
     return len(pairs), tuple(
         (
@@ -212,13 +210,13 @@ def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, tuple[tuple[int, float], .
     )
 
 
-def _error(pictures: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> float:
-    """The calibration error of all together."""
+def _error(images: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> float:
+    """Return the calibration error of all images together."""
     excess = [0.0] * NUM_BINS
-    for _, bins in pictures:
+    for _, bins in images:
         for index, more in bins:
             excess[index] += more
-    return sum(map(abs, excess)) / sum(count for count, _ in pictures)
+    return sum(map(abs, excess)) / sum(count for count, _ in images)
 
 
 def _deviation(values: Sequence[float]) -> float:

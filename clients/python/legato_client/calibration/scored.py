@@ -27,8 +27,8 @@ class UnusableLabels(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledPicture:
-    """A picture with the boxes of each object, by name; absent objects have none."""
+class LabelledImage:
+    """An image with the boxes of each object, by name; absent objects have none."""
 
     path: Path
     number: int  # the image's id in the file of annotations
@@ -37,16 +37,16 @@ class LabelledPicture:
 
 @dataclass(frozen=True, slots=True)
 class LabelledFolder:
-    """Pictures, and the ids of the categories by name."""
+    """Images, and the ids of the categories by name."""
 
-    pictures: tuple[LabelledPicture, ...]
+    images: tuple[LabelledImage, ...]
     categories: dict[str, int]
 
 
 def read_labels(folder: Path, annotations: Path, *, absent: int, seed: int = 0) -> LabelledFolder:
-    """Each picture with the categories that it shows, and `absent` others that it does not.
+    """Return each image with the categories that it shows, and `absent` others.
 
-    Crowds have no box of their own, so a picture's category that has one is left out of it.
+    Crowds have no box of their own, so an image's category that has one is left out of it.
 
     Raises:
         UnusableLabels: the file is missing or has another form.
@@ -71,7 +71,7 @@ def _folder(document: Any, folder: Path, absent: int, choice: random.Random) -> 
             crowds.add((number, name))
         else:
             found[number].setdefault(name, []).append(_box(each["bbox"], *sizes[number]))
-    pictures = []
+    images = []
     for image in document["images"]:
         number = image["id"]
         known = found[number].keys() | {name for of, name in crowds if of == number}
@@ -79,8 +79,8 @@ def _folder(document: Any, folder: Path, absent: int, choice: random.Random) -> 
         boxes = {name: tuple(all_) for name, all_ in found[number].items()}
         boxes |= dict.fromkeys(choice.sample(others, min(absent, len(others))), ())
         boxes = {name: all_ for name, all_ in boxes.items() if (number, name) not in crowds}
-        pictures.append(LabelledPicture(folder / image["file_name"], number, boxes))
-    return LabelledFolder(tuple(pictures), {name: number for number, name in names.items()})
+        images.append(LabelledImage(folder / image["file_name"], number, boxes))
+    return LabelledFolder(tuple(images), {name: number for number, name in names.items()})
 
 
 def _box(bbox: list[float], width: float, height: float) -> Box:
@@ -90,7 +90,7 @@ def _box(bbox: list[float], width: float, height: float) -> Box:
 
 # ---------------------------------------------------------------- objects
 
-# Found objects in a file: a JSON object a line.
+# Found objects as JSON lines.
 
 
 def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
@@ -100,7 +100,7 @@ def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
             {
                 "set": name,
                 "skill": each.skill,
-                "picture": each.picture,
+                "picture": each.image,
                 "name": each.name,
                 "place": _numbers(each.place),
                 "certainties": each.certainties,
@@ -111,7 +111,7 @@ def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
 
 
 def read(path: Path, name: str) -> list[Scored]:
-    """The objects of one of the sets."""
+    """Read the objects of one of the sets."""
     with path.open(encoding="utf-8") as file:
         documents = (json.loads(line) for line in file)
         return [_scored(each) for each in documents if each["set"] == name]
@@ -121,7 +121,7 @@ def _scored(document: dict[str, Any]) -> Scored:
     place = document["place"]
     return Scored(
         skill=document["skill"],
-        picture=document["picture"],
+        image=document["picture"],
         name=document["name"],
         place=Box(*place) if len(place) == 4 else Point(*place),
         certainties=tuple((exists, near) for exists, near in document["certainties"]),
@@ -137,21 +137,19 @@ def _numbers(place: Box | Point) -> tuple[float, ...]:
 
 # ---------------------------------------------------------------- scored
 
-# Objects that a server found in labelled pictures: their scores, and which are right.
-
 SKILLS = tuple(skill.name for skill in skills.SKILLS if skill.places)
 MIN_IOU = 0.5
-"""A box with this overlap is right."""
+"""Minimum overlap of a right box."""
 
-_MAX_TASKS = 32  # of RunTasks
-_MAX_TRIES = 20  # of tasks that find the queue full
-_TOKENS = {"boxes": 3, "points": 2}  # of an object, or of an outline's box
+_MAX_TASKS = 32  # limit of RunTasks
+_MAX_TRIES = 20  # per task that finds the queue full
+_TOKENS = {"boxes": 3, "points": 2}  # tokens per object, or per outline's box
 
 Certainties = tuple[tuple[float, float], ...]
 
 
-class NoCertainties(Exception):
-    """The server found objects and did not tell how sure the model was of their tokens."""
+class NoTokenCertainties(Exception):
+    """Raised when the server found objects but reported no token certainties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ class Scored:
     """An object that was found; `certainties` are existence and concentration of its tokens."""
 
     skill: str
-    picture: int
+    image: int
     name: str
     place: Box | Point
     certainties: Certainties
@@ -173,53 +171,55 @@ class Scored:
 
 def score(
     client: Client,
-    pictures: Iterable[LabelledPicture],
+    images: Iterable[LabelledImage],
     words: Sequence[str],
     *,
     model: str = "",
     parallel: int,
     tell: Callable[[], None],
 ) -> list[Scored]:
-    """Ask skills about each picture's categories; `tell` is called after each picture.
+    """Ask skills about each image's categories; `tell` is called after each image.
 
     Raises:
-        LegatoError: the server refuses, or a picture cannot be read by it.
-        NoCertainties: the server does not tell them.
+        LegatoError: the server refuses, or an image cannot be read by it.
+        NoTokenCertainties: the server reports none.
         OSError: a file cannot be read.
     """
     options = Options(model=model, top_logprobs=0)
 
-    def of(picture: LabelledPicture) -> list[Scored]:
-        found = list(_of_picture(client, picture, words, options))
+    def of(image: LabelledImage) -> list[Scored]:
+        found = list(_of_image(client, image, words, options))
         tell()
         return found
 
     with futures.ThreadPoolExecutor(parallel, "legato-calibrate") as pool:
-        return [each for found in pool.map(of, pictures) for each in found]
+        return [each for found in pool.map(of, images) for each in found]
 
 
-def _of_picture(
-    client: Client, picture: LabelledPicture, words: Sequence[str], options: Options
+def _of_image(
+    client: Client, image: LabelledImage, words: Sequence[str], options: Options
 ) -> Iterator[Scored]:
     asked = [
         (skills.BY_NAME[word], name)
         for word in words
-        for name, boxes in picture.boxes.items()
-        # A skill that gives one object does not say which.
+        for name, boxes in image.boxes.items()
+        # A single-object skill does not say which object it found.
         if skills.BY_NAME[word].takes("max_objects") or len(boxes) < 2
     ]
-    image = picture.path.read_bytes()
+    data = image.path.read_bytes()
     for first in range(0, len(asked), _MAX_TASKS):
         some = asked[first : first + _MAX_TASKS]
-        results = _results(client, image, [skill.task(name) for skill, name in some], options)
+        results = _results(client, data, [skill.task(name) for skill, name in some], options)
         for (skill, name), result in zip(some, results, strict=True):
             places = [_place(mark) for mark in result.marks]
-            sure = certainties(result.info.tokens, _TOKENS[skill.places])
-            if len(sure) < len(places):
-                raise NoCertainties
-            rights = right_places(places, [product(each) for each in sure], picture.boxes[name])
-            for place, one, right in zip(places, sure, rights, strict=False):
-                yield Scored(skill.name, picture.number, name, place, one, right)
+            found_certainties = certainties(result.info.tokens, _TOKENS[skill.places])
+            if len(found_certainties) < len(places):
+                raise NoTokenCertainties
+            rights = right_places(
+                places, [product(each) for each in found_certainties], image.boxes[name]
+            )
+            for place, one, right in zip(places, found_certainties, rights, strict=False):
+                yield Scored(skill.name, image.number, name, place, one, right)
 
 
 def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
@@ -250,17 +250,17 @@ def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Optio
 
 def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
     """Return the certainties of each complete object's tokens."""
-    sure = [
+    found_certainties = [
         (each.certainty.existence, each.certainty.concentration)
         for each in tokens
         if each.certainty is not None
     ]
-    ends = range(tokens_per_object, len(sure) + 1, tokens_per_object)
-    return [tuple(sure[end - tokens_per_object : end]) for end in ends]
+    ends = range(tokens_per_object, len(found_certainties) + 1, tokens_per_object)
+    return [tuple(found_certainties[end - tokens_per_object : end]) for end in ends]
 
 
 def product(certainties: Certainties) -> float:
-    """The score of an object."""
+    """Return an object's score."""
     return math.prod(exists * near for exists, near in certainties)
 
 
@@ -283,7 +283,7 @@ def _place(mark: Mark) -> Box | Point:
 
 
 def _fit(place: Box | Point, box: Box) -> float:
-    """Intersection over union; of a point, 1 inside of the box."""
+    """Return the intersection over union; for a point, 1 inside of the box."""
     if isinstance(place, Point):
         inside = box.x_min <= place.x <= box.x_max and box.y_min <= place.y <= box.y_max
         return float(inside)

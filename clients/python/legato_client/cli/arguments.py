@@ -42,7 +42,7 @@ def _folders() -> list[Path]:
 
 
 def _is_served(path: Path) -> bool:
-    """A server that was killed leaves its socket behind."""
+    """Return whether the socket is served: a killed server leaves its socket behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -65,14 +65,12 @@ def _is_own(folder: Path) -> bool:
 
 # ---------------------------------------------------------------- arguments
 
-# Options that several commands share.
-
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-"""Endings of the names that a picture can be written to."""
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
+"""Suffixes of image files that can be written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Documents the exit codes and reports errors like every other failure."""
+    """Parser that documents the exit codes and reports errors like every other failure."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(epilog=HELP, allow_abbrev=False, **settings)
@@ -155,7 +153,7 @@ def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
 
 
 def security_of(args: argparse.Namespace) -> security.Security:
-    """Raises as `connect`."""
+    """Build the security settings. Raises as `connect`."""
     with readable_options():
         return security.of(
             args.server,
@@ -198,7 +196,7 @@ def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -
 
 
 def tasks_of(args: argparse.Namespace) -> dict[str, Task]:
-    """The tasks of `add_task_options` by the texts that name them.
+    """Return the tasks of `add_task_options` by the texts that name them.
 
     Raises:
         ValueError: two are the same, or one does not take an option that is given.
@@ -222,23 +220,23 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def server(text: str) -> str:
-    """HOST:PORT, or another target of gRPC."""
+    """Parse HOST:PORT, or another gRPC target."""
     try:
         return full_target(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def picture(text: str) -> Path:
-    """A file whose name tells its form."""
+def image(text: str) -> Path:
+    """Parse the name of an image file, whose suffix selects the format."""
     path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"must end in {', '.join(PICTURES)}, not {text!r}")
+    if path.suffix.lower() not in IMAGES:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(IMAGES)}, not {text!r}")
     return path
 
 
 def count(text: str) -> int:
-    """A number that the contract carries unsigned."""
+    """Parse a number that the contract carries unsigned."""
     if (value := _whole(text)) < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
     return value
@@ -277,7 +275,7 @@ def add_min_confidence(parser: argparse.ArgumentParser) -> None:
         "--min-confidence",
         type=share,
         metavar="C",
-        help="leave out objects that the model is less sure of, 0 to 1",
+        help="minimum confidence of objects, 0 to 1",
     )
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.output is not None and args.image is None:
         raise CommandError("--output needs an image to draw on", ExitCode.USAGE)
     image = _read(args.image)
-    streaming = terminal.interactive if args.stream is None else args.stream
+    streaming = terminal.is_interactive if args.stream is None else args.stream
     printer = show.EventPrinter(terminal)
     watch = printer.show if streaming else None
     with arguments.connect(args) as client:
@@ -52,7 +52,7 @@ def ask(
     options: Options,
     watch: Callable[[Event], None] | None,
 ) -> Result:
-    """`watch` sees each event as it arrives."""
+    """Run the task; call `watch` with each event as it arrives."""
     result: Result | None = None
     for event in client.generate(image, task, options=options):
         if watch is not None:
@@ -64,14 +64,14 @@ def ask(
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """An argument has the name of the task's field."""
+    """Build the task from arguments named like its fields."""
     given = {name: value for name, value in vars(args).items() if args.skill.takes(name)}
     task: Task = args.skill.task(**given, sampling=arguments.sampling_of(args))
     return task
 
 
 def document(result: Result) -> dict[str, Any]:
-    """The skill's name beside the fields of the result."""
+    """Return the result's fields with the skill's name."""
     fields = dataclasses.asdict(result)
     del fields["task_id"]
     return {"task": skills.of(result).name, **fields}
@@ -91,7 +91,7 @@ def save(path: Path, image: bytes, *results: Result) -> None:
 
 
 def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None:
-    """An argument for each field of the skill's task."""
+    """Add an argument for each field of the skill's task."""
     if skill is skills.QUERY:
         parser.add_argument("image", nargs="?", help="a file, or - for standard input")
         parser.add_argument("question")
@@ -118,9 +118,9 @@ def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
-        type=arguments.picture,
+        type=arguments.image,
         metavar="FILE",
-        help=f"save the annotated image here: {', '.join(arguments.PICTURES)}",
+        help=f"save the annotated image here: {', '.join(arguments.IMAGES)}",
     )
     parser.add_argument(
         "--stream",

@@ -1,4 +1,4 @@
-"""`legato bag`: the images of a ROS 2 bag, and a bag of answers."""
+"""`legato bag`: answers about the images of a ROS 2 bag, written as a bag."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from legato_client import Client, LegatoError, Result
 from legato_client._images.sources import ImageInput
 from legato_client.batch import tasks
 from legato_client.batch.output import replacing
-from legato_client.batch.run import Asking, is_of_the_picture
+from legato_client.batch.run import BatchClient, is_about_image
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from legato_client.ros.bag import Answering, Count
+    from legato_client.ros.bag import BagAnswerer, BagCounts
 
 _PARALLEL = 8
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "bag",
         help="ask about the images of a ROS 2 bag, and write a bag of answers",
-        description="Ask about every image of a topic in a bag of ROS 2 and write what is found, "
+        description="Ask about every image of a topic in a ROS 2 bag and write the results, "
         "as vision_msgs/Detection2DArray with the images' stamps. ROS is not needed.",
     )
     add = parser.add_argument
@@ -36,20 +36,20 @@ def add_command(commands: Any) -> None:
     arguments.add_task_options(parser, places=True)
     add("--out", type=Path, required=True, metavar="OUT.mcap")
     add("--detections", default="/legato/detections", metavar="TOPIC",
-        help="of the answers, default %(default)s")  # fmt: skip
+        help="topic of the answers, default %(default)s")  # fmt: skip
     add("--draw", default="", metavar="TOPIC",
         help="also images with boxes, sensor_msgs/CompressedImage")  # fmt: skip
     add("--copy", action="append", default=[], metavar="PATTERN",
         help="also copy topics of the bag, as '/tf*' or '*'; may be repeated")  # fmt: skip
     add("--absent-score", type=float, default=math.nan, metavar="S",
-        help="score of what has no confidence, default NaN")  # fmt: skip
+        help="score of results without confidence, default NaN")  # fmt: skip
     add("--parallel", type=arguments.at_least_one, default=_PARALLEL, metavar="N",
-        help="images that are asked about at the same time, default %(default)s")  # fmt: skip
+        help="images in flight, default %(default)s")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Raises CommandError, at the end too where images failed."""
+    """Run the command. Raises CommandError, also at the end if images failed."""
     try:
         from legato_client.ros import bag
     except ModuleNotFoundError as error:
@@ -57,63 +57,66 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise CommandError(problem, ExitCode.USAGE) from None
     try:
         count = _run(args, terminal)
-    except bag.BagRefused as error:
+    except bag.BagError as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
     except OSError as error:
         raise of_file(error) from None
     _report(args, count, terminal)
 
 
-def _run(args: argparse.Namespace, terminal: Terminal) -> Count:
+def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:
     from legato_client.ros import bag
 
     asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
-        raise bag.BagRefused(f"a bag has room for boxes and points: {tasks.names()}")
+        raise bag.BagError(f"a bag has room for boxes and points: {tasks.names()}")
     if args.out.exists() and args.out.samefile(args.source):
-        raise bag.BagRefused(f"{args.out} is the bag itself: name another file")
+        raise bag.BagError(f"{args.out} is the bag itself: name another file")
     topics = bag.Topics(args.topic, args.detections, args.draw, tuple(args.copy))
     with bag.Bag(args.source, args.topic) as source, arguments.connect(args) as client:
-        asking = Asking(client, tuple(asked.values()), arguments.options_of(args))
-        answering = bag.Answering(
-            _asker(asking), topics, parallel=args.parallel, absent_score=args.absent_score
+        batch_client = BatchClient(client, tuple(asked.values()), arguments.options_of(args))
+        answerer = bag.BagAnswerer(
+            _ask_function(batch_client),
+            topics,
+            parallel=args.parallel,
+            absent_score=args.absent_score,
         )
         with terminal.counting("images", source.num_images, 0) as tell:
-            _write(answering, source, args.out, tell, _giving_up(asking, client))
-    return answering.count
+            _write(answerer, source, args.out, tell, _abort_function(batch_client, client))
+    return answerer.count
 
 
-def _write(answering: Answering, source: Any, out: Path, tell: Any, give_up: Any) -> None:
+def _write(answerer: BagAnswerer, source: Any, out: Path, tell: Any, give_up: Any) -> None:
     with replacing(out) as part, part.open("wb") as file:
-        answering.perform(source, file, tell, give_up)
+        answerer.perform(source, file, tell, give_up)
 
 
-def _asker(asking: Asking) -> Any:
+def _ask_function(batch_client: BatchClient) -> Any:
     def ask(image: ImageInput) -> tuple[Result | LegatoError, ...]:
         try:
-            return asking.ask(image)
+            return batch_client.ask(image)
         except LegatoError as error:
-            if is_of_the_picture(error):
+            if is_about_image(error):
                 raise ValueError(str(error)) from error
             raise
 
     return ask
 
 
-def _giving_up(asking: Asking, client: Client) -> Any:
+def _abort_function(batch_client: BatchClient, client: Client) -> Any:
     def give_up() -> None:
-        asking.end()
+        batch_client.end()
         client.close()
 
     return give_up
 
 
-def _report(args: argparse.Namespace, count: Count, terminal: Terminal) -> None:
+def _report(args: argparse.Namespace, count: BagCounts, terminal: Terminal) -> None:
     terminal.line(
         f"{count.images - count.failed} images answered in {args.out}, "
         f"{count.detections} detections, {count.copied} messages copied"
     )
-    for problem in count.problems[:_MOST_PROBLEMS]:
+    for problem in count.problems[:_MAX_PROBLEMS]:
         terminal.line(problem)
     terminal.document(
         {

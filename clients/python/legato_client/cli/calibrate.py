@@ -19,7 +19,7 @@ from legato_client.calibration.scored import (
     ANNOTATIONS,
     SKILLS,
     LabelledFolder,
-    NoCertainties,
+    NoTokenCertainties,
     Scored,
     UnusableLabels,
     read_labels,
@@ -33,7 +33,7 @@ from legato_client.cli.terminal import Terminal
 FILE_NAME = "confidence.json"
 
 _FEWEST = 50
-"""Objects, right and wrong ones together, that a fit needs."""
+"""Minimum number of objects, right and wrong, for a fit."""
 
 _SAME_SET = "the errors are of the set that was fitted on: judge on another one with --test"
 
@@ -42,13 +42,13 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="fit a model's confidences to how often they are right",
-        description="Ask about every picture of a labelled folder, compare the answers with its "
-        "boxes, and write what makes the confidences shares of right objects. Servers read the "
+        description="Ask about every image of a labelled folder, compare the answers with its "
+        "boxes, and write a calibration of the confidences. Servers read the "
         "file beside the weights when they start. With --test only fits that better the "
-        "confidences of other pictures are written.",
+        "confidences of other images are written.",
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="pictures")
+    add("folder", type=Path, metavar="FOLDER", help="images")
     add(
         "--annotations",
         type=Path,
@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
         "--test",
         type=Path,
         metavar="FOLDER",
-        help="other labelled pictures: a skill whose fit does not help there is left out",
+        help="other labelled images: a skill whose fit does not help there is left out",
     )
     add(
         "--weights",
@@ -88,11 +88,9 @@ def add_command(commands: Any) -> None:
         type=arguments.count,
         default=1,
         metavar="N",
-        help="categories that a picture lacks and is asked for all the same, default %(default)s",
+        help="categories that an image lacks and is asked for all the same, default %(default)s",
     )
-    add(
-        "--parallel", type=arguments.at_least_one, default=4, metavar="N", help="pictures at a time"
-    )
+    add("--parallel", type=arguments.at_least_one, default=4, metavar="N", help="images at a time")
     add("--start-timeout", type=arguments.positive, default=300.0, metavar="SECONDS")
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -111,16 +109,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     fitted = {skill: _fit(skill, found) for skill in args.skills}
     judging = found if tested is None else tested
     judged = {skill: judge(each, _of(skill, judging)) for skill, each in fitted.items()}
-    kept = [skill for skill in fitted if tested is None or judged[skill].better]
+    kept = [skill for skill in fitted if tested is None or judged[skill].is_better]
     path = args.output or _beside(args.weights) / FILE_NAME
     _report(fitted, judged, kept, path if kept else None, terminal)
     if not kept:
         raise CommandError(
             f"no fit betters the confidences of {args.test} by more than its error, so none is "
-            "written: label more pictures, or leave the scores as they are"
+            "written: label more images, or leave the scores as they are"
         )
     document = {
-        "fitted_on": f"{args.name or args.folder.resolve().name}, {len(labels.pictures)} pictures",
+        "fitted_on": f"{args.name or args.folder.resolve().name}, {len(labels.images)} images",
         "fitted_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "skills": {
             skill: {
@@ -175,14 +173,14 @@ def _score(
     args: argparse.Namespace, client: Client, labels: LabelledFolder, terminal: Terminal
 ) -> list[Scored]:
     model = "" if args.weights else args.model
-    with terminal.counting("pictures", len(labels.pictures), 0) as tell:
+    with terminal.counting("images", len(labels.images), 0) as tell:
         try:
             return score(
-                client, labels.pictures, args.skills, model=model, parallel=args.parallel, tell=tell
+                client, labels.images, args.skills, model=model, parallel=args.parallel, tell=tell
             )
-        except NoCertainties:
+        except NoTokenCertainties:
             raise CommandError(
-                "the server does not tell how sure its model is of tokens: it is older than this "
+                "the server reports no token certainties: it is older than this "
                 "client, or its model has no confidences"
             ) from None
         except OSError as error:
@@ -194,7 +192,7 @@ def _fit(skill: str, found: Sequence[Scored]) -> fits.Fit:
     if len(pairs) < _FEWEST:
         raise CommandError(
             f"{len(pairs)} objects were found by {skill}; a fit needs {_FEWEST}: label more "
-            "pictures, or leave the skill out of --skills"
+            "images, or leave the skill out of --skills"
         )
     return fits.fit(pairs)
 
@@ -210,7 +208,7 @@ def _report(
     path: Path | None,
     terminal: Terminal,
 ) -> None:
-    """The errors of `judged`, and which skills are written."""
+    """Print the errors of `judged`, and which skills are written."""
     rows: list[dict[str, Any]] = [
         {
             "skill": skill,

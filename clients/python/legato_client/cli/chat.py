@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="a conversation, about an image if one is named",
-        description="Ask again and again; the model is told what was said before. Questions are "
+        description="Ask again and again; the model sees the conversation so far. Questions are "
         f"lines of standard input. {' '.join(_HELP.split())}",
     )
     parser.add_argument("image", nargs="?", type=Path, help="a JPEG, PNG or WebP file")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     talk = Conversation(
         args.system, _image(args.image), args.reasoning, arguments.sampling_of(args)
     )
-    person = sys.stdin.isatty() and terminal.interactive
+    person = sys.stdin.isatty() and terminal.is_interactive
     if person:
         importlib.import_module("readline")  # input() edits lines and remembers them
         terminal.line(terminal.dim("/help tells what else can be typed"))
@@ -81,29 +81,29 @@ class Conversation:
         self.image = image
         self._reasoning = reasoning
         self._sampling = sampling
-        self._said: list[Message] = []
+        self._history: list[Message] = []
 
     def begin_again(self) -> None:
-        self._said.clear()
+        self._history.clear()
 
     def task(self, question: str) -> QueryTask:
         said = (Message("system", self.system),) if self.system else ()
-        first = not self._said and self.image is not None
+        first = not self._history and self.image is not None
         asked = Message("user", (self.image, question) if first and self.image else question)
         return QueryTask(
             reasoning=self._reasoning,
             sampling=self._sampling,
-            messages=(*said, *self._said, asked),
+            messages=(*said, *self._history, asked),
         )
 
     def add(self, task: QueryTask, answer: str) -> None:
-        self._said += (task.messages[-1], Message("assistant", answer))
+        self._history += (task.messages[-1], Message("assistant", answer))
 
 
 def _answer(
     client: Client, talk: Conversation, question: str, options: Options, terminal: Terminal
 ) -> None:
-    """Ctrl-C ends the answer, and the question is forgotten."""
+    """Print the answer; Ctrl-C ends it, and the question is forgotten."""
     task = talk.task(question)
     printer = show.EventPrinter(terminal)
     events = client.generate(None, task, options=options)
@@ -114,7 +114,7 @@ def _answer(
                 talk.add(task, event.result.answer)
                 terminal.document({"question": question, "answer": event.result.answer})
     except KeyboardInterrupt:
-        if not terminal.interactive:
+        if not terminal.is_interactive:
             raise
         terminal.line(f"\n{terminal.dim('stopped: this question is not part of the conversation')}")
     finally:
@@ -122,7 +122,7 @@ def _answer(
 
 
 def _command(talk: Conversation, line: str, terminal: Terminal) -> None:
-    """Raises CommandError for an unknown one, and for a file that cannot be read."""
+    """Carry out a command. Raises CommandError if it is unknown or its file unreadable."""
     name, _, rest = line.partition(" ")
     match name:
         case "/image":

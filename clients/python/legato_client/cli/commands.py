@@ -38,7 +38,7 @@ _OWN = (
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:
-    """`complete`: with the options of the server's commands, as far as they are installed."""
+    """Build the parser; `complete` adds the options of installed server commands."""
     parser = arguments.Parser(
         prog="legato",
         description="Ask a Legato vision-language server about images, or run one.",
@@ -60,7 +60,7 @@ def make_parser(*, complete: bool = False) -> arguments.Parser:
 def find(
     parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> tuple[tuple[str, ...], argparse.ArgumentParser]:
-    """The command that the first words name, and its parser."""
+    """Find the command that the first words name, and its parser."""
     command: list[str] = []
     for word in words:
         below = _below(parser)
@@ -77,7 +77,7 @@ def has_commands(parser: argparse.ArgumentParser) -> bool:
 
 
 def tables(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """The tables of a file of settings: one for each command."""
+    """Return the settings file's tables: one for each command."""
     return frozenset(_below(parser))
 
 

@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """`args.whole` makes the parser of all commands, which knows this one."""
+    """Print the completion script; `args.whole` makes the parser of all commands."""
     try:
         shtab: Any = importlib.import_module("shtab")
     except ModuleNotFoundError:

@@ -26,8 +26,8 @@ from legato_client.cli import arguments, ask, forward, show
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
-ASKED = tuple(skill for skill in skills.SKILLS if skill is not skills.CAPTION)
-"""The skills that are asked about a subject."""
+SUBJECT_SKILLS = tuple(skill for skill in skills.SKILLS if skill is not skills.CAPTION)
+"""Skills that take a subject."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Script:
     image: Path
     caption_length: CaptionLength | Literal[""] = "normal"
     subjects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Of the other skills, what each is asked about."""
+    """Subjects of each other skill."""
 
     def with_changes(self, **given: list[str] | str | None) -> Script:
         """Replace fields of the tasks; None keeps a field."""
@@ -52,10 +52,10 @@ class Script:
             raise CommandError(message, ExitCode.USAGE) from error
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
-        """Each with its title."""
+        """Yield the tasks, each with its title."""
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
-        for skill in ASKED:
+        for skill in SUBJECT_SKILLS:
             for subject in self.subjects.get(skill.name, ()):
                 yield f"{skill.name} {subject}", skill.make(subject, Sampling())
 
@@ -70,19 +70,19 @@ def script_for(image: Path) -> Script:
         return Script(
             image,
             caption_length=said.get("caption_length", ""),
-            subjects={skill.name: _subjects(said.get(skill.name, ())) for skill in ASKED},
+            subjects={skill.name: _subjects(said.get(skill.name, ())) for skill in SUBJECT_SKILLS},
         )
     except (ValueError, AttributeError, TypeError) as error:
         raise CommandError(f"{beside} is not a demo script: {error}") from error
 
 
 def _subjects(given: Iterable[str] | str) -> tuple[str, ...]:
-    """One or several; an empty one asks nothing."""
+    """Split a text into subjects; an empty subject is skipped."""
     return tuple(filter(None, (given,) if isinstance(given, str) else given))
 
 
 def sample_script() -> Script:
-    """The script of the image that comes with the tiny model."""
+    """Read the script of the image that comes with the tiny model."""
     try:
         samples = Path(importlib.import_module("legato_tiny").path()) / "samples"
     except ModuleNotFoundError as error:
@@ -95,7 +95,7 @@ def sample_script() -> Script:
 
 # ---------------------------------------------------------------- local server
 
-# A server for the length of a `with` block.
+# Server that runs for the length of a `with` block.
 
 _SERVICE = "legato.v1.InferenceService"
 _POLL = 0.2  # seconds
@@ -209,18 +209,14 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
 
 # ---------------------------------------------------------------- demo
 
-# `legato demo`.
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="start a server, ask it about an image, draw the answers, stop it"
     )
-    parser.add_argument(
-        "--output", type=arguments.picture, default=Path("demo.png"), metavar="FILE"
-    )
+    parser.add_argument("--output", type=arguments.image, default=Path("demo.png"), metavar="FILE")
     parser.add_argument("--image", type=Path, help="default: the sample of the tiny model")
-    for skill in ASKED:
+    for skill in SUBJECT_SKILLS:
         metavar = "NOUN" if skill.places else skill.subject.upper()
         parser.add_argument(
             f"--{skill.name}", action="append", metavar=metavar, help="may be repeated"
@@ -251,7 +247,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _script(args: argparse.Namespace) -> Script:
     script = script_for(args.image) if args.image else sample_script()
-    return script.with_changes(**{skill.name: getattr(args, skill.name) for skill in ASKED})
+    return script.with_changes(
+        **{skill.name: getattr(args, skill.name) for skill in SUBJECT_SKILLS}
+    )
 
 
 def _perform(target: str, script: Script, image: bytes, terminal: Terminal) -> list[Result]:

@@ -22,7 +22,7 @@ _PARTS = {
     "video": ('"{root}[video]"',),
     "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
 }
-"""What is installed from a clone for each extra of a wheel."""
+"""Packages to install from a clone for each extra of a wheel."""
 
 
 def hint(extra: str) -> str:
@@ -46,7 +46,7 @@ def _typed(root: Path) -> str:
 
 # ---------------------------------------------------------------- forward
 
-# Commands of the server's packages, started by module name, not imported.
+# Server commands are started by module name, not imported.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,18 +86,18 @@ MODULES = {
         "run the launches of a crash bundle again",
     ),
 }
-_OF_LINUX = ("eventfd", "memfd_create", "sched_getaffinity")
+_LINUX_FUNCTIONS = ("eventfd", "memfd_create", "sched_getaffinity")
 """Functions of `os` that a server and its engine call."""
 
-_ANYWHERE = ("models", "pull")
+_PORTABLE_COMMANDS = ("models", "pull")
 """Commands that start no engine."""
 
 _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """Raises CommandError unless the server is installed in a version that has the command."""
-    if command not in _ANYWHERE:
+    """Return the command's parser. Raises CommandError unless the installed server has it."""
+    if command not in _PORTABLE_COMMANDS:
         require_linux(command)
     require_engine(command)
     module, _, function = MODULES[command].parser.partition(":")
@@ -122,7 +122,7 @@ def require_linux(command: str) -> None:
     """Raise CommandError on a system without what a server calls."""
     if sys.platform != "linux":
         raise CommandError(
-            f"`legato {command}` needs Linux ({', '.join(_OF_LINUX)}), and this is "
+            f"`legato {command}` needs Linux ({', '.join(_LINUX_FUNCTIONS)}), and this is "
             f"{sys.platform}: start it in a Linux machine or container; the client works here, "
             "with --server HOST:PORT"
         )

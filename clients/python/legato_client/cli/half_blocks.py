@@ -1,4 +1,4 @@
-"""A picture in characters: each is two pixels, one above the other. Needs Pillow and rich."""
+"""An image in characters: each is two pixels, one above the other. Needs Pillow and rich."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ _LEAST = (24, 6)  # characters, below which nothing could be made out
 
 
 class HalfBlocks:
-    """Drawn by rich in `columns` x `rows` characters or fewer, in the picture's own shape."""
+    """Drawn by rich in `columns` x `rows` characters or fewer, in the image's own shape."""
 
-    def __init__(
-        self, picture: Image.Image, marks: Iterable[Mark], columns: int, rows: int
-    ) -> None:
-        """`columns` and `rows` pass `fits`."""
-        scale = min(columns / picture.width, 2 * rows / picture.height)
-        width = max(1, round(picture.width * scale))
-        height = max(2, round(picture.height * scale) // 2 * 2)
-        self._picture = picture.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
-        _draw(self._picture, list(marks))
+    def __init__(self, image: Image.Image, marks: Iterable[Mark], columns: int, rows: int) -> None:
+        """Scale the image to `columns` and `rows`, which pass `fits`."""
+        scale = min(columns / image.width, 2 * rows / image.height)
+        width = max(1, round(image.width * scale))
+        height = max(2, round(image.height * scale) // 2 * 2)
+        self._image = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+        _draw(self._image, list(marks))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, pixels = self._picture.width, self._picture.tobytes()
+        width, pixels = self._image.width, self._image.tobytes()
         rgb = [pixels[start : start + 3] for start in range(0, len(pixels), 3)]
         for top in range(0, len(rgb), 2 * width):
             middle, end = top + width, top + 2 * width
@@ -52,10 +50,10 @@ def colour_of(label: str, labels: list[str]) -> tuple[int, int, int]:
     return PALETTE[labels.index(label) % len(PALETTE)]
 
 
-def _draw(picture: Image.Image, marks: list[Mark]) -> None:
+def _draw(image: Image.Image, marks: list[Mark]) -> None:
     labels = list(dict.fromkeys(mark.label for mark in marks))
-    pen = ImageDraw.Draw(picture)
-    right, bottom = picture.width - 1, picture.height - 1
+    pen = ImageDraw.Draw(image)
+    right, bottom = image.width - 1, image.height - 1
     for mark in marks:
         colour = colour_of(mark.label, labels)
         match mark:

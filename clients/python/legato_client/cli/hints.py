@@ -39,7 +39,7 @@ _TOKEN = (
 
 
 def hint_of(error: _errors.LegatoError) -> str:
-    """Lines to print below the error, each with its line break, or nothing."""
+    """Return the hint lines to print below the error, each with its line break, or ""."""
     lines = [f"{each.field}: {each.description}" for each in error.field_violations]
     if error.retry_after is not None:
         lines.append(f"try again in {error.retry_after:g} s")

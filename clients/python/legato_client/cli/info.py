@@ -46,9 +46,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _confidence(model: ModelInfo) -> str:
-    told = model.confidence
-    if told is None:
+    confidence = model.confidence
+    if confidence is None:
         return "none"
-    if not told.calibrated_tasks:
+    if not confidence.calibrated_tasks:
         return "uncalibrated"
-    return f"calibrated: {', '.join(told.calibrated_tasks)} ({told.fitted_on})"
+    return f"calibrated: {', '.join(confidence.calibrated_tasks)} ({confidence.fitted_on})"

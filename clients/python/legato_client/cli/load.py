@@ -28,7 +28,7 @@ _SIDE = 32  # pixels of the grey square shown without an image
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Raises CommandError when the load could not be run."""
+    """Run the command. Raises CommandError if the load could not be run."""
     plan = plan_of(args)
     try:
         with terminal.progress(f"{plan.kind} load on {plan.target} for {plan.seconds:g} s"):
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Raises CommandError for options that make no plan."""
+    """Build the plan. Raises CommandError for options that make no plan."""
     if args.warm_up >= args.seconds:
         raise CommandError("--warm-up must be shorter than --seconds", ExitCode.USAGE)
     image = _image(args)
@@ -119,7 +119,7 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
 
 
 def _described(plan: Plan) -> dict[str, object]:
-    """Bytes are shown as their number, and nothing is shown of a token."""
+    """Describe the plan: bytes by their number, tokens not at all."""
     values = {each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)}
     values["security"] = plan.security.summary()
     return {
@@ -150,7 +150,7 @@ def add_command(commands: Any) -> None:
         type=arguments.count,
         metavar="N",
         default=0,
-        help="instead of a rate: N in flight at any time, for the most that the server gives",
+        help="instead of a rate: N in flight at any time, to measure the maximum throughput",
     )
     load.add_argument("--seconds", type=_positive, default=10.0, help="in all")
     load.add_argument("--warm-up", type=float, default=2.0, help="seconds of it not measured")
@@ -160,7 +160,7 @@ def add_command(commands: Any) -> None:
     )
     load.add_argument("--timeout", type=_positive, default=60.0, help="deadline of each, seconds")
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
-    asked = parser.add_argument_group("what is asked, the same each time")
+    asked = parser.add_argument_group("the request, the same each time")
     asked.add_argument("--task", choices=tuple(skills.BY_NAME), default="query")
     asked.add_argument("--text", default="What is in the image?", help="question or object")
     asked.add_argument("--image", default="", help="a file; a grey square where one is needed")

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str], terminal: Terminal) -> None:
-    """The server's commands are carried out without importing the others, which takes time."""
+    """Run a command; a server's command does not import the others, which takes time."""
     if not words or words[0] not in forward.MODULES:
         from legato_client.cli import commands
 
@@ -75,7 +75,7 @@ def _run_here(
 
 
 def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
-    """Wrong options end here, before the program and its libraries are loaded."""
+    """Run a server's command; wrong options fail before its libraries are loaded."""
     parser = forward.parser_of(name)
     settings.add_options(parser)
     resolved = settings.resolve((name,), parser, words, _tables)
@@ -88,7 +88,7 @@ def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
 
 
 def _tables() -> frozenset[str]:
-    """The tables that a file of settings may have: one for each command."""
+    """Return the tables that a settings file may have: one for each command."""
     from legato_client.cli import commands
 
     return commands.tables(commands.make_parser())

@@ -22,7 +22,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "playground",
         help="try a server in a browser",
-        description="Serve one page that asks a Legato server about pictures, clips and a webcam, "
+        description="Serve one page that asks a Legato server about images, clips and a webcam, "
         "until SIGINT or SIGTERM. Whoever can reach the page asks with the credential of this "
         "process, which the page never sees.",
     )
@@ -50,7 +50,7 @@ def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
 
 
 def _operator(args: argparse.Namespace) -> Callable[[], str] | None:
-    """A page that only this host can reach acts as this host's operator."""
+    """Return where to reach the operator's calls: only a page for this host may make them."""
     if not Listen(args.listen).is_local:
         return None
     if args.token_file or args.cert:

@@ -11,7 +11,7 @@ from legato_client.batch import tasks
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
-from legato_client.stream.feed import Asked
+from legato_client.stream.feed import FeedSettings
 from legato_client.stream.frames import summary
 
 _STATE_TIMEOUT = 2.0  # seconds; a question about the engine
@@ -21,7 +21,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "ros2",
         help="answer the images of a ROS 2 topic",
-        description="Subscribe to images of ROS 2 and publish what is found as "
+        description="Subscribe to ROS 2 images and publish the results as "
         "vision_msgs/Detection2DArray, until SIGINT or SIGTERM. ROS is not needed: this is a "
         "participant of DDS. CYCLONEDDS_URI configures the network.",
     )
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if not tasks.have_places(asked.values()):
         problem = f"the message has room for boxes and points: {tasks.names()}"
         raise CommandError(problem, ExitCode.USAGE)
-    how = Asked(asked, False, args.max_age, args.model, args.adapter, args.name, args.track)
+    how = FeedSettings(asked, False, args.max_age, args.model, args.adapter, args.name, args.track)
     try:
         _run(args, how, terminal)
     except ValueError as error:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise CommandError(f"DDS: {error}") from None
 
 
-def _run(args: argparse.Namespace, asked: Asked, terminal: Terminal) -> None:
+def _run(args: argparse.Namespace, asked: FeedSettings, terminal: Terminal) -> None:
     from legato_client.ros.node import Node, Parameters
 
     compressed = args.image.endswith("/compressed") if args.type is None else None
@@ -93,14 +93,14 @@ def _run(args: argparse.Namespace, asked: Asked, terminal: Terminal) -> None:
         terminal.line(f"{args.image} to {args.detections}, domain {parameters.domain}")
         with settings.calling(node.stop):
             node.run()
-    totals = node.figures.totals()
+    totals = node.counters.totals()
     for line in summary(totals):
         terminal.line(line)
     terminal.document(totals.document())
 
 
 def _domain(given: int | None) -> int:
-    """ValueError for a variable that is no number."""
+    """Return the DDS domain. Raises ValueError for a variable that is not a number."""
     if given is not None:
         return given
     text = os.environ.get("ROS_DOMAIN_ID") or "0"

@@ -1,4 +1,4 @@
-"""`legato run`: many pictures."""
+"""`legato run`: the same tasks on many images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from legato_client import LegatoError, Task
 from legato_client.batch import images, tasks
 from legato_client.batch import output as coco
-from legato_client.batch.images import RunRefused
+from legato_client.batch.images import RunError
 from legato_client.batch.output import Output
 from legato_client.batch.run import Run
 from legato_client.batch.video import FrameChoice
@@ -27,9 +27,9 @@ _PARALLEL = 8
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
-        help="ask the same about many pictures, and go on after an interruption",
-        description="Ask the same about every picture of folders, files and videos. Each answer is "
-        "a line of JSON. The same command again goes on where the last one ended.",
+        help="run the same tasks on many images; an interrupted run can be continued",
+        description="Ask the same about every image of folders, files and videos. Each answer is "
+        "a line of JSON. The same command again continues where the last one ended.",
     )
     parser.add_argument(
         "sources",
@@ -39,17 +39,17 @@ def add_command(commands: Any) -> None:
     )
     arguments.add_task_options(parser)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
+    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each image")
     add("--coco", type=Path, metavar="FILE.json", help="also boxes and outlines, as COCO")
     add("--annotate", type=Path, metavar="FOLDER", help="also drawings of the results")
     add("--sorted", action="store_true", help="order the lines by name at the end")
-    add("--retry-failed", action="store_true", help="ask again about pictures that failed")
+    add("--retry-failed", action="store_true", help="ask again about images that failed")
     add(
         "--parallel",
         type=arguments.at_least_one,
         default=_PARALLEL,
         metavar="N",
-        help="pictures that are asked about at the same time, default %(default)s",
+        help="images in flight, default %(default)s",
     )
     frames = parser.add_mutually_exclusive_group()
     frames.add_argument(
@@ -60,16 +60,16 @@ def add_command(commands: Any) -> None:
         help="each Nth frame of a video",
     )
     frames.add_argument(
-        "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
+        "--fps", type=arguments.positive, metavar="F", help="at most F frames per second of video"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Raises CommandError, at the end too where pictures failed."""
+    """Run the command. Raises CommandError, also at the end if images failed."""
     try:
         _run(args, terminal)
-    except RunRefused as error:
+    except RunError as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
     except ModuleNotFoundError as error:
         extra = "video" if error.name == "av" else "cli"
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     asked = _tasks(args)
     if args.coco and not any(map(tasks.object_of, asked.values())):
-        raise RunRefused(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")
+        raise RunError(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")
     start = time.monotonic()
     with Output(args.output, _settings(args)) as output:
         if args.retry_failed:
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             _ask(args, asked, output, terminal)
         except LegatoError:
             if new := len(output.done) - before:
-                terminal.line(f"{new} pictures more are done; the same command goes on from there")
+                terminal.line(f"{new} images more are done; the same command continues from there")
             raise
         if args.sorted:
             output.sort()
@@ -106,7 +106,7 @@ def _tasks(args: argparse.Namespace) -> dict[str, Task]:
     try:
         return arguments.tasks_of(args)
     except ValueError as error:
-        raise RunRefused(f"--task: {error}") from None
+        raise RunError(f"--task: {error}") from None
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,19 +127,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _ask(
     args: argparse.Namespace, asked: dict[str, Task], output: Output, terminal: Terminal
 ) -> None:
-    left_out = [args.annotate] if args.annotate else []
-    names: Iterable[str] = images.files(args.sources, left_out, sys.stdin.buffer)
+    excluded = [args.annotate] if args.annotate else []
+    names: Iterable[str] = images.files(args.sources, excluded, sys.stdin.buffer)
     total = None
     if images.STANDARD_INPUT not in args.sources:
         listed = names = list(names)
         total = None if any(map(images.is_video, listed)) else len(listed)
-    pictures = images.pictures(names, _choice(args))
+    chosen = images.images(names, _choice(args))
     options = arguments.options_of(args)
     with (
         arguments.connect(args) as client,
-        terminal.counting("pictures", total, len(output.done)) as count,
+        terminal.counting("images", total, len(output.done)) as count,
     ):
-        Run(client, asked, options, output, parallel=args.parallel).perform(pictures, count)
+        Run(client, asked, options, output, parallel=args.parallel).perform(chosen, count)
 
 
 def _draw(args: argparse.Namespace, output: Output, terminal: Terminal) -> None:
@@ -160,7 +160,7 @@ def _report(
 ) -> None:
     done, failed = len(output.done), output.num_failed
     new = done - before
-    terminal.line(f"{done} pictures in {args.output}, {new} of them new, in {seconds:.1f} s")
+    terminal.line(f"{done} images in {args.output}, {new} of them new, in {seconds:.1f} s")
     if boxes is not None:
         terminal.line(f"{boxes} annotations in {args.coco}")
     terminal.document(
@@ -175,7 +175,7 @@ def _report(
     )
     if failed:
         raise CommandError(
-            f"{failed} of {done} pictures failed: see `error` in {args.output}; "
+            f"{failed} of {done} images failed: see `error` in {args.output}; "
             "--retry-failed asks about them again"
         )
 

@@ -44,7 +44,7 @@ class CommandError(Exception):
 
 
 def of_file(error: OSError) -> CommandError:
-    """The failure of a file, by its name where that is known."""
+    """Convert an OSError to a command error that names the file, if it is known."""
     where = f"{error.filename}: " if error.filename else ""
     return CommandError(f"{where}{error.strerror or error}")
 
@@ -67,8 +67,6 @@ def exit_code_of(error: _errors.LegatoError) -> ExitCode:
 
 # ---------------------------------------------------------------- signals
 
-# The end of a command that runs until it is told to stop.
-
 
 @contextlib.contextmanager
 def calling(stop: Callable[[], None]) -> Iterator[None]:
@@ -86,7 +84,7 @@ def calling(stop: Callable[[], None]) -> Iterator[None]:
 
 # ---------------------------------------------------------------- settings
 
-# Where the options of a command come from: a flag, else the environment, else a file.
+# Precedence of options: flag, environment, settings file.
 #
 # Options of the two lower layers become words in front of those that were typed, so that the
 # parser
@@ -95,7 +93,7 @@ def calling(stop: Callable[[], None]) -> Iterator[None]:
 PREFIX = "LEGATO_"
 CLIENT_TABLE = "client"
 CLIENT_OPTIONS = ("server", "tls", "ca", "cert", "key", "token-file", "timeout", "json")
-"""What the table `[client]` may hold: it is read by every command that has the option."""
+"""Options of the table `[client]`, which applies to every command that has them."""
 
 _OWN = ("config", "print-config")
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
@@ -130,7 +128,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def variable(name: str) -> str:
-    """The environment variable of an option, which is named without its dashes."""
+    """Return the environment variable of an option, which is named without its dashes."""
     return PREFIX + name.upper().replace("-", "_")
 
 
@@ -166,7 +164,7 @@ def resolve(
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The options that can be set, by name."""
+    """Return the options that can be set, by name."""
     named = {
         string.removeprefix("--"): action
         for action in parser._actions
@@ -183,7 +181,7 @@ def lines(
     args: argparse.Namespace,
     resolved: Resolved,
 ) -> Iterator[str]:
-    """A file of settings that says the same."""
+    """Return the lines of an equivalent settings file."""
     yield f"[{'.'.join(command)}]"
     for name, value, source in rows(parser, args, resolved):
         if value is None:
@@ -195,7 +193,7 @@ def lines(
 def rows(
     parser: argparse.ArgumentParser, args: argparse.Namespace, resolved: Resolved
 ) -> Iterator[tuple[str, Any, str]]:
-    """Each option with its value and the source of that."""
+    """Return each option with its value and the value's source."""
     for name, action in options_of(parser).items():
         value = getattr(args, action.dest, None)
         if _is_switch(action) and not isinstance(action, argparse.BooleanOptionalAction):
@@ -232,7 +230,7 @@ def _given(options: Mapping[str, argparse.Action], words: Sequence[str]) -> set[
 def _rivals(
     parser: argparse.ArgumentParser, options: Mapping[str, argparse.Action], name: str
 ) -> set[str]:
-    """Options that exclude this one: a higher layer's silences it."""
+    """Return the options that exclude this one: a higher layer's value silences it."""
     action = options[name]
     groups = [each._group_actions for each in parser._mutually_exclusive_groups]
     rivals = [other for group in groups if action in group for other in group]
@@ -243,7 +241,7 @@ Layer = dict[str, tuple[Any, str]]
 
 
 def _environment(options: Mapping[str, argparse.Action]) -> Layer:
-    """An empty variable is none."""
+    """Read the environment; an empty variable counts as unset."""
     layer: Layer = {}
     for name, action in options.items():
         if text := os.environ.get(variable(name)):
@@ -253,7 +251,7 @@ def _environment(options: Mapping[str, argparse.Action]) -> Layer:
 
 
 def _array(text: str, source: str) -> list[Any]:
-    """One value, or several as an array of TOML."""
+    """Format one value, or several as a TOML array."""
     if not text.startswith("["):
         return [text]
     try:
@@ -263,7 +261,7 @@ def _array(text: str, source: str) -> list[Any]:
 
 
 def _config(words: Sequence[str]) -> Path | None:
-    """The file that is named; the parser reports a `--config` without a value."""
+    """Return the named file; the parser reports a `--config` without a value."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config", nargs="?")
     end = words.index("--") if "--" in words else len(words)
@@ -312,7 +310,7 @@ def _refuse(source: object, problem: str) -> None:
 
 
 def _words(action: argparse.Action, name: str, value: Any, source: str) -> list[str]:
-    """The flag that says the same, checked so that an error names its source."""
+    """Return the equivalent command-line words, checked so that an error names its source."""
     if _is_switch(action):
         truth = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
         if truth is None:

@@ -28,7 +28,7 @@ from legato_client.cli.terminal import Terminal
 
 
 class EventPrinter:
-    """Writes the events of one answer as they arrive."""
+    """Printer of one answer's events as they arrive."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -64,7 +64,7 @@ class EventPrinter:
         self._write(self._terminal.dim(text) if reasoning else text)
 
     def _finished(self, result: Result) -> None:
-        if _found_nothing(result):
+        if _is_empty(result):
             self._line("nothing found")
         elif result.text and not self._words:  # words that do not stream
             self._line(printable(result.text))
@@ -91,7 +91,7 @@ class EventPrinter:
 
 
 def show_result(terminal: Terminal, result: Result) -> None:
-    if _found_nothing(result):
+    if _is_empty(result):
         terminal.line("nothing found")
     elif result.marks:
         _table(terminal, result.marks, result.info.image)
@@ -108,11 +108,11 @@ def printable(text: str) -> str:
 
 
 def text_of(result: Result) -> str:
-    """Empty for an answer that is not text."""
+    """Return the answer's text; empty for other answers."""
     return printable(result.text)
 
 
-def _found_nothing(result: Result) -> bool:
+def _is_empty(result: Result) -> bool:
     return bool(skills.of(result).places) and not result.marks
 
 

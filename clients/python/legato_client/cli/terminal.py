@@ -33,7 +33,7 @@ _C1 = re.compile(r"[\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal acts on, except line ends, tabs and this module's own styles.
+    """Remove control sequences, except line ends, tabs and this module's own styles.
 
     Names, answers and errors are those of a server, a file or a model, which may be hostile.
     """
@@ -41,7 +41,7 @@ def printable(text: str) -> str:
 
 
 def _json_line(value: dict[str, Any]) -> str:
-    """The same for JSON, which loses nothing."""
+    """Encode a JSON line that a terminal can print; nothing is lost."""
     text = json.dumps(value, ensure_ascii=False)
     return _C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
@@ -61,7 +61,7 @@ class Terminal:
         self._err = err or sys.stderr
 
     @property
-    def interactive(self) -> bool:
+    def is_interactive(self) -> bool:
         return not self.json_output and self._out.isatty()
 
     def on_standard_error(self) -> Terminal:
@@ -84,15 +84,15 @@ class Terminal:
         self.write(text + "\n")
 
     def heading(self, text: str) -> None:
-        self.line(f"{_BOLD}{text}{_RESET}" if self.interactive else text)
+        self.line(f"{_BOLD}{text}{_RESET}" if self.is_interactive else text)
 
     def dim(self, text: str) -> str:
-        return f"{_DIM}{text}{_RESET}" if self.interactive else text
+        return f"{_DIM}{text}{_RESET}" if self.is_interactive else text
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if self.json_output:
             return
-        if self.interactive and importlib.util.find_spec("rich"):
+        if self.is_interactive and importlib.util.find_spec("rich"):
             self._rich_table(headers, rows)
             return
         widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
@@ -121,7 +121,7 @@ class Terminal:
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Any]:
         """Yield a function that changes the text."""
-        if self.interactive and importlib.util.find_spec("rich"):
+        if self.is_interactive and importlib.util.find_spec("rich"):
             console = importlib.import_module("rich.console").Console(file=self._out)
             with console.status(printable(text)) as status:
                 yield status.update
@@ -132,7 +132,7 @@ class Terminal:
     @contextlib.contextmanager
     def live(self) -> Iterator[Callable[[str], None]]:
         """Yield a function that shows some lines: in place of those before on a terminal."""
-        if not (self.interactive and importlib.util.find_spec("rich")):
+        if not (self.is_interactive and importlib.util.find_spec("rich")):
             yield self.line
             return
         from rich.console import Console
@@ -148,7 +148,7 @@ class Terminal:
 
         Without a terminal of its own, and rich, the count is a line now and then.
         """
-        if self.interactive and importlib.util.find_spec("rich"):
+        if self.is_interactive and importlib.util.find_spec("rich"):
             progress = importlib.import_module("legato_client.cli.progress_bar")
             with progress.bar(self._out, what, total, done) as count:
                 yield count
@@ -167,7 +167,7 @@ class Terminal:
 
 
 class _LineCount:
-    """Says the count, at most once in `PERIOD` seconds."""
+    """Progress line with the count, updated at most once in `PERIOD` seconds."""
 
     PERIOD = 10.0
 
@@ -176,13 +176,13 @@ class _LineCount:
         self._what = what if total is None else f"of {total} {what}"
         self._lock = threading.Lock()
         self._done = done
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __call__(self) -> None:
         with self._lock:
             self._done += 1
-            if time.monotonic() - self._said >= self.PERIOD:
-                self._said = time.monotonic()
+            if time.monotonic() - self._printed_at >= self.PERIOD:
+                self._printed_at = time.monotonic()
                 self._terminal.line(f"{self._done} {self._what}")
 
 

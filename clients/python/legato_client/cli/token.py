@@ -79,7 +79,7 @@ def _check(name: str, tenant: str, scopes: list[str]) -> None:
 def _record(
     name: str, tenant: str, scopes: list[str], secret: str, san: list[str], days: float | None
 ) -> str:
-    """TOML; a JSON string is one of TOML too."""
+    """Format a credential as TOML, whose strings may be JSON's."""
     lines = ["[[credential]]", f"id = {json.dumps(name, ensure_ascii=False)}"]
     if tenant:
         lines.append(f"tenant = {json.dumps(tenant, ensure_ascii=False)}")

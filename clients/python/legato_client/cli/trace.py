@@ -26,14 +26,14 @@ LANES = (
     "slot 0",
     "slot 1",
 )
-"""From the top; lanes of newer servers follow."""
+"""Lanes from the top; those of newer servers follow."""
 
 _ARROW = {
     ("cpu launch", "launch"): "s",
     ("device compute", "forward"): "t",
     ("cpu commit", "commit"): "f",
 }
-"""The spans at which an arrow through a launch starts, passes and ends."""
+"""Spans at which a launch's arrow starts, passes and ends."""
 
 _SECOND = 1e6  # microseconds
 _LAUNCHES = 1 << 40  # more than an engine makes: keeps the arrows of engines apart
@@ -104,8 +104,6 @@ def _arrow(span: TimelineSpan, lane: int, phase: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- slot view
 
-# What the engines' slots, devices and hosts did in the last moment, a line for each.
-
 _WIDTH = 32  # characters of a bar
 _SLOT = (("forward", "█"), ("sample", "▓"), ("copy", "▒"), ("commit", "░"))
 _DEVICE = (("forward", "█"), ("sample", "▓"), ("idle", "·"))
@@ -113,7 +111,7 @@ _HOST = (("plan", "█"), ("launch", "▓"), ("finalize", "▒"), ("commit", "�
 
 
 class SlotView:
-    """Adds up updates; `lines` tells them and begins anew, empty without any."""
+    """Sum of updates; `lines` returns its text and resets it, empty without updates."""
 
     def __init__(self) -> None:
         self._engines: dict[int, _Engine] = {}
@@ -141,7 +139,7 @@ class _Engine:
         self._steps: DecodeSteps | None = None
         self._lost = 0
         self._note = ""
-        self._begin = 0.0  # of what is added up, in the server's seconds
+        self._begin = 0.0  # start of the summed window, in the server's seconds
         self._end = 0.0
         self._times = collections.defaultdict[tuple[str, str], float](float)  # by lane and name
         self._latest: dict[str, TimelineSpan] = {}  # by lane
@@ -196,10 +194,8 @@ class _Engine:
 
 # ---------------------------------------------------------------- timeline
 
-# `legato trace --server`: the timeline of a running server.
-
 _DURATION = 5.0  # seconds of a file
-_REFRESH = 0.5  # seconds between two looks at the slots
+_REFRESH = 0.5  # seconds between updates of the display
 _LONGEST = 7 * 86400.0  # seconds
 FLAG = "--server"
 
@@ -220,7 +216,7 @@ def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
     view, due = SlotView(), time.monotonic() + _REFRESH
     with arguments.connect(args, as_operator=True) as client, terminal.live() as show:
 
-        def look() -> None:
+        def refresh() -> None:
             if lines := view.lines():
                 show("\n".join(lines))
                 terminal.document({"lines": lines})
@@ -228,9 +224,9 @@ def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
         for update in client.watch_timeline(args.duration, timeout=_LONGEST):
             view.add(update)
             if time.monotonic() >= due:
-                look()
+                refresh()
                 due = time.monotonic() + _REFRESH
-        look()
+        refresh()
 
 
 def _record(args: argparse.Namespace, terminal: Terminal) -> None:

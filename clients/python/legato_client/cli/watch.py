@@ -19,8 +19,8 @@ from legato_client._types.results import Mark
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal, printable
-from legato_client.stream.feed import Answered, Asked, Feed
-from legato_client.stream.frames import Figures, Totals, summary
+from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
+from legato_client.stream.frames import FrameCounters, Totals, summary
 from legato_client.stream.outputs import marks
 
 if TYPE_CHECKING:
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from legato_client.stream.outputs import Receiver
 
 _LINE_PERIOD = 10.0  # seconds
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _HEADS = ("task", "found", "where", "confidence", "track")
-_FRAME_ROWS = 5  # of the table and the lines about the connection
+_FRAME_ROWS = 5  # rows of the table's frame and of the connection's lines
 
 
-class View:
-    """A table and, in a large terminal, the picture; elsewhere a line every ten seconds.
+class LiveView:
+    """A table and, in a large terminal, the image; elsewhere a line every ten seconds.
 
     `take` is for any thread, the rest for the one that made it.
     """
 
-    def __init__(self, terminal: Terminal, figures: Figures, source: str) -> None:
+    def __init__(self, terminal: Terminal, counters: FrameCounters, source: str) -> None:
         self._terminal = terminal
-        self._figures = figures
+        self._counters = counters
         self._source = source
-        self._latest: Answered | None = None
-        self._said = time.monotonic()
+        self._latest: AnsweredFrame | None = None
+        self._printed_at = time.monotonic()
         self._live: Live | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> View:
-        if self._terminal.interactive and importlib.util.find_spec("rich"):
+    def __enter__(self) -> LiveView:
+        if self._terminal.is_interactive and importlib.util.find_spec("rich"):
             from rich.live import Live
 
             console = self._terminal.console()
@@ -67,8 +67,8 @@ class View:
     ) -> None:
         self._stack.close()
 
-    def take(self, answered: Answered) -> None:
-        """It is shown at the next `refresh`."""
+    def take(self, answered: AnsweredFrame) -> None:
+        """Keep the frame for the next `refresh`."""
         self._latest = answered
 
     def close(self) -> None:
@@ -77,12 +77,12 @@ class View:
     def refresh(self) -> None:
         """Show how things are."""
         if self._live is not None:
-            self._live.update(self._picture_and_table(self._live.console.size), refresh=True)
-        elif time.monotonic() - self._said >= _LINE_PERIOD:
-            self._said = time.monotonic()
-            self._terminal.line(state_line(self._figures))
+            self._live.update(self._image_and_table(self._live.console.size), refresh=True)
+        elif time.monotonic() - self._printed_at >= _LINE_PERIOD:
+            self._printed_at = time.monotonic()
+            self._terminal.line(state_line(self._counters))
 
-    def _picture_and_table(self, size: tuple[int, int]) -> Any:
+    def _image_and_table(self, size: tuple[int, int]) -> Any:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -93,27 +93,27 @@ class View:
         latest = self._latest
         rows = rows_of(latest) if latest else []
         table = Table(*_HEADS, header_style="bold", border_style="dim")
-        for row in rows[:_MOST_ROWS]:
+        for row in rows[:_MAX_ROWS]:
             table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
         parts: list[Any] = []
-        left = lines - min(len(rows), _MOST_ROWS) - _FRAME_ROWS - 3
+        left = lines - min(len(rows), _MAX_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):
-            with contextlib.suppress(OSError, ValueError):  # the answer counts, not the picture
-                parts.append(HalfBlocks(latest.shot.picture(), marks(latest), columns, left))
+            with contextlib.suppress(OSError, ValueError):  # the answer counts, not the image
+                parts.append(HalfBlocks(latest.frame.image(), marks(latest), columns, left))
         parts.append(table)
-        if len(rows) > _MOST_ROWS:
-            parts.append(Text(f"and {len(rows) - _MOST_ROWS} more"))
-        parts.append(Text(f"{self._source}: {state_line(self._figures)}"))
+        if len(rows) > _MAX_ROWS:
+            parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
+        parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
         return Group(*parts)
 
 
-def state_line(figures: Figures) -> str:
+def state_line(counters: FrameCounters) -> str:
     """Summarise the state in one line."""
-    totals = figures.totals()
-    age = "-" if figures.last_age is None else f"{figures.last_age * 1e3:.0f} ms"
+    totals = counters.totals()
+    age = "-" if counters.last_age is None else f"{counters.last_age * 1e3:.0f} ms"
     return (
-        f"source {figures.source}, server {figures.server} · "
-        f"{figures.rate('taken'):.1f} frames/s, {figures.rate('answered'):.1f} answers/s · "
+        f"source {counters.source}, server {counters.server} · "
+        f"{counters.rate('taken'):.1f} frames/s, {counters.rate('answered'):.1f} answers/s · "
         f"age {age} · {_left_out(totals)} left out, {totals.lost} lost"
     )
 
@@ -122,8 +122,8 @@ def _left_out(totals: Totals) -> int:
     return totals.replaced + totals.refused + totals.unreadable + sum(totals.dropped.values())
 
 
-def rows_of(answered: Answered) -> list[tuple[str, ...]]:
-    """A row for each thing found, answer and failed task."""
+def rows_of(answered: AnsweredFrame) -> list[tuple[str, ...]]:
+    """Return a row for each object, answer and failed task."""
     size = (answered.image.width, answered.image.height) if answered.image else (1, 1)
     return [
         (name, *cells)
@@ -166,8 +166,6 @@ def _number(confidence: float | None) -> str:
 
 # ---------------------------------------------------------------- watch
 
-# `legato watch`: a camera or a video, live.
-
 _PATIENCE = 60.0  # seconds
 _REFRESH = 0.1  # seconds
 
@@ -176,8 +174,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "watch",
         help="ask about a camera or a video, live",
-        description="Ask about the newest picture of a camera, a stream or a video, again and "
-        "again, and show what is found. Lost cameras and servers are looked for again.",
+        description="Ask about the newest frame of a camera, a stream or a video, again and "
+        "again, and show the results. Lost cameras and servers are retried.",
     )
     add = parser.add_argument
     add(
@@ -188,23 +186,23 @@ def add_command(commands: Any) -> None:
         help="also a video of drawings, or lines of JSON; - is standard output; may be "
         "repeated")  # fmt: skip
     add("--every-frame", action="store_true",
-        help="ask about every picture, however late; default: about the newest")  # fmt: skip
+        help="ask about every frame, however late; default: about the newest")  # fmt: skip
     add("--max-age", type=arguments.positive, metavar="SECONDS",
-        help="drop pictures that grow older, default: none")  # fmt: skip
+        help="drop frames that grow older, default: none")  # fmt: skip
     add("--rate", type=arguments.positive, default=1.0, metavar="R",
         help="play a file R times as fast as its own pace, default %(default)g")  # fmt: skip
     add("--seconds", type=arguments.positive, metavar="S", help="end after S seconds")
     add("--retry-for", type=arguments.positive, default=_PATIENCE, metavar="SECONDS",
-        help="look for a lost source or server for so long, default %(default)g")  # fmt: skip
-    group = parser.add_argument_group("pictures")
-    group.add_argument("--size", metavar="WxH", help="of a device's pictures")
-    group.add_argument("--fps", type=arguments.positive, metavar="F", help="of a device")
+        help="retry a lost source or server for so long, default %(default)g")  # fmt: skip
+    group = parser.add_argument_group("frames")
+    group.add_argument("--size", metavar="WxH", help="frame size of a device")
+    group.add_argument("--fps", type=arguments.positive, metavar="F", help="frame rate of a device")
     group.add_argument("--max-side", type=arguments.at_least_one, metavar="PIXELS",
-                       help="shrink larger pictures before they are sent")  # fmt: skip
+                       help="scale down larger frames before they are sent")  # fmt: skip
     group.add_argument("--jpeg", type=arguments.quality, metavar="QUALITY",
                        help="send JPEG, 1 to 95, default: pixels without loss")  # fmt: skip
     parser.add_argument("--track", action="store_true",
-                        help="follow detected objects from picture to picture")  # fmt: skip
+                        help="follow detected objects from frame to frame")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -229,36 +227,36 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     from legato_client.stream import outputs
 
     asked = arguments.tasks_of(args)
-    source = camera_module.source_of(args.source, size=args.size, fps=args.fps)
+    source = camera_module.parse_source(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
-    figures = Figures()
+    counters = FrameCounters()
     with (
         arguments.connect(args) as client,
         _receivers(args, source.shown) as receivers,
-        View(terminal, figures, source.shown) as view,
+        LiveView(terminal, counters, source.shown) as view,
     ):
         receivers.append(view)
 
-        def tell(answered: Answered) -> None:
+        def deliver(answered: AnsweredFrame) -> None:
             for receiver in receivers:
                 receiver.take(answered)
 
-        how = Asked(
+        feed_settings = FeedSettings(
             asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
         )
-        feed = Feed(client, how, tell, figures, patience=args.retry_for, waits=False)
-        taker = camera_module.Camera(
+        feed = Feed(client, feed_settings, deliver, counters, patience=args.retry_for, waits=False)
+        camera = camera_module.Camera(
             source,
             feed.offer,
-            figures,
-            form=camera_module.Form(args.max_side, args.jpeg),
+            counters,
+            encoding=camera_module.FrameEncoding(args.max_side, args.jpeg),
             rate=args.rate,
             patience=args.retry_for,
         )
-        problem = _Watch(feed, taker).perform(args.seconds, view.refresh)
-    totals = figures.totals()
-    not_drawn = sum(each.left_out for each in receivers if isinstance(each, outputs.Film))
+        problem = _Watch(feed, camera).perform(args.seconds, view.refresh)
+    totals = counters.totals()
+    not_drawn = sum(each.num_dropped for each in receivers if isinstance(each, outputs.VideoOutput))
     for line in summary(totals):
         terminal.line(line)
     if not_drawn:
@@ -269,7 +267,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 class _Watch:
-    """A thread that takes pictures and one that sends them, until either ends both."""
+    """Pair of threads that read and send frames, until either ends both."""
 
     def __init__(self, feed: Feed, camera: Camera) -> None:
         self._feed = feed
@@ -278,7 +276,7 @@ class _Watch:
         self._ended = threading.Event()
 
     def perform(self, seconds: float | None, refresh: Any) -> Exception | None:
-        """Return what went wrong; SIGINT and SIGTERM are an end, and nothing wrong."""
+        """Return what went wrong; SIGINT and SIGTERM end normally."""
         end = None if seconds is None else time.monotonic() + seconds
         threads = [
             threading.Thread(target=work, name=f"legato-{name}", daemon=True)
@@ -319,17 +317,17 @@ class _Watch:
 
 @contextlib.contextmanager
 def _receivers(args: argparse.Namespace, source: str) -> Iterator[list[Receiver]]:
-    """Raises OSError for a file that cannot be written, also at its end."""
+    """Open the outputs. Raises OSError for a file that cannot be written, also at its end."""
     from legato_client.stream import outputs
 
     with contextlib.ExitStack() as stack:
         found: list[Receiver] = []
         for name in args.output:
-            found.append(outputs.opened(name, source, args.every_frame, _standard_output))
+            found.append(outputs.open_output(name, source, args.every_frame, _standard_output))
             stack.callback(found[-1].close)
         yield found
 
 
 def _standard_output() -> IO[bytes]:
-    """A copy that may be closed."""
+    """Duplicate standard output, so that the copy may be closed."""
     return os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -171,7 +171,7 @@ def _connect(args: argparse.Namespace, token: tokens.BearerToken) -> AsyncClient
 
 
 def _check_that_tokens_matter(args: argparse.Namespace) -> None:
-    """A server without credentials takes any token, so requiring one would protect nothing."""
+    """Refuse to require tokens for a server that has no credentials and takes any token."""
     with (
         arguments.readable_options(),
         Client(

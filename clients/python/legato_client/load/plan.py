@@ -16,7 +16,7 @@ ARRIVALS = ("poisson", "constant")
 def due_times(
     arrivals: str, rate: float, seconds: float, *, share: int = 0, shares: int = 1, seed: int = 0
 ) -> Iterator[float]:
-    """Offsets in seconds from the start, ascending, below `seconds`, for one of `shares` senders.
+    """Yield a sender's due times: ascending offsets in seconds from the start, below `seconds`.
 
     All senders together give `rate` requests a second: "constant" ones evenly spaced, "poisson"
     ones independent of each other, the same for the same seed.
@@ -30,7 +30,7 @@ def due_times(
 
 
 def _poisson(rate: float, source: random.Random) -> Iterator[float]:
-    """A Poisson process: its gaps are exponential."""
+    """Yield times of a Poisson process: its gaps are exponential."""
     due = 0.0
     while True:
         due += source.expovariate(rate)
@@ -39,15 +39,13 @@ def _poisson(rate: float, source: random.Random) -> Iterator[float]:
 
 # ---------------------------------------------------------------- plan
 
-# The plan of a load.
-
 Kind = Literal["unary", "stream", "session"]
 KINDS: tuple[Kind, ...] = ("unary", "stream", "session")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """One load; times are seconds.
+    """Load to run; times are in seconds.
 
     `request` is the serialised request of every call: of `path` when it is unary, a
     GenerateRequest, or the SessionRequest that opens a session. `image` is the serialised image of

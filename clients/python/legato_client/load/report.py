@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from legato_client.load.plan import Plan
 
-_BITS = 7  # of a duration are kept: buckets are at most 1/64 wide, relative to where they lie
+_BITS = 7  # kept of a duration: buckets are at most 1/64 wide, relatively
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -48,7 +48,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Seconds; 0 when nothing was counted."""
+        """Return a percentile in seconds; 0 when nothing was counted."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
         for bucket in sorted(self._counts):
@@ -64,21 +64,19 @@ class Histogram:
 
 
 def _bucket(seconds: float) -> int:
-    """Nanoseconds without all but their first bits, packed as exponent and mantissa."""
+    """Pack all but the last bits of nanoseconds as exponent and mantissa."""
     nanoseconds = int(seconds * 1e9)
     shift = max(nanoseconds.bit_length() - _BITS, 0)
     return (shift << _BITS) | (nanoseconds >> shift)
 
 
 def _upper_edge(bucket: int) -> float:
-    """Seconds."""
+    """Return the bucket's upper edge in seconds."""
     shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
     return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9
 
 
 # ---------------------------------------------------------------- record
-
-# The results of a load, mergeable over senders.
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,7 +97,7 @@ class Record:
     completed: int = 0
     messages: int = 0
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
-    cpu_share: float = 0.0  # of a core, of the busiest sender
+    cpu_share: float = 0.0  # fraction of a core, of the busiest sender
 
     def merge(self, other: Record) -> None:
         for mine, theirs in (
@@ -116,7 +114,7 @@ class Record:
         self.cpu_share = max(self.cpu_share, other.cpu_share)
 
     def figures(self, seconds: float) -> dict[str, object]:
-        """`seconds` is the length of the window; durations become milliseconds."""
+        """Return the results with durations in milliseconds; `seconds` is the window's length."""
         return {
             "seconds": seconds,
             "due": self.due,
@@ -134,11 +132,9 @@ class Record:
 
 # ---------------------------------------------------------------- recorder
 
-# Measures a sender's requests.
-
 
 class Meter:
-    """Fills a record with what falls into the window, `opens` to `closes` of `time.monotonic()`."""
+    """Recorder of what falls into the window, `opens` to `closes` of `time.monotonic()`."""
 
     def __init__(self, opens: float, closes: float) -> None:
         self.record = Record()
@@ -148,12 +144,12 @@ class Meter:
     def counts(self, moment: float) -> bool:
         return self._opens <= moment < self._closes
 
-    def expect(self, due: float) -> Watch:
-        return Watch(self, due)
+    def expect(self, due: float) -> RequestMeasurement:
+        return RequestMeasurement(self, due)
 
 
-class Watch:
-    """One request as its sender sees it."""
+class RequestMeasurement:
+    """Measurement of one request from its sender's view."""
 
     __slots__ = ("_counted", "_due", "_last", "_meter")
 
@@ -167,7 +163,7 @@ class Watch:
             meter.record.lag.add(time.monotonic() - due)
 
     def message(self, *, answers: bool) -> None:
-        """`answers` unless the message only says how the request stands."""
+        """Record a message; `answers` is False for one that only reports progress."""
         now = time.monotonic()
         record = self._meter.record
         if self._meter.counts(now):
@@ -189,14 +185,12 @@ class Watch:
             record.latency.add(now - self._due)
 
     def fail(self, reason: str) -> None:
-        """A failed request has no latency."""
+        """Record a failed request, which has no latency."""
         if self._counted:
             self._meter.record.errors[reason] += 1
 
 
 # ---------------------------------------------------------------- report
-
-# A load's figures as text.
 
 LATE_MS = 5.0  # a P99 lag beyond this: the senders, not the server, were too slow
 HEADS = ("", "count", "mean ms", *(f"P{percent:g} ms" for percent in PERCENTILES), "max ms")

@@ -11,7 +11,7 @@ import grpc
 from legato_client.load.plan import Plan
 from legato_client.load.report import Record
 from legato_client.load.sender import send
-from legato_client.load.targets import CallRefused, reason_of
+from legato_client.load.targets import CallFailed, reason_of
 
 _READY = 60.0  # seconds a sender may take to start
 _PATIENCE = 30.0  # beyond the plan's own end and its last deadline
@@ -23,7 +23,7 @@ class LoadFailed(Exception):
 
 
 def run(plan: Plan) -> Record:
-    """Raises `LoadFailed` when a sender ends without a record."""
+    """Run the plan. Raises `LoadFailed` if a sender ends without a record."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -51,7 +51,7 @@ def run(plan: Plan) -> Record:
 
 
 def _receive(pipe: Connection, seconds: float) -> Record:
-    """A sender sends an empty record when it is ready, then its own."""
+    """Receive a sender's record; it sends an empty one when it is ready, then its own."""
     try:
         if not pipe.poll(seconds):
             raise LoadFailed(f"a sender said nothing for {seconds:g} s")
@@ -68,5 +68,5 @@ def _serve(pipe: Connection, plan: Plan, share: int) -> None:
     pipe.send(Record())
     try:
         pipe.send(send(plan, share, pipe.recv()))
-    except (grpc.RpcError, CallRefused) as error:
+    except (grpc.RpcError, CallFailed) as error:
         pipe.send(f"the sessions could not be opened: {reason_of(error)}")

@@ -10,10 +10,10 @@ import grpc
 
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES, ChannelOptions
 from legato_client.load.plan import Plan, due_times
-from legato_client.load.report import Meter, Record, Watch
-from legato_client.load.targets import CallRefused, LoadTarget, make_target, reason_of
+from legato_client.load.report import Meter, Record, RequestMeasurement
+from legato_client.load.targets import CallFailed, LoadTarget, make_target, reason_of
 
-MAX_PENDING = 20_000  # of one sender; beyond them requests count as NOT_SENT
+MAX_PENDING = 20_000  # per sender; further requests count as NOT_SENT
 _CHANNEL: ChannelOptions = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
@@ -21,9 +21,9 @@ _CHANNEL: ChannelOptions = (
 
 
 def send(plan: Plan, share: int, start: float) -> Record:
-    """Carry out share number `share` of a plan that begins at `start` of `time.monotonic()`.
+    """Send share number `share` of a plan that begins at `start` of `time.monotonic()`.
 
-    Raises `grpc.RpcError` or `Refused` when a session cannot be opened.
+    Raises `grpc.RpcError` or `CallFailed` when a session cannot be opened.
     """
     # Only this selector's timeouts are finer than a millisecond.
     with asyncio.Runner(
@@ -96,10 +96,10 @@ async def _closed_loop(
     await asyncio.gather(*(caller_loop() for _ in range(loops)))
 
 
-async def _send_one(target: LoadTarget, watch: Watch) -> None:
+async def _send_one(target: LoadTarget, watch: RequestMeasurement) -> None:
     try:
         await target.send(watch)
-    except (grpc.RpcError, CallRefused) as error:
+    except (grpc.RpcError, CallFailed) as error:
         watch.fail(reason_of(error))
     else:
         watch.end()

@@ -12,7 +12,7 @@ from legato.v1 import inference_pb2, media_pb2, session_pb2
 from legato_client._errors import from_rpc_error
 from legato_client._grpc.channel import GENERATE, OF_SKILLS
 from legato_client.load.plan import Plan
-from legato_client.load.report import Watch
+from legato_client.load.report import RequestMeasurement
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
@@ -26,27 +26,27 @@ class LoadTarget(Protocol):
 
     async def open(self) -> None: ...
 
-    async def send(self, watch: Watch) -> None:
-        """Send one request and record its messages; raise `Refused` or `grpc.RpcError`."""
+    async def send(self, watch: RequestMeasurement) -> None:
+        """Send one request and record its messages; raise `CallFailed` or `grpc.RpcError`."""
         ...
 
     async def close(self) -> None: ...
 
 
-class CallRefused(Exception):
+class CallFailed(Exception):
     """A session's frame that got no results; the message is the reason."""
 
 
-def reason_of(error: grpc.RpcError | CallRefused) -> str:
-    """The status where the server gave no reason."""
-    if isinstance(error, CallRefused):
+def reason_of(error: grpc.RpcError | CallFailed) -> str:
+    """Return the error's reason, or its status if the server gave no reason."""
+    if isinstance(error, CallFailed):
         return str(error)
     known = from_rpc_error(error)
     return known.reason or known.code
 
 
 class UnaryTarget:
-    """One unary call for each request."""
+    """Target with one unary call for each request."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
         self._plan = plan
@@ -56,7 +56,7 @@ class UnaryTarget:
     async def open(self) -> None:
         pass
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         await self._call(
             self._plan.request,
             timeout=self._plan.timeout,
@@ -79,7 +79,7 @@ class StreamTarget:
     async def open(self) -> None:
         pass
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         call = self._call(
             self._plan.request,
             timeout=self._plan.timeout,
@@ -102,10 +102,10 @@ class SessionTarget:
         self._num_sent = 0
 
     async def open(self) -> None:
-        """Raises `grpc.RpcError` when a session is refused."""
+        """Open the session. Raises `grpc.RpcError` if it is refused."""
         await asyncio.gather(*(session.open() for session in self._sessions))
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         session = self._sessions[self._num_sent % len(self._sessions)]
         self._num_sent += 1
         await session.send(watch)
@@ -115,13 +115,13 @@ class SessionTarget:
 
 
 class _Session:
-    """One open session; a task of its own reads."""
+    """Open session with a reading task."""
 
     def __init__(self, start: Any, plan: Plan) -> None:
         self._plan = plan
         self._start = start
         self._image = media_pb2.Image.FromString(plan.image)
-        self._waiting: dict[int, tuple[Watch, asyncio.Future[None]]] = {}
+        self._waiting: dict[int, tuple[RequestMeasurement, asyncio.Future[None]]] = {}
         self._sequence = 0
         self._ended = ""  # why, once no more results come
         self._writing = asyncio.Lock()  # grpc takes one write at a time
@@ -133,14 +133,14 @@ class _Session:
         await self._call.write(self._plan.request)
         opened = await self._call.read()
         if opened is grpc.aio.EOF:
-            raise CallRefused(f"session ended with {(await self._call.code()).name}")
+            raise CallFailed(f"session ended with {(await self._call.code()).name}")
         self._reader = asyncio.create_task(self._read())
 
-    async def send(self, watch: Watch) -> None:
+    async def send(self, watch: RequestMeasurement) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._writing:
             if self._ended:
-                raise CallRefused(self._ended)
+                raise CallFailed(self._ended)
             self._sequence += 1
             sequence = self._sequence
             self._waiting[sequence] = (watch, ended)
@@ -151,7 +151,7 @@ class _Session:
             async with asyncio.timeout(self._plan.timeout):
                 await ended
         except TimeoutError:
-            raise CallRefused("NO_RESULT") from None
+            raise CallFailed("NO_RESULT") from None
         finally:
             self._waiting.pop(sequence, None)
 
@@ -193,7 +193,7 @@ class _Session:
 
 def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
     if ended is not None and not ended.done():
-        ended.set_exception(CallRefused(reason))
+        ended.set_exception(CallFailed(reason))
 
 
 def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:

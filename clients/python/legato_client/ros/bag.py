@@ -25,25 +25,23 @@ from legato_client import ros2
 from legato_client._errors import LegatoError
 from legato_client._images.sources import ImageInput
 from legato_client._types.results import Result
-from legato_client.ros import cdr
-from legato_client.ros import images as arrays
-from legato_client.ros import images as pictures
+from legato_client.ros import cdr, images
 
 _LIBRARY = "legato"
-_QUALITY = 90  # of drawings, as JPEG
+_QUALITY = 90  # JPEG quality of drawings
 
 Outcomes = Sequence[Result | LegatoError]
 Ask = Callable[[ImageInput], Outcomes]
-"""Raises LegatoError, OSError or ValueError for a picture that cannot be asked about."""
+"""Called with an image; raises LegatoError, OSError or ValueError."""
 
 
-class BagRefused(Exception):
+class BagError(Exception):
     """The bag or an option is not fit for it; the message is for the user."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topics:
-    """Names: where images are, where answers and drawings go, and patterns of what is copied."""
+    """Topic names of images, answers and drawings, and patterns of copied topics."""
 
     image: str
     detections: str
@@ -51,14 +49,14 @@ class Topics:
     copied: tuple[str, ...] = ()
 
     def is_copied(self, topic: str) -> bool:
-        """Not what an earlier run wrote to the topics of this one."""
+        """Return whether to copy a topic: never what an earlier run wrote to this run's topics."""
         own = topic in (self.detections, self.drawings)
         return not own and any(fnmatch.fnmatchcase(topic, pattern) for pattern in self.copied)
 
 
 @dataclasses.dataclass(slots=True)
-class Count:
-    """Outcome of a bag; `problems` names each failed image."""
+class BagCounts:
+    """Outcome of a bag; `problems` has each failed image's error."""
 
     images: int = 0
     failed: int = 0
@@ -68,10 +66,10 @@ class Count:
 
 
 class Bag:
-    """Opened for reading, of profile ROS 2, as `ros2 bag record -s mcap` writes it."""
+    """ROS 2 bag opened for reading, as `ros2 bag record -s mcap` writes it."""
 
     def __init__(self, path: Path, topic: str) -> None:
-        """Raises OSError, and BagRefused for another file and a topic without images."""
+        """Open the bag. Raises OSError, and BagError for other files and topics without images."""
         self._file = path.open("rb")
         try:
             self._reader = _reader_of(self._file, path)
@@ -96,13 +94,13 @@ class Bag:
         return self._reader
 
     def _check(self, path: Path, topic: str) -> int:
-        """Return how many images it has."""
+        """Check the bag; return its number of images."""
         try:
             summary = self._reader.get_summary()
         except McapError as error:
-            raise BagRefused(f"{path} is not a whole bag: {error}") from None
+            raise BagError(f"{path} is not a whole bag: {error}") from None
         if summary is None:
-            raise BagRefused(f"{path} has no summary: `mcap recover` makes one")
+            raise BagError(f"{path} has no summary: `mcap recover` makes one")
         kinds = {
             channel.topic: summary.schemas[channel.schema_id].name
             for channel in summary.channels.values()
@@ -112,7 +110,7 @@ class Bag:
         if kinds.get(topic) not in image_kinds:
             known = sorted(name for name, kind in kinds.items() if kind in image_kinds)
             what = f"is {kinds[topic]}" if topic in kinds else "is not in the bag"
-            raise BagRefused(f"{topic} {what}; topics with images: {', '.join(known) or 'none'}")
+            raise BagError(f"{topic} {what}; topics with images: {', '.join(known) or 'none'}")
         counts = summary.statistics.channel_message_counts if summary.statistics else {}
         return sum(
             counts.get(number, 0)
@@ -121,11 +119,10 @@ class Bag:
         )
 
 
-class Answering:
-    """Writes a bag's answers in the order of its messages, while several pictures are asked about.
+class BagAnswerer:
+    """Writer of a bag's answers in message order, with `parallel` images in flight.
 
-    `parallel` pictures are asked about at a time, and four times as many messages wait for them at
-    most.
+    At most four times as many messages wait for them.
     """
 
     def __init__(self, ask: Ask, topics: Topics, *, parallel: int, absent_score: float) -> None:
@@ -133,16 +130,16 @@ class Answering:
         self._topics = topics
         self._parallel = parallel
         self._absent_score = absent_score
-        self.count = Count()
+        self.count = BagCounts()
 
     def perform(
-        self, bag: Bag, out: IO[bytes], tell: Callable[[], None], give_up: Callable[[], None]
+        self, bag: Bag, out: IO[bytes], on_image: Callable[[], None], give_up: Callable[[], None]
     ) -> None:
-        """`tell` is called after each picture, `give_up` to end what is being asked.
+        """Write all answers; call `on_image` after each image, `give_up` to end open calls.
 
         Raises:
-            LegatoError: `ask` raised one that other pictures would meet too.
-            BagRefused: the bag cannot be read to its end.
+            LegatoError: `ask` failed for a reason unrelated to the image.
+            BagError: the bag cannot be read to its end.
             OSError: a file cannot be read or written.
         """
         writer = _BagWriter(out, self._topics)
@@ -156,7 +153,9 @@ class Answering:
                 if channel.topic == self._topics.image:
                     decode = decoders.decoder_for(channel.message_encoding, schema)
                     answer = pool.submit(self._answer, decode, message.data)
-                    waiting.append(functools.partial(self._write, writer, message, answer, tell))
+                    waiting.append(
+                        functools.partial(self._write, writer, message, answer, on_image)
+                    )
                 while len(waiting) > 4 * self._parallel:
                     waiting.popleft()()
             while waiting:
@@ -165,7 +164,7 @@ class Answering:
         except BaseException as error:
             give_up()
             if isinstance(error, McapError):
-                raise BagRefused(f"the bag cannot be read to its end: {error}") from None
+                raise BagError(f"the bag cannot be read to its end: {error}") from None
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -181,23 +180,23 @@ class Answering:
         writer.copy(schema, channel, message)
         self.count.copied += 1
 
-    # ------------------------------------------------------------ a picture, in the pool
+    # ------------------------------------------------------------ worker threads
 
     def _answer(
         self, decode: Callable[[bytes], Any] | None, data: bytes
     ) -> tuple[ros2.Detection2DArray, bytes] | str:
-        """The array and the drawing, or what is wrong with the picture."""
+        """Return the array and the drawing, or the image's error message."""
         try:
             if decode is None:
                 raise ValueError("its definition is no ros2msg")
             image = decode(data)
             is_raw = hasattr(image, "encoding")
-            shown: ImageInput = pictures.raw(image) if is_raw else pictures.compressed(image)
+            shown: ImageInput = images.raw(image) if is_raw else images.compressed(image)
             outcomes = self._ask(shown)
             failure = next((each for each in outcomes if isinstance(each, LegatoError)), None)
             if failure is not None:
                 return str(failure)
-            array = arrays.of(outcomes, image.header, _size(outcomes), self._absent_score)
+            array = images.of(outcomes, image.header, _size(outcomes), self._absent_score)
             drawing = b""
             if self._topics.drawings:
                 drawing = cdr.compressed_image(array.header, "jpeg", _drawn(shown, outcomes))
@@ -210,7 +209,7 @@ class Answering:
         writer: _BagWriter,
         message: Message,
         answer: futures.Future[tuple[ros2.Detection2DArray, bytes] | str],
-        tell: Callable[[], None],
+        on_image: Callable[[], None],
     ) -> None:
         found = answer.result()
         self.count.images += 1
@@ -223,11 +222,11 @@ class Answering:
             writer.write(self._topics.detections, cdr.detection_array(array), message)
             if drawing:
                 writer.write(self._topics.drawings, drawing, message)
-        tell()
+        on_image()
 
 
 class _BagWriter:
-    """Adds messages of this program's topics, and copies of others."""
+    """Writer of messages of this program's topics, and of copies of others."""
 
     def __init__(self, out: IO[bytes], topics: Topics) -> None:
         self._writer = Writer(out)
@@ -282,9 +281,9 @@ def _reader_of(file: IO[bytes], path: Path) -> McapReader:
         reader = make_reader(file)
         profile = reader.get_header().profile
     except McapError as error:
-        raise BagRefused(f"{path} is no MCAP file: {error}") from None
+        raise BagError(f"{path} is no MCAP file: {error}") from None
     if profile not in ("", Profile.ROS2):
-        raise BagRefused(f"{path} is of profile {profile!r}, not of ROS 2")
+        raise BagError(f"{path} is of profile {profile!r}, not of ROS 2")
     return reader
 
 

@@ -37,7 +37,7 @@ IMAGE = "sensor_msgs/msg/Image"
 
 
 def text_of(name: str) -> str:
-    """The definition of a message, followed by those of all that it is made of."""
+    """Return a message's definition, followed by those of all its parts."""
     own = name.replace("/msg/", "/")
     parts = [f"MSG: {part}\n{_PARTS[part]}" for part in _needed(own) if part != own]
     return f"{_LINE}\n".join((_PARTS[own], *parts))
@@ -54,13 +54,13 @@ def _needed(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- cdr
 
-# Messages of ROS 2 as bytes: CDR, little-endian, with its header of four bytes.
+# ROS 2 messages as CDR bytes, little-endian, with a four-byte header.
 
 _HEADER = b"\x00\x01\x00\x00"  # plain CDR, little-endian
 
 
 class CdrWriter:
-    """Appends values; a number lies at a multiple of its size, counted after the header."""
+    """CDR encoder; a number lies at a multiple of its size, counted after the header."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -84,7 +84,7 @@ class CdrWriter:
         self._data += data
 
     def octets(self, data: bytes) -> None:
-        """A sequence of uint8."""
+        """Append a sequence of uint8."""
         self.uint32(len(data))
         self._data += data
 
@@ -94,7 +94,7 @@ class CdrWriter:
 
 
 def detection_array(array: ros2.Detection2DArray) -> bytes:
-    """A vision_msgs/Detection2DArray."""
+    """Encode a vision_msgs/Detection2DArray."""
     writer = CdrWriter()
     _header(writer, array.header)
     writer.uint32(len(array.detections))
@@ -104,7 +104,7 @@ def detection_array(array: ros2.Detection2DArray) -> bytes:
 
 
 def compressed_image(header: ros2.Header, form: str, data: bytes) -> bytes:
-    """A sensor_msgs/CompressedImage."""
+    """Encode a sensor_msgs/CompressedImage."""
     writer = CdrWriter()
     _header(writer, header)
     writer.string(form)

@@ -31,7 +31,7 @@ _SWAPPED = ("yuv422", "uyvy")
 def raw(image: Any) -> RawFrame:
     """Convert a sensor_msgs/Image.
 
-    ValueError for an encoding that no server takes, or fewer bytes than pixels.
+    Raises ValueError for an unknown encoding, or too few bytes.
     """
     form = _FORMATS.get(image.encoding)
     if form is None:
@@ -43,17 +43,17 @@ def raw(image: Any) -> RawFrame:
 
 
 def compressed(image: Any) -> bytes:
-    """Return the file of a sensor_msgs/CompressedImage, JPEG or PNG.
+    """Return the JPEG or PNG file of a sensor_msgs/CompressedImage.
 
-    ValueError for depth, which is no picture.
+    Raises ValueError for depth images.
     """
     if "compressedDepth" in image.format:
-        raise ValueError(f"a depth image is no picture: format {image.format!r}")
+        raise ValueError(f"a depth image is no image: format {image.format!r}")
     return bytes(image.data)
 
 
 def _with_swapped_bytes(data: bytes) -> bytes:
-    """UYVY as YUYV."""
+    """Convert UYVY to YUYV."""
     swapped = bytearray(data)
     even = len(data) // 2 * 2
     swapped[0:even:2], swapped[1:even:2] = data[1:even:2], data[0:even:2]
@@ -61,8 +61,6 @@ def _with_swapped_bytes(data: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------- arrays
-
-# Answers of several tasks as one Detection2DArray.
 
 
 def of(

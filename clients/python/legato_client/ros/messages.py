@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import array, float64, int32, uint8, uint32
 
-if TYPE_CHECKING:  # what a type checker is to see
+if TYPE_CHECKING:  # for type checkers
     from builtins import list as sequence
 
     Octets = bytes

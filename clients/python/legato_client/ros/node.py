@@ -26,8 +26,8 @@ from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
 from legato_client.ros import images, messages
-from legato_client.stream.feed import Answered, Asked, Feed
-from legato_client.stream.frames import Figures, Shot
+from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
+from legato_client.stream.frames import CapturedFrame, FrameCounters
 
 MessageT = TypeVar("MessageT", bound=IdlStruct)
 
@@ -52,7 +52,7 @@ LATCHED = Qos(
 
 
 def dds_name(topic: str) -> str:
-    """The name in DDS of a topic; ValueError for one that ROS 2 would not take."""
+    """Return a topic's DDS name. Raises ValueError for one that ROS 2 would refuse."""
     if not _NAME.fullmatch(topic):
         raise ValueError(f"a topic is /NAME or /NAME/NAME of letters, digits and _, not {topic!r}")
     return f"rt{topic}"
@@ -62,11 +62,11 @@ class Participant:
     """DDS participant in one domain; CYCLONEDDS_URI configures it."""
 
     def __init__(self, domain: int) -> None:
-        """DDSException where there is no such domain or no network."""
+        """Join the domain. Raises DDSException without such a domain or a network."""
         self._own = DomainParticipant(domain)
 
-    def waiting(self) -> WaitSet:
-        """Waits for what is attached to it."""
+    def wait_set(self) -> WaitSet:
+        """Create a wait set for attached conditions."""
         return WaitSet(self._own)
 
     def reader(self, topic: str, kind: type[MessageT], qos: Qos) -> DataReader[MessageT]:
@@ -77,8 +77,6 @@ class Participant:
 
 
 # ---------------------------------------------------------------- diagnostics
-
-# How a node is, as ROS 2 tells it.
 
 
 class Level(enum.IntEnum):
@@ -91,35 +89,35 @@ class Level(enum.IntEnum):
 
 
 class Health:
-    """Judges what happened since the last call of `now`."""
+    """Health derived from the counters since the last call of `now`."""
 
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
+    def __init__(self, counters: FrameCounters) -> None:
+        self._counters = counters
         self._failed = 0
 
     def now(self, engine: str) -> tuple[Level, str, dict[str, str]]:
-        """Level, message and values; `engine` is the server's word for the state of its engine."""
-        totals = self._figures.totals()
+        """Return level, message and values; `engine` is the state that the server reports."""
+        totals = self._counters.totals()
         failed, self._failed = totals.failed_tasks - self._failed, totals.failed_tasks
-        server = self._figures.server
+        server = self._counters.server
         if server != "connected":
             level, message = Level.ERROR, f"server {server}"
         elif engine in ("lost", "stuck"):
             level, message = Level.ERROR, f"engine {engine}"
-        elif self._figures.rate("taken") == 0:
+        elif self._counters.rate("taken") == 0:
             level, message = Level.WARN, "no images"
         elif failed:
             level, message = Level.WARN, f"{failed} tasks failed"
-        elif self._figures.rate("answered") == 0:
+        elif self._counters.rate("answered") == 0:
             level, message = Level.WARN, "no answers"
         else:
             level, message = Level.OK, "answering"
-        age = self._figures.last_age
+        age = self._counters.last_age
         values = {
             "server": server,
             "engine": engine,
-            "images per second": f"{self._figures.rate('taken'):.1f}",
-            "answers per second": f"{self._figures.rate('answered'):.1f}",
+            "images per second": f"{self._counters.rate('taken'):.1f}",
+            "answers per second": f"{self._counters.rate('answered'):.1f}",
             "age": _seconds(age),
             "age p50": _seconds(totals.age_p50),
             "age p95": _seconds(totals.age_p95),
@@ -142,15 +140,15 @@ def _seconds(value: float | None) -> str:
 
 # ---------------------------------------------------------------- node
 
-# Images of a topic to a server, and what it finds to topics.
-
-_LOOK = duration(milliseconds=200)  # how soon a thread sees that it should end
+_POLL_INTERVAL = duration(milliseconds=200)  # how often a thread checks the stop flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """Names of topics, and what is told: an object without a confidence has `absent_score`, and
-    diagnostics come every `period` seconds.
+    """Topic names and publishing options.
+
+    An object without a confidence gets `absent_score`; diagnostics are published every `period`
+    seconds.
 
     `by_arrival`: ages count from an image's arrival, not from its stamp, as with simulated time.
     """
@@ -168,40 +166,44 @@ class Parameters:
 
 
 class Node:
-    """Answers the newest image, publishes what is found, and once in a `period` how it goes.
+    """ROS node that answers the newest image, and publishes results and periodic diagnostics.
 
-    It outlives servers and waits for the first one. `operator` is a client that may ask about the
+    It survives servers and waits for the first one. `operator` is a client that may read the
     engine's state.
     """
 
     def __init__(
-        self, client: Client, operator: Client, asked: Asked, parameters: Parameters
+        self, client: Client, operator: Client, settings: FeedSettings, parameters: Parameters
     ) -> None:
-        """Raises ValueError for a topic's name, and DDSException without a network."""
+        """Open the topics. Raises ValueError for a bad name, DDSException without a network."""
         self._parameters = parameters
         self._operator = operator
-        self.figures = Figures()
-        self._health = Health(self.figures)
-        self._feed = Feed(client, asked, self._publish, self.figures, patience=None, waits=True)
+        self.counters = FrameCounters()
+        self._health = Health(self.counters)
+        self._feed = Feed(client, settings, self._publish, self.counters, patience=None, waits=True)
         self._stopped = threading.Event()
         self._engine = "unknown"
-        self._told_model = ""
+        self._published_model = ""
         kind = messages.CompressedImage if parameters.compressed else messages.Image
         self._participant = participant = Participant(parameters.domain)
         self._unpublished = 0
-        self._waiting = participant.waiting()
+        self._wait_set = participant.wait_set()
         self._images = participant.reader(parameters.image, kind, SENSOR_DATA)
-        self._found = participant.writer(parameters.detections, messages.Detection2DArray, DEFAULT)
-        self._told = participant.writer(parameters.diagnostics, messages.DiagnosticArray, DEFAULT)
+        self._detections = participant.writer(
+            parameters.detections, messages.Detection2DArray, DEFAULT
+        )
+        self._diagnostics = participant.writer(
+            parameters.diagnostics, messages.DiagnosticArray, DEFAULT
+        )
         self._info = participant.writer(parameters.info, messages.VisionInfo, LATCHED)
         self._count = 0
 
     def stop(self) -> None:
-        """End soon; for any thread, and a signal's handler."""
+        """End soon; thread-safe, and safe in a signal handler."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Return once stopped. Raises LegatoError for what no other session would change."""
+        """Return once stopped. Raises LegatoError for a failure that any session would meet."""
         problems: list[LegatoError] = []
         threads = [
             threading.Thread(target=work, name=f"legato-{name}", daemon=True)
@@ -214,11 +216,11 @@ class Node:
         for thread in threads:
             thread.start()
         while not self._stopped.wait(self._parameters.period):
-            self._tell()
+            self._publish_diagnostics()
         self._feed.stop()
         for thread in threads[:2]:
             thread.join()
-        self._tell()
+        self._publish_diagnostics()
         if problems:
             raise problems[0]
 
@@ -234,14 +236,14 @@ class Node:
 
     def _read(self) -> None:
         condition = ReadCondition(self._images, SampleState.Any)
-        self._waiting.attach(condition)
+        self._wait_set.attach(condition)
         while not self._stopped.is_set():
-            if not self._waiting.wait(_LOOK):
+            if not self._wait_set.wait(_POLL_INTERVAL):
                 continue
             try:
                 samples = self._images.take(1)
             except (struct.error, ValueError):  # a message of another shape
-                self.figures.count("unreadable")
+                self.counters.count("unreadable")
                 continue
             for sample in samples:
                 if isinstance(sample, messages.Image | messages.CompressedImage):
@@ -259,47 +261,47 @@ class Node:
 
     def _take(self, sample: messages.Image | messages.CompressedImage) -> None:
         if sample.header.stamp.sec < 0:  # no time of ROS
-            self.figures.count("unreadable")
+            self.counters.count("unreadable")
         else:
-            self._feed.offer(self._shot(sample))
+            self._feed.offer(self._captured(sample))
 
-    def _shot(self, sample: messages.Image | messages.CompressedImage) -> Shot:
+    def _captured(self, sample: messages.Image | messages.CompressedImage) -> CapturedFrame:
         number, self._count = self._count, self._count + 1
         arrived_ns = time.time_ns()
         stamp = ros2.frame_stamp(sample.header, 0)
         captured_ns = None if self._parameters.by_arrival else stamp.capture_time_ns
-        return Shot(
+        return CapturedFrame(
             number,
             0.0,
             captured_ns or arrived_ns,
             functools.partial(_sent, sample),
-            functools.partial(_picture, sample),
+            functools.partial(_image, sample),
             stamp.frame_id,
             sample.header,
         )
 
-    # ------------------------------------------------------------ what is published
+    # ------------------------------------------------------------ publishing
 
-    def _publish(self, answered: Answered) -> None:
+    def _publish(self, answered: AnsweredFrame) -> None:
         """Publish results; nothing for a failed task, since an empty array means no objects."""
-        self._tell_model()
+        self._publish_model()
         outcomes = tuple(answered.outcomes.values())
-        header, image = answered.shot.origin, answered.image
+        header, image = answered.frame.origin, answered.image
         if any(isinstance(each, LegatoError) for each in outcomes) or image is None:
             return
         assert isinstance(header, messages.Header), "it is put there with the image"
         size = image.width, image.height
         array = images.of(outcomes, header, size, self._parameters.absent_score)
-        self._write(self._found, ros2.to_ros(array, messages))
+        self._write(self._detections, ros2.to_ros(array, messages))
 
-    def _tell_model(self) -> None:
+    def _publish_model(self) -> None:
         model = self._feed.model
-        if model != self._told_model:
-            self._told_model = model
+        if model != self._published_model:
+            self._published_model = model
             info = messages.VisionInfo(_now(), method=model, database_location="")
             self._write(self._info, info)
 
-    def _tell(self) -> None:
+    def _publish_diagnostics(self) -> None:
         level, message, values = self._health.now(self._engine)
         values["not published"] = str(self._unpublished)
         status = messages.DiagnosticStatus(
@@ -309,10 +311,10 @@ class Node:
             self._feed.model,
             [messages.KeyValue(key, value) for key, value in values.items()],
         )
-        self._write(self._told, messages.DiagnosticArray(_now(), [status]))
+        self._write(self._diagnostics, messages.DiagnosticArray(_now(), [status]))
 
     def _write(self, writer: DataWriter[MessageT], message: MessageT) -> None:
-        """A message that DDS does not take must not end the node: the next one is newer."""
+        """Write a message; one that DDS refuses must not end the node: the next one is newer."""
         try:
             writer.write(message)
         except DDSException:
@@ -330,5 +332,5 @@ def _sent(sample: messages.Image | messages.CompressedImage) -> ImageInput:
     return images.compressed(sample)
 
 
-def _picture(sample: messages.Image | messages.CompressedImage) -> PillowImage.Image:
+def _image(sample: messages.Image | messages.CompressedImage) -> PillowImage.Image:
     return open_upright(_sent(sample))

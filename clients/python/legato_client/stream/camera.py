@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from legato_client._images.sources import ImageInput, RawFrame
 from legato_client.batch import video
-from legato_client.stream.frames import Backoff, Figures, Shot, SourceClock
+from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, SourceClock
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,13 +25,13 @@ _SILENCE = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Form:
-    """Encoding of frames: shrunk to `max_side` pixels, as RGB or JPEG."""
+class FrameEncoding:
+    """Encoding of frames: scaled down to `max_side` pixels, as RGB or JPEG."""
 
     max_side: int | None = None
     jpeg: int | None = None
 
-    def of(self, image: Image.Image) -> ImageInput:
+    def encode(self, image: Image.Image) -> ImageInput:
         if self.max_side is not None:
             image.thumbnail((self.max_side, self.max_side))
         if self.jpeg is None:
@@ -55,41 +55,41 @@ class Source:
     options: dict[str, str]
 
 
-def source_of(name: str, *, size: str | None = None, fps: float | None = None) -> Source:
-    """A file, a device (`/dev/video0`), or a URL that FFmpeg opens; the rest is for devices."""
+def parse_source(name: str, *, size: str | None = None, fps: float | None = None) -> Source:
+    """Parse a file, a device (`/dev/video0`), or an FFmpeg URL; other options are for devices."""
     if name.startswith("/dev/video"):
         asked = {"video_size": size, "framerate": None if fps is None else f"{fps:g}"}
         options = {key: value for key, value in asked.items() if value is not None}
         return Source(name, name, False, "v4l2", options)
     if "://" in name and not name.startswith("file:"):
-        options = {"fflags": "nobuffer", "analyzeduration": "1000000"}  # µs, as little as will do
+        options = {"fflags": "nobuffer", "analyzeduration": "1000000"}  # µs, the minimum that works
         if name.startswith(("rtsp://", "rtsps://")):
-            options["rtsp_transport"] = "tcp"  # a lost packet of UDP spoils pictures
+            options["rtsp_transport"] = "tcp"  # a lost UDP packet corrupts frames
         return Source(name, _without_password(name), False, None, options)
     return Source(name, os.path.basename(name), True, None, {})
 
 
 class Camera:
-    """Takes pictures and hands them on, each with its time.
+    """Reader of a source's frames, each with its capture time.
 
-    A file is played at `rate` times its own. `patience` is for how many seconds a lost device or
-    stream is opened again, None: for ever; the first opening must succeed.
+    A file is played at `rate` times its own speed. A lost device or stream is reopened for
+    `patience` seconds, None: for ever; the first opening must succeed.
     """
 
     def __init__(
         self,
         source: Source,
-        give: Callable[[Shot], None],
-        figures: Figures,
+        on_frame: Callable[[CapturedFrame], None],
+        counters: FrameCounters,
         *,
-        form: Form,
+        encoding: FrameEncoding,
         rate: float = 1.0,
         patience: float | None,
     ) -> None:
         self._source = source
-        self._give = give
-        self._figures = figures
-        self._form = form
+        self._on_frame = on_frame
+        self._counters = counters
+        self._encoding = encoding
         self._rate = rate
         self._backoff = Backoff(patience)
         self._stopped = threading.Event()
@@ -97,7 +97,7 @@ class Camera:
         self._begin_ns: int | None = None
 
     def stop(self) -> None:
-        """End soon; for any thread."""
+        """End soon; thread-safe."""
         self._stopped.set()
 
     def run(self) -> None:
@@ -105,7 +105,7 @@ class Camera:
 
         Raises:
             ModuleNotFoundError: PyAV is not installed.
-            OSError, ValueError: it cannot be opened, or patience has ended.
+            OSError, ValueError: the source cannot be opened, or patience has ended.
         """
         while not self._stopped.is_set():
             try:
@@ -118,14 +118,14 @@ class Camera:
                     raise self._named(error) from None
                 named = self._named(error)
                 problem = named if isinstance(named, OSError) else OSError(str(named))
-            self._figures.source = f"lost: {problem.strerror or problem}"
-            delay = self._backoff.failure()
+            self._counters.source = f"lost: {problem.strerror or problem}"
+            delay = self._backoff.next_delay()
             if delay is None:
                 raise problem
             self._stopped.wait(delay)
 
     def _named(self, error: OSError | ValueError) -> OSError | ValueError:
-        """The error without a password."""
+        """Return the error without a password."""
         source = self._source
         if source.is_file:
             return error
@@ -144,19 +144,19 @@ class Camera:
                 return
             if self._count == before:
                 if before:
-                    self._figures.count("source_reconnects")
-                self._figures.source = "playing" if source.is_file else "running"
-                self._backoff.success()
-            self._give(self._shot(frame, captured_ns))
+                    self._counters.count("source_reconnects")
+                self._counters.source = "playing" if source.is_file else "running"
+                self._backoff.note_success()
+            self._on_frame(self._captured(frame, captured_ns))
 
-    def _shot(self, frame: video.Frame, captured_ns: int) -> Shot:
+    def _captured(self, frame: video.Frame, captured_ns: int) -> CapturedFrame:
         if self._begin_ns is None:
             self._begin_ns = captured_ns
-        # A stream's own times begin anew with each connection.
+        # A stream's own times restart with each connection.
         time = frame.time if self._source.is_file else (captured_ns - self._begin_ns) / 1e9
         number, self._count = self._count, self._count + 1
-        read = functools.partial(_sent, frame, self._form)
-        return Shot(number, time, captured_ns, read, frame.image, self._source.shown)
+        read = functools.partial(_sent, frame, self._encoding)
+        return CapturedFrame(number, time, captured_ns, read, frame.image, self._source.shown)
 
     def _paced(self, frames: Iterator[video.Frame]) -> Iterator[tuple[video.Frame, int]]:
         """Yield frames at the file's own pace; the capture time is the due time."""
@@ -167,7 +167,7 @@ class Camera:
             late = (time.time_ns() - due_ns) / 1e9
             if late < 0:
                 self._stopped.wait(-late)
-            elif late > 0.5:  # decoding or the receiver is slower: later pictures are due later
+            elif late > 0.5:  # decoding or the receiver is slower: shift the later frames
                 delay_ns += round(late * 1e9)
                 due_ns += round(late * 1e9)
             yield frame, due_ns
@@ -183,5 +183,5 @@ def _without_password(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-def _sent(frame: video.Frame, form: Form) -> ImageInput:
-    return form.of(frame.image())
+def _sent(frame: video.Frame, encoding: FrameEncoding) -> ImageInput:
+    return encoding.encode(frame.image())

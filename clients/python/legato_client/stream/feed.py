@@ -1,4 +1,4 @@
-"""Streams frames through sessions, reconnecting as needed."""
+"""Frame streaming through sessions, reconnecting as needed."""
 
 from __future__ import annotations
 
@@ -24,85 +24,87 @@ from legato_client._session.blocking_session import Session
 from legato_client._types.results import DetectResult, FrameStamp, ImageInfo, Result
 from legato_client._types.server import FrameDropped, FrameResult, GoAway
 from legato_client._types.tasks import DetectTask, Task, Tracking
-from legato_client.stream.frames import Backoff, Figures, Mailbox, Shot
+from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, Mailbox
 
-_LOOK = 0.2  # seconds; how soon a sender without room sees that it should end
+_CREDIT_POLL_S = 0.2  # poll interval while out of credits
 Outcomes = Mapping[str, Result | LegatoError]
 
 
-class Answered:
-    """A picture with the outcome of each task, in the tasks' order; `age` is in seconds."""
+class AnsweredFrame:
+    """Frame with the outcome of each task, in the tasks' order; `age` is in seconds."""
 
-    __slots__ = ("age", "image", "outcomes", "shot")
+    __slots__ = ("age", "frame", "image", "outcomes")
 
-    def __init__(self, shot: Shot, outcomes: Outcomes, image: ImageInfo | None, age: float) -> None:
-        self.shot = shot
+    def __init__(
+        self, frame: CapturedFrame, outcomes: Outcomes, image: ImageInfo | None, age: float
+    ) -> None:
+        self.frame = frame
         self.outcomes = outcomes
         self.image = image
         self.age = age
 
 
-class Lane:
-    """A session with a thread that reads its answers; another thread sends.
+class FeedSession:
+    """Session with a thread that reads its answers; another thread sends.
 
-    It `leaves` once it should get no more pictures, announced by the server if it `was_warned`,
-    and `is_over` once it has ended; `unanswered` are then the pictures without an outcome.
-    `changed` is called at both. Tracks are named anew in each session: those of all but the first
-    have the session's `number` before their names, so that none is used twice.
+    It `is_leaving` once it should get no more frames, announced by the server if it `was_warned`,
+    and `is_over` once it has ended; `take_unanswered` then returns the frames without an outcome.
+    `on_change` is called at both. Each session numbers its tracks from 1: those of all but the
+    first session get its `number` as a prefix, so that no name is used twice.
     """
 
     def __init__(
         self,
         session: Session,
-        figures: Figures,
-        tell: Callable[[Answered], None],
-        changed: Callable[[], None],
-        worked: Callable[[], None],
+        counters: FrameCounters,
+        on_answer: Callable[[AnsweredFrame], None],
+        on_change: Callable[[], None],
+        on_outcome: Callable[[], None],
         *,
         number: int,
     ) -> None:
-        """`worked` is called at each outcome; raises LegatoError if the session does not open."""
+        """Open the session; `on_outcome` is called at each outcome. Raises LegatoError."""
         self._session = session.__enter__()
-        self._figures = figures
-        self._tell = tell
-        self._changed = changed
-        self._worked = worked
+        self._counters = counters
+        self._on_answer = on_answer
+        self._on_change = on_change
+        self._on_outcome = on_outcome
         self._track_prefix = f"{number + 1}-" if number else ""
         self._lock = threading.Lock()  # guards the two below
-        self._open: dict[int, Shot] = {}
+        self._open: dict[int, CapturedFrame] = {}
         self._results: dict[int, dict[str, Result | LegatoError]] = {}
         self._last_sequence = 0
-        self.leaves = False
+        self.is_leaving = False
         self.was_warned = False
         self.is_over = False
         self.error: LegatoError | None = None
-        self._reader = threading.Thread(target=self._read, name="legato-lane", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="legato-session", daemon=True)
         self._reader.start()
 
     @property
     def model(self) -> str:
         return self._session.terms.model
 
-    def has_room(self) -> bool:
-        """Wait a moment for room for a picture."""
+    def wait_for_room(self) -> bool:
+        """Wait a moment for a credit; return whether there is one."""
         try:
-            return self._session.wait_for_credit(_LOOK)
+            return self._session.wait_for_credit(_CREDIT_POLL_S)
         except LegatoError:
-            self.leaves = True
+            self.is_leaving = True
             return False
 
-    def send(self, shot: Shot) -> None:
-        """Convert and send it. Raises LegatoError if the session takes no more pictures."""
+    def send(self, frame: CapturedFrame) -> None:
+        """Convert and send a frame. Raises LegatoError if the session takes no more frames."""
         try:
-            image = shot.read()
+            image = frame.read()
         except (OSError, ValueError):
-            self._figures.count("unreadable")
+            self._counters.count("unreadable")
             return
         self._last_sequence += 1
         sequence = self._last_sequence
         with self._lock:  # before it is sent: its answer may come at once
-            self._open[sequence] = shot
-        stamp = FrameStamp(shot.frame_id, shot.captured_ns, sequence)
+            self._open[sequence] = frame
+        stamp = FrameStamp(frame.frame_id, frame.captured_ns, sequence)
         sent = None
         try:
             sent = self._session.send(image, stamp=stamp)
@@ -110,67 +112,67 @@ class Lane:
             if sent is None:
                 with self._lock:
                     self._open.pop(sequence, None)
-        self._figures.count("refused" if sent is None else "sent")
+        self._counters.count("refused" if sent is None else "sent")
 
     def finish(self) -> None:
-        """Send no more; what is under way is answered."""
-        self.leaves = True
+        """Stop sending; frames in flight are still answered."""
+        self.is_leaving = True
         with contextlib.suppress(LegatoError):  # it has ended already
             self._session.finish()
 
     def end(self) -> None:
-        """End it now; for any thread."""
+        """End the session now; thread-safe."""
         self._session.close()
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the session's end."""
         self._reader.join()
 
-    def unanswered(self) -> list[Shot]:
-        """Yield unanswered frames in sending order, each once."""
+    def take_unanswered(self) -> list[CapturedFrame]:
+        """Return the unanswered frames in sending order, each once."""
         with self._lock:
-            shots = [self._open[sequence] for sequence in sorted(self._open)]
+            frames = [self._open[sequence] for sequence in sorted(self._open)]
             self._open.clear()
-        return shots
+        return frames
 
-    # ------------------------------------------------------------ the reading thread
+    # ------------------------------------------------------------ reading thread
 
     def _read(self) -> None:
         try:
             for answer in self._session:
                 match answer:
                     case FrameResult():
-                        self._result(answer)
+                        self._add_result(answer)
                     case FrameDropped():
-                        self._dropped(answer)
+                        self._drop(answer)
                     case GoAway():
-                        self.leaves = self.was_warned = True
-                        self._changed()
+                        self.is_leaving = self.was_warned = True
+                        self._on_change()
                     case _:
                         pass
         except LegatoError as error:
             self.error = error
         finally:
-            self.leaves = self.is_over = True
-            self._changed()
+            self.is_leaving = self.is_over = True
+            self._on_change()
 
-    def _result(self, answer: FrameResult) -> None:
+    def _add_result(self, answer: FrameResult) -> None:
         with self._lock:
             results = self._results.setdefault(answer.sequence, {})
-            results[answer.task_id] = self._renamed(answer.outcome)
+            results[answer.task_id] = self._with_prefix(answer.outcome)
             if not answer.last_for_frame:
                 return
             del self._results[answer.sequence]
-            shot = self._open.pop(answer.sequence, None)
-        if shot is None:
+            frame = self._open.pop(answer.sequence, None)
+        if frame is None:
             return
-        self._worked()
-        age = (time.time_ns() - shot.captured_ns) / 1e9
+        self._on_outcome()
+        age = (time.time_ns() - frame.captured_ns) / 1e9
         failed = sum(isinstance(each, LegatoError) for each in results.values())
-        self._figures.answered(age, failed)
-        self._tell(Answered(shot, results, answer.image, age))
+        self._counters.count_answered(age, failed)
+        self._on_answer(AnsweredFrame(frame, results, answer.image, age))
 
-    def _renamed(self, outcome: Result | LegatoError) -> Result | LegatoError:
+    def _with_prefix(self, outcome: Result | LegatoError) -> Result | LegatoError:
         if not self._track_prefix or not isinstance(outcome, DetectResult):
             return outcome
         objects = (
@@ -179,30 +181,28 @@ class Lane:
         )
         return dataclasses.replace(outcome, objects=tuple(objects))
 
-    def _dropped(self, answer: FrameDropped) -> None:
+    def _drop(self, answer: FrameDropped) -> None:
         with self._lock:
             self._results.pop(answer.sequence, None)
-            shot = self._open.pop(answer.sequence, None)
-        if shot is not None:
-            self._worked()
-            self._figures.dropped(answer.reason)
+            frame = self._open.pop(answer.sequence, None)
+        if frame is not None:
+            self._on_outcome()
+            self._counters.count_dropped(answer.reason)
 
 
 # ---------------------------------------------------------------- feed
 
-# Pictures to a server, through as many sessions as it takes.
-
-_PASSING = (Aborted, Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable)
-"""Errors after which another session may fare better."""
+_RETRYABLE = (Aborted, Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable)
+"""Errors that another session may not meet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class FeedSettings:
     """Tasks of each frame, by name, and their options.
 
-    Of more pictures than can be answered the newest are, unless `every` is to be. `max_age` is in
-    seconds; older pictures are dropped. With `track` detected objects are followed from picture to
-    picture.
+    An overloaded server answers the newest frames only, unless `every` frame is required.
+    Frames older than `max_age` seconds are dropped. `track` follows detected objects from frame
+    to frame.
     """
 
     tasks: Mapping[str, Task]
@@ -213,206 +213,213 @@ class Asked:
     name: str = ""
     track: bool = False
 
-    def session(self) -> dict[str, Any]:
-        """Arguments of `Client.session`."""
+    def session_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Client.session`."""
         return {
-            "tasks": [self._standing(name, task) for name, task in self.tasks.items()],
+            "tasks": [self._standing_task(name, task) for name, task in self.tasks.items()],
             "policy": "every_frame" if self.every else "latest_wins",
             "max_frame_age": self.max_age,
-            "when_full": "drop",  # never, as the feed waits for room before it chooses a picture
+            "when_full": "drop",  # never happens: the feed waits for a credit first
             "model": self.model,
             "adapter": self.adapter,
             "name": self.name,
         }
 
-    def _standing(self, name: str, task: Task) -> Task:
+    def _standing_task(self, name: str, task: Task) -> Task:
         if self.track and isinstance(task, DetectTask):
             task = dataclasses.replace(task, tracking=Tracking())
         return dataclasses.replace(task, task_id=name)
 
 
 class Feed:
-    """Keeps a session open and sends it what is offered, until it is finished or stopped.
+    """Sender of offered frames through an open session, until it is finished or stopped.
 
-    A session that the server ends, or that is lost with it, is followed by another. Its pictures
-    without an outcome are sent again where `every` picture is asked about, else counted as lost.
+    A session that the server ends, or that is lost with it, is replaced by another. Its frames
+    without an outcome are sent again if `every` frame is required, else counted as lost.
 
-    `offer` is for one thread, `run` for another. `tell` is called for each answered picture by the
-    threads of the sessions, one at a time. `patience` is for how many seconds a lost
-    server is looked for, None: for ever; the first session must open at once unless `waits`.
+    One thread calls `offer`, another `run`. The sessions' threads call `on_answer` for each
+    answered frame, one at a time. A lost server is retried for `patience` seconds, None: for ever;
+    the first session must open at once unless `waits`.
     """
 
     def __init__(
         self,
         client: Client,
-        asked: Asked,
-        tell: Callable[[Answered], None],
-        figures: Figures,
+        settings: FeedSettings,
+        on_answer: Callable[[AnsweredFrame], None],
+        counters: FrameCounters,
         *,
         patience: float | None,
         waits: bool,
     ) -> None:
         self._client = client
-        self._asked = asked
-        self._tell = tell
-        self._figures = figures
-        self._mailbox = Mailbox(asked.every)
+        self._settings = settings
+        self._on_answer = on_answer
+        self._counters = counters
+        self._mailbox = Mailbox(settings.every)
         self._backoff = Backoff(patience)
         self._waits = waits
         self._stopped = threading.Event()
-        self._again: collections.deque[Shot] = collections.deque()
+        self._resend: collections.deque[CapturedFrame] = collections.deque()
         self._num_opened = 0  # sessions
-        self._lanes: list[Lane] = []  # the one that gets pictures is the last
-        self._telling = threading.Lock()
+        self._sessions: list[FeedSession] = []  # the last one gets the frames
+        self._answer_lock = threading.Lock()
         self._problem: OSError | None = None
         self.model = ""
         """The model of the last session, empty before the first."""
 
-    # ------------------------------------------------------------ the thread with pictures
+    # ------------------------------------------------------------ offering thread
 
-    def offer(self, shot: Shot) -> None:
+    def offer(self, frame: CapturedFrame) -> None:
         """Offer a frame; waits for room if every frame must be sent."""
-        self._figures.count("taken")
-        if unsent := self._mailbox.put(shot):
-            self._figures.count("replaced", unsent)
+        self._counters.count("taken")
+        if unsent := self._mailbox.put(frame):
+            self._counters.count("replaced", unsent)
 
     def finish(self) -> None:
-        """No more will be offered: `run` returns once what was offered has its outcome."""
+        """Stop offering; `run` returns once every offered frame has its outcome."""
         self._mailbox.close()
 
     def stop(self) -> None:
-        """End now; for any thread."""
+        """End now; thread-safe."""
         self._stopped.set()
         if held := self._mailbox.discard():
-            self._figures.count("replaced", held)
-        for lane in tuple(self._lanes):
-            lane.end()
+            self._counters.count("replaced", held)
+        for session in tuple(self._sessions):
+            session.end()
 
-    # ------------------------------------------------------------ the thread that sends
+    # ------------------------------------------------------------ sending thread
 
     def run(self) -> None:
         """Send until finished or stopped.
 
         Raises:
-            LegatoError: another session would meet it too, or patience has ended.
-            OSError: from `tell`.
+            LegatoError: another session would fail alike, or patience has ended.
+            OSError: from `on_answer`.
         """
         try:
             while self._has_more():
-                lane = self._opened()
-                if lane is not None:
-                    self._send_to(lane)
+                session = self._open_session()
+                if session is not None:
+                    self._send_to(session)
         finally:
             self.stop()
             self._join()
-            self._figures.count("replaced", len(self._again))
-            self._figures.count("lost", len(self._unanswered()))
+            self._counters.count("replaced", len(self._resend))
+            self._counters.count("lost", len(self._take_unanswered()))
         if self._problem is not None:
             raise self._problem
 
     def _has_more(self) -> bool:
         """Return whether another session is needed; may wait for running ones."""
-        self._settle()
-        if self._mailbox.is_done and not self._again:
+        self._reap_ended()
+        if self._mailbox.is_done and not self._resend:
             self._join()
-            self._settle()
-        return not self._stopped.is_set() and not (self._mailbox.is_done and not self._again)
+            self._reap_ended()
+        return not self._stopped.is_set() and not (self._mailbox.is_done and not self._resend)
 
-    def _opened(self) -> Lane | None:
-        """Open a session, or return None; raises permanent errors."""
+    def _open_session(self) -> FeedSession | None:
+        """Open a session; return None after a transient error. Raises permanent errors."""
         try:
-            session = self._client.session(**self._asked.session())
-            lane = Lane(
-                session,
-                self._figures,
-                self._hand_on,
+            session = FeedSession(
+                self._client.session(**self._settings.session_arguments()),
+                self._counters,
+                self._deliver,
                 self._mailbox.nudge,
-                self._backoff.success,
+                self._backoff.note_success,
                 number=self._num_opened,
             )
         except LegatoError as error:
-            if not isinstance(error, _PASSING) or not (self._waits or self.model):
+            if not isinstance(error, _RETRYABLE) or not (self._waits or self.model):
                 raise
             self._wait_after(error)
             return None
         self._num_opened += 1
-        self._lanes.append(lane)
-        self._backoff.reached()
+        self._sessions.append(session)
+        self._backoff.note_reached()
         if self.model:
-            self._figures.count("reconnects")
-        self.model = lane.model
-        self._figures.server = "connected"
-        return lane
+            self._counters.count("reconnects")
+        self.model = session.model
+        self._counters.server = "connected"
+        return session
 
-    def _send_to(self, lane: Lane) -> None:
-        """Send pictures until the session takes no more, or there are none."""
-        while not (lane.leaves or self._stopped.is_set()):
-            self._settle()
-            if not lane.has_room():
+    def _send_to(self, session: FeedSession) -> None:
+        """Send frames until the session takes no more, or there are none."""
+        while not (session.is_leaving or self._stopped.is_set()):
+            self._reap_ended()
+            if not session.wait_for_room():
                 continue
-            shot = self._again.popleft() if self._again else self._mailbox.take(self._must_look)
-            if shot is not None:
-                self._send(lane, shot)
-            elif self._mailbox.is_done and not self._again:
+            frame = (
+                self._resend.popleft()
+                if self._resend
+                else self._mailbox.take(self._needs_attention)
+            )
+            if frame is not None:
+                self._send(session, frame)
+            elif self._mailbox.is_done and not self._resend:
                 break
-        if not lane.is_over:
-            lane.finish()
+        if not session.is_over:
+            session.finish()
 
-    def _send(self, lane: Lane, shot: Shot) -> None:
+    def _send(self, session: FeedSession, frame: CapturedFrame) -> None:
         try:
-            lane.send(shot)
-        except _PASSING:
-            lane.finish()
-            if self._asked.every:
-                self._again.appendleft(shot)
+            session.send(frame)
+        except _RETRYABLE:
+            session.finish()
+            if self._settings.every:
+                self._resend.appendleft(frame)
             else:
-                self._figures.count("refused")
+                self._counters.count("refused")
 
-    def _must_look(self) -> bool:
+    def _needs_attention(self) -> bool:
         """Return whether a session has changed and needs attention."""
-        leaves = any(lane.leaves for lane in self._lanes[-1:])
-        return leaves or self._stopped.is_set() or any(lane.is_over for lane in self._lanes)
+        is_leaving = any(session.is_leaving for session in self._sessions[-1:])
+        return (
+            is_leaving
+            or self._stopped.is_set()
+            or any(session.is_over for session in self._sessions)
+        )
 
-    def _settle(self) -> None:
-        """Take leave of sessions that have ended; wait if the one that gets pictures was lost."""
-        current = self._lanes[-1] if self._lanes else None
-        over = [lane for lane in self._lanes if lane.is_over]
-        self._lanes = [lane for lane in self._lanes if not lane.is_over]
-        for lane in over:
-            lane.end()
-            shots = lane.unanswered()
-            if self._asked.every:
-                self._again.extend(shots)
-                self._figures.count("resent", len(shots))
+    def _reap_ended(self) -> None:
+        """Reap ended sessions; wait if the one that gets the frames was lost."""
+        current = self._sessions[-1] if self._sessions else None
+        over = [session for session in self._sessions if session.is_over]
+        self._sessions = [session for session in self._sessions if not session.is_over]
+        for session in over:
+            session.end()
+            frames = session.take_unanswered()
+            if self._settings.every:
+                self._resend.extend(frames)
+                self._counters.count("resent", len(frames))
             else:
-                self._figures.count("lost", len(shots))
-        for lane in over:
-            if lane.error is None or self._stopped.is_set():
+                self._counters.count("lost", len(frames))
+        for session in over:
+            if session.error is None or self._stopped.is_set():
                 continue
-            if not isinstance(lane.error, _PASSING):
-                raise lane.error
-            if lane is current and not lane.was_warned:
-                self._wait_after(lane.error)
+            if not isinstance(session.error, _RETRYABLE):
+                raise session.error
+            if session is current and not session.was_warned:
+                self._wait_after(session.error)
 
     def _join(self) -> None:
-        for lane in self._lanes:
-            lane.join()
+        for session in self._sessions:
+            session.join()
 
-    def _unanswered(self) -> list[Shot]:
-        return [shot for lane in self._lanes for shot in lane.unanswered()]
+    def _take_unanswered(self) -> list[CapturedFrame]:
+        return [frame for session in self._sessions for frame in session.take_unanswered()]
 
     def _wait_after(self, error: LegatoError) -> None:
-        """Raises the error when patience has ended."""
-        self._figures.server = f"lost: {error.message}"
-        delay = self._backoff.failure(error.retry_after or 0.0)
+        """Wait until the next attempt; raise the error once patience has ended."""
+        self._counters.server = f"lost: {error.message}"
+        delay = self._backoff.next_delay(error.retry_after or 0.0)
         if delay is None:
             raise error
         self._stopped.wait(delay)
 
-    def _hand_on(self, answered: Answered) -> None:
-        with self._telling:
+    def _deliver(self, answered: AnsweredFrame) -> None:
+        with self._answer_lock:
             try:
-                self._tell(answered)
+                self._on_answer(answered)
             except OSError as error:
                 self._problem = self._problem or error
                 self._stopped.set()

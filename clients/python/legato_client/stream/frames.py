@@ -16,50 +16,48 @@ from legato_client.load.report import Histogram
 if TYPE_CHECKING:
     from PIL import Image
 
-_FIRST = 0.2  # seconds
-_LONGEST = 5.0
-_SPREAD = 0.2  # of a delay, so that clients of one server do not come back together
+_MIN_DELAY_S = 0.2
+_MAX_DELAY_S = 5.0
+_JITTER = 0.2  # fraction of a delay, so that clients of one server do not reconnect together
 
 
 class Backoff:
-    """Delays that double up to 5 s until a `success`.
+    """Delays that double up to 5 s until a `note_success`.
 
-    `patience` is for how many seconds attempts go on that reach nothing; None: for ever. What is
-    `reached` may still fail at once each time, so it does not shorten the delays.
+    Attempts that reach no peer continue for `patience` seconds; None: for ever. A reached peer
+    may still fail at once each time, so it does not shorten the delays.
     """
 
     def __init__(self, patience: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience = patience
         self._clock = clock
-        self._delay = _FIRST
+        self._delay = _MIN_DELAY_S
         self._failing_since: float | None = None
 
-    def reached(self) -> None:
+    def note_reached(self) -> None:
         self._failing_since = None
 
-    def success(self) -> None:
-        self._delay = _FIRST
+    def note_success(self) -> None:
+        self._delay = _MIN_DELAY_S
         self._failing_since = None
 
-    def failure(self, at_least: float = 0.0) -> float | None:
-        """Seconds until the next attempt, at least those that the server asks for; None: no more.
+    def next_delay(self, at_least: float = 0.0) -> float | None:
+        """Return the seconds until the next attempt, at least `at_least`; None: give up.
 
         Patience counts from the first failure since something was reached.
         """
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
-        delay = self._delay * random.uniform(1 - _SPREAD, 1 + _SPREAD)
-        self._delay = min(2 * self._delay, _LONGEST)
+        delay = self._delay * random.uniform(1 - _JITTER, 1 + _JITTER)
+        self._delay = min(2 * self._delay, _MAX_DELAY_S)
         delay = max(delay, at_least)
         if self._patience is not None and now + delay > self._failing_since + self._patience:
             return None
         return delay
 
 
-# ---------------------------------------------------------------- figures
-
-# What became of the pictures.
+# ---------------------------------------------------------------- frame counters
 
 _RATE_SECONDS = 2.0
 _COUNTED = (
@@ -70,11 +68,11 @@ _COUNTED = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers so far.
+    """Frame counts so far.
 
-    `taken` + `resent` is `sent` + `replaced` + `refused` + `unreadable` + those that wait; `sent`
-    is `answered` + the sum of `dropped` + `lost` + `resent` + those under way. Ages are in seconds
-    from the picture's capture to the arrival of its last result.
+    `taken` + `resent` is `sent` + `replaced` + `refused` + `unreadable` + waiting ones; `sent`
+    is `answered` + the sum of `dropped` + `lost` + `resent` + those in flight. Ages are in seconds
+    from the frame's capture to the arrival of its last result.
     """
 
     taken: int
@@ -97,11 +95,11 @@ class Totals:
         return dataclasses.asdict(self)
 
 
-class Figures:
-    """Counts, for any thread.
+class FrameCounters:
+    """Frame counters; thread-safe.
 
-    `replaced` pictures gave way to a newer one before they were sent, `refused` ones met the end of
-    a session. `lost` ones were sent to a session that ended without their outcome;
+    `replaced` frames were superseded by a newer one before they were sent, `refused` ones came
+    as a session ended. `lost` ones were sent to a session that ended without their outcome;
     so were `resent` ones, which then wait again.
     """
 
@@ -116,7 +114,7 @@ class Figures:
         }
         self.last_age: float | None = None
         self.server = "connecting"
-        """The state of the connection, for people."""
+        """Human-readable state of the connection."""
         self.source = "opening"
 
     def count(self, name: str, number: int = 1) -> None:
@@ -126,12 +124,12 @@ class Figures:
             if name in self._recent:
                 self._recent[name].append(time.monotonic())
 
-    def dropped(self, reason: str) -> None:
+    def count_dropped(self, reason: str) -> None:
         with self._lock:
             self._dropped[reason] += 1
 
-    def answered(self, age: float, failed_tasks: int) -> None:
-        """A picture has all its results."""
+    def count_answered(self, age: float, failed_tasks: int) -> None:
+        """Count a frame that has all its results."""
         self.count("answered")
         with self._lock:
             self._ages.add(age)
@@ -157,7 +155,7 @@ class Figures:
 
 
 def summary(totals: Totals) -> list[str]:
-    """Lines for people."""
+    """Return a human-readable summary."""
     before = [
         f"{number} {words}"
         for number, words in (
@@ -190,25 +188,23 @@ def summary(totals: Totals) -> list[str]:
 
 # ---------------------------------------------------------------- source clock
 
-# When a picture was taken, by a camera whose clock is another.
-
 _WINDOW_NS = 10_000_000_000
 
 
 class SourceClock:
-    """Maps a source's own times to this computer's, by the picture that arrived the fastest.
+    """Mapping of a source's clock to this computer's, by the frame with the least delay.
 
-    What takes longer than that one, in the network or in decoding, counts as age. The fastest is
-    that of the last 10 to 20 seconds, so that clocks may run apart.
+    Any longer delay, in the network or in decoding, counts as age. The minimum is taken over the
+    last 10 to 20 seconds, so that the clocks may drift.
     """
 
     def __init__(self) -> None:
-        self._offset_ns: int | None = None  # the least of this window
-        self._before_ns: int | None = None  # and of the one before
+        self._offset_ns: int | None = None  # minimum of this window
+        self._before_ns: int | None = None  # and of the previous one
         self._window_ends_ns = 0
 
     def captured_ns(self, seconds: float, arrived_ns: int) -> int:
-        """`seconds` are of the source's clock, the others count from the Unix epoch."""
+        """Convert `seconds` of the source's clock; the other times count from the Unix epoch."""
         own_ns = round(seconds * 1e9)
         offset_ns = arrived_ns - own_ns
         if arrived_ns >= self._window_ends_ns or self._offset_ns is None:
@@ -219,77 +215,73 @@ class SourceClock:
         return own_ns + min(self._offset_ns, before_ns)
 
 
-# ---------------------------------------------------------------- shot
-
-# A picture on its way from a camera to the server.
+# ---------------------------------------------------------------- captured frame
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Shot:
-    """A picture that is not converted yet, because most of an overloaded camera never are.
+class CapturedFrame:
+    """Frame of a camera, converted lazily: an overloaded camera drops most frames.
 
-    `number` counts the camera's pictures from 0. `time` is in seconds from the first,
-    `captured_ns` counts from the Unix epoch. `origin` is whatever
-    its receiver wants to know of it. `read` gives what is sent and `picture` what is drawn
-    on; both raise OSError or ValueError for a picture that is none.
+    `number` counts the camera's frames from 0. `time` is in seconds from the first,
+    `captured_ns` counts from the Unix epoch. `origin` is the receiver's own data. `read` returns
+    the image to send and `image` the one to draw on; both raise OSError or ValueError for data
+    that is not an image.
     """
 
     number: int
     time: float
     captured_ns: int
     read: Callable[[], ImageInput]
-    picture: Callable[[], Image.Image]
+    image: Callable[[], Image.Image]
     frame_id: str = ""
     origin: object = None
 
 
 # ---------------------------------------------------------------- mailbox
 
-# Pictures from the thread that takes them to the thread that sends them.
-
 
 class Mailbox:
-    """Holds one picture. A newer one takes its place, or waits for it where `every` is to be sent.
+    """Slot for one frame, which a newer one replaces; if `every` frame is required, `put` blocks.
 
-    One thread puts and one takes. What is held when it closes can still be taken.
+    One thread puts and one takes. A frame held at the close can still be taken.
     """
 
     def __init__(self, every: bool) -> None:
         self._every = every
         self._changed = threading.Condition()
-        self._shot: Shot | None = None
+        self._frame: CapturedFrame | None = None
         self._closed = False
 
     @property
     def is_done(self) -> bool:
         """Return whether the mailbox is empty and closed."""
         with self._changed:
-            return self._closed and self._shot is None
+            return self._closed and self._frame is None
 
-    def put(self, shot: Shot) -> int:
-        """Return how many pictures will never be taken because of this: an older one, or this."""
+    def put(self, frame: CapturedFrame) -> int:
+        """Put a frame; return how many frames this discards: the older one, or this one."""
         with self._changed:
             if self._every:
-                self._changed.wait_for(lambda: self._shot is None or self._closed)
+                self._changed.wait_for(lambda: self._frame is None or self._closed)
             if self._closed:
                 return 1
-            replaced = int(self._shot is not None)
-            self._shot = shot
+            replaced = int(self._frame is not None)
+            self._frame = frame
             self._changed.notify_all()
             return replaced
 
-    def take(self, gives_up: Callable[[], bool]) -> Shot | None:
-        """Wait for a picture; None once it is closed, or `gives_up` at a `nudge`."""
+    def take(self, should_stop: Callable[[], bool]) -> CapturedFrame | None:
+        """Wait for a frame; return None once closed, or if `should_stop` at a `nudge`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._shot is not None or self._closed or gives_up())
-            if gives_up():
+            self._changed.wait_for(lambda: self._frame is not None or self._closed or should_stop())
+            if should_stop():
                 return None
-            shot, self._shot = self._shot, None
+            frame, self._frame = self._frame, None
             self._changed.notify_all()
-            return shot
+            return frame
 
     def nudge(self) -> None:
-        """Let a thread that takes ask again whether it gives up."""
+        """Let a taking thread check `should_stop` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -299,9 +291,9 @@ class Mailbox:
             self._changed.notify_all()
 
     def discard(self) -> int:
-        """Close, and return how many pictures were held."""
+        """Close, and return how many frames were held."""
         with self._changed:
-            held, self._shot = int(self._shot is not None), None
+            held, self._frame = int(self._frame is not None), None
             self._closed = True
             self._changed.notify_all()
             return held

@@ -12,43 +12,43 @@ from legato_client import draw
 from legato_client._errors import LegatoError
 from legato_client._types.results import Mark
 from legato_client.batch import output, video
-from legato_client.batch.images import Key, Picture
-from legato_client.stream.feed import Answered
+from legato_client.batch.images import BatchImage, Key
+from legato_client.stream.feed import AnsweredFrame
 
-_WAITING = 8  # pictures; each holds its pixels
+_MAX_WAITING = 8  # frames; each holds its pixels
 
 
-class Aside:
-    """Hands pictures to `take` in a thread of its own, so that reading answers goes on.
+class BackgroundWorker:
+    """Thread that passes answered frames to `work`, so that reading answers continues.
 
-    Of more than can wait the oldest are left out, and counted as `left_out`; where `every` one is
-    to be taken, the caller waits. An OSError of `take` is raised by the next call.
+    A full queue drops its oldest frame, counted as `num_dropped`; if `every` frame is required,
+    the caller waits. The next call raises an OSError of `work`.
     """
 
-    def __init__(self, take: Callable[[Answered], None], every: bool) -> None:
-        self._take = take
+    def __init__(self, work: Callable[[AnsweredFrame], None], every: bool) -> None:
+        self._work = work
         self._every = every
         self._changed = threading.Condition()  # guards the rest
-        self._waiting: collections.deque[Answered] = collections.deque()
+        self._waiting: collections.deque[AnsweredFrame] = collections.deque()
         self._closed = False
         self._problem: OSError | None = None
-        self.left_out = 0
-        self._thread = threading.Thread(target=self._run, name="legato-aside", daemon=True)
+        self.num_dropped = 0
+        self._thread = threading.Thread(target=self._run, name="legato-worker", daemon=True)
         self._thread.start()
 
-    def put(self, answered: Answered) -> None:
+    def submit(self, answered: AnsweredFrame) -> None:
         with self._changed:
             if self._every:
-                self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem)
-            elif len(self._waiting) == _WAITING:
+                self._changed.wait_for(lambda: len(self._waiting) < _MAX_WAITING or self._problem)
+            elif len(self._waiting) == _MAX_WAITING:
                 self._waiting.popleft()
-                self.left_out += 1
+                self.num_dropped += 1
             self._raise()
             self._waiting.append(answered)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all have been taken."""
+        """Wait until all frames were processed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -62,14 +62,14 @@ class Aside:
     def _run(self) -> None:
         while (answered := self._next()) is not None:
             try:
-                self._take(answered)
+                self._work(answered)
             except OSError as error:
                 with self._changed:
                     self._problem = error
                     self._changed.notify_all()
                 return
 
-    def _next(self) -> Answered | None:
+    def _next(self) -> AnsweredFrame | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
@@ -81,36 +81,36 @@ class Aside:
 
 # ---------------------------------------------------------------- outputs
 
-# Where answered pictures go: lines of JSON, a video of drawings.
-
-MARKED = (".jsonl", ".mp4")
-"""Endings of the names of outputs."""
+SUFFIXES = (".jsonl", ".mp4")
+"""Suffixes of output files."""
 
 
 class Receiver(Protocol):
-    """Takes answered pictures; both methods raise OSError."""
+    """Receiver of answered frames; both methods raise OSError."""
 
-    def take(self, answered: Answered) -> None: ...
+    def take(self, answered: AnsweredFrame) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Lines:
-    """A line for each picture, as `legato run` writes them, with the time and the age.
+class JsonLinesOutput:
+    """JSON line for each frame, as `legato run` writes it, with the time and the age.
 
-    Each is passed on at once, so that a reader at a pipe's end is as up to date as this program.
+    Lines are flushed at once, so that a pipe's reader is as up to date as this program.
     """
 
     def __init__(self, file: IO[bytes], source: str) -> None:
         self._file = file
         self._source = source
 
-    def take(self, answered: Answered) -> None:
-        shot = answered.shot
-        picture = Picture(Key(self._source, shot.number), shot.read, shot.time)
-        line = output.answered(picture, list(answered.outcomes), list(answered.outcomes.values()))
+    def take(self, answered: AnsweredFrame) -> None:
+        frame = answered.frame
+        image = BatchImage(Key(self._source, frame.number), frame.read, frame.time)
+        line = output.answered_line(
+            image, list(answered.outcomes), list(answered.outcomes.values())
+        )
         results = line.pop("results")
-        about = {"captured": shot.captured_ns / 1e9, "age": round(answered.age, 4)}
+        about = {"captured": frame.captured_ns / 1e9, "age": round(answered.age, 4)}
         self._file.write(output.encode({**line, **about, "results": results}))
         self._file.flush()
 
@@ -118,57 +118,57 @@ class Lines:
         self._file.close()
 
 
-class Film:
-    """An MP4 file of the answered pictures with their own marks, each shown until the next.
+class VideoOutput:
+    """MP4 file of the answered frames with their own marks, each shown until the next.
 
-    The picture that a mark is drawn on is the one that it was found in, however late. Where
-    drawing is slower than the answers some are `left_out`, unless `every` one is to be drawn.
+    A mark is drawn on the frame in which it was found, however late. If drawing is slower than
+    the answers, frames are dropped, unless `every` one is required.
     """
 
     def __init__(self, path: Path, every: bool) -> None:
         self._writer = video.VideoWriter(path).__enter__()
         self._last = -1.0
-        self._aside = Aside(self._draw, every)
+        self._worker = BackgroundWorker(self._draw, every)
 
-    def take(self, answered: Answered) -> None:
-        self._aside.put(answered)
+    def take(self, answered: AnsweredFrame) -> None:
+        self._worker.submit(answered)
 
     def close(self) -> None:
         try:
-            self._aside.close()
+            self._worker.close()
         finally:
             self._writer.__exit__(None, None, None)
 
     @property
-    def left_out(self) -> int:
-        return self._aside.left_out
+    def num_dropped(self) -> int:
+        return self._worker.num_dropped
 
-    def _draw(self, answered: Answered) -> None:
-        if answered.shot.time <= self._last:
+    def _draw(self, answered: AnsweredFrame) -> None:
+        if answered.frame.time <= self._last:
             return  # answers of two sessions may cross
         try:
-            drawn = draw.annotate(answered.shot.picture(), marks(answered))
+            drawn = draw.annotate(answered.frame.image(), marks(answered))
         except ValueError:
-            return  # it was sent as it is, and the server said what is wrong
-        self._writer.write(drawn, answered.shot.time)
-        self._last = answered.shot.time
+            return  # an undecodable image: the server has already reported it
+        self._writer.write(drawn, answered.frame.time)
+        self._last = answered.frame.time
 
 
-def opened(
+def open_output(
     name: str, source: str, every: bool, standard_output: Callable[[], IO[bytes]]
 ) -> Receiver:
-    """Raises OSError, and ValueError for a name of another ending."""
+    """Open an output. Raises OSError, and ValueError for an unknown ending."""
     if name == "-":
-        return Lines(standard_output(), source)
+        return JsonLinesOutput(standard_output(), source)
     path = Path(name)
     if path.suffix.lower() == ".mp4":
-        return Film(path, every)
+        return VideoOutput(path, every)
     if path.suffix.lower() == ".jsonl":
-        return Lines(path.open("wb"), source)
-    raise ValueError(f"an output is -, or a file that ends in {' or '.join(MARKED)}: {name!r}")
+        return JsonLinesOutput(path.open("wb"), source)
+    raise ValueError(f"an output is -, or a file that ends in {' or '.join(SUFFIXES)}: {name!r}")
 
 
-def marks(answered: Answered) -> list[Mark]:
+def marks(answered: AnsweredFrame) -> list[Mark]:
     found: list[Mark] = []
     for outcome in answered.outcomes.values():
         if not isinstance(outcome, LegatoError):

@@ -20,15 +20,15 @@ import msgspec
 from starlette.requests import Request
 
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 
 BodyT = TypeVar("BodyT")
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES // 3 * 4 + 1024 * 1024
-"""A picture of the largest request of gRPC in base64, and what surrounds it."""
+"""Size of the largest gRPC request's image in base64, and of the JSON around it."""
 
 MAX_HELD_BYTES = 128 * 1024 * 1024
-"""Of memory for all bodies that are being read or answered."""
+"""Memory limit of all bodies that are being read or answered."""
 
 MAX_VALUES = 10_000
 """Opening brackets, commas, colons and strings of a JSON body."""
@@ -37,11 +37,11 @@ READ_TIMEOUT = 60.0  # seconds
 _SLICE = 4 * 1024  # bytes whose size is counted at once
 _LARGE = 256 * 1024  # bytes that take the event loop too long to parse
 
-# Bytes of memory that a byte of the body becomes: itself and its text, then the picture in it, the
+# Bytes of memory that a byte of the body becomes: itself and its text, then the image in it, the
 # request to the server and gRPC's copy.
 _PLAIN = 2.75
 _WIDE = 8.0  # one character beyond ASCII makes four bytes of each, and a copy meanwhile
-_VALUE_BYTES = 64  # of memory that one of `MAX_VALUES` stands for
+_VALUE_BYTES = 64  # memory counted for each of `MAX_VALUES`
 _NO_MARKS = bytes(set(range(256)) - set(b"[{,:"))
 
 Check = Callable[[], Awaitable[None]]
@@ -49,7 +49,7 @@ Check = Callable[[], Awaitable[None]]
 
 
 class Bodies:
-    """Reads bodies; their memory stays below a bound, beyond which requests are to come back later.
+    """Reader of bodies with a memory limit, beyond which requests must retry later.
 
     `each` is in bytes of one body, `together` in bytes of memory.
     """
@@ -68,22 +68,22 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def reading(self, request: Request, kind: type[BodyT]) -> AsyncIterator[BodyT]:
-        """The body as a value of `kind`, whose memory is counted until the block ends.
+        """Parse the body as `kind`; its memory is counted until the block ends.
 
         Raises:
-            Refused: it is too large, too slow, of another type of content, or not of this form.
+            RejectedRequest: the body is too large, too slow, of another type, or malformed.
             LegatoError: the server does not accept the caller's token.
         """
         _check_type(request)
         async with self._received(request, self._each, JsonSize()) as data:
             body = await _parse(data, kind)
-            with contextlib.suppress(BufferError):  # of a raw field, which is a view of it
+            with contextlib.suppress(BufferError):  # a raw field is a view of it
                 data.clear()
             yield body
 
     @contextlib.asynccontextmanager
     async def holding(self, request: Request, limit: int) -> AsyncIterator[bytearray]:
-        """The bytes of a body of at most `limit`, likewise."""
+        """Read a body of at most `limit` bytes; its memory is counted until the block ends."""
         async with self._received(request, limit, None) as data:
             yield data
 
@@ -108,7 +108,7 @@ class Bodies:
                             await _grow(share, size, chunk)
                         data += chunk
             except TimeoutError:
-                raise Refused(
+                raise RejectedRequest(
                     f"the body did not arrive within {READ_TIMEOUT:g} s",
                     status=HTTPStatus.REQUEST_TIMEOUT,
                     code="client_too_slow",
@@ -133,13 +133,13 @@ class _Share:
     def grow(self, size: float) -> None:
         num_bytes = round(size)
         if self._held + num_bytes > self._bodies.together:
-            raise Refused(
+            raise RejectedRequest(
                 f"the body would take more than {self._bodies.together} bytes of memory",
                 status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 code="body_too_large",
             )
         if self._bodies.held + num_bytes > self._bodies.together:
-            raise Refused(
+            raise RejectedRequest(
                 "the bodies of other requests fill the memory for them",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
                 code="queue_full",
@@ -150,7 +150,7 @@ class _Share:
 
 
 async def _grow(share: _Share, size: JsonSize, chunk: bytes) -> None:
-    """Let others run after slices of many values, which take milliseconds each."""
+    """Extend the count; yield to others after slices of many values, which take milliseconds."""
     for at in range(0, len(chunk), _SLICE):
         num_values = size.num_values
         share.grow(size.add(chunk[at : at + _SLICE]))
@@ -161,7 +161,7 @@ async def _grow(share: _Share, size: JsonSize, chunk: bytes) -> None:
 class JsonSize:
     """The memory that a JSON text takes parsed, counted while it arrives and before it is parsed.
 
-    It does not check the text: what is no JSON is counted somehow, and refused by the parser.
+    It does not check the text: invalid JSON is counted somehow, and refused by the parser.
     """
 
     _OPEN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
@@ -176,7 +176,7 @@ class JsonSize:
     def add(self, chunk: bytes) -> float:
         """Count a piece; return the memory that it adds.
 
-        Raises Refused once there are more than `MAX_VALUES`.
+        Raises RejectedRequest once there are more than `MAX_VALUES`.
         """
         at, size, before = 0, _PLAIN * len(chunk), self.num_values
         while at < len(chunk):
@@ -191,7 +191,7 @@ class JsonSize:
                 self.num_values += self._in_string
                 self._is_wide, self._num_plain = False, 0
             if self.num_values > MAX_VALUES:
-                raise Refused(
+                raise RejectedRequest(
                     f"the body has more than {MAX_VALUES} brackets, commas, colons and strings",
                     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     code="body_too_large",
@@ -200,7 +200,7 @@ class JsonSize:
         return size + _VALUE_BYTES * (self.num_values - before)
 
     def _end_of_string(self, chunk: bytes, start: int) -> int:
-        """The index of the quote that ends it, or the length of the chunk."""
+        """Return the index of the closing quote, or the length of the chunk."""
         if self._is_escaped:
             self._is_escaped = False
             self._is_wide = self._is_wide or chunk[start : start + 1] == b"u"
@@ -215,7 +215,7 @@ class JsonSize:
         return len(chunk) if self._is_escaped else end
 
     def _widening(self, piece: bytes) -> float:
-        """What a piece of a string adds to that of plain text."""
+        """Return what a piece of a string adds to the size of plain text."""
         if self._is_wide or not piece.isascii() or b"\\u" in piece:
             num_plain, self._num_plain = self._num_plain + len(piece), 0
             self._is_wide = True
@@ -224,8 +224,8 @@ class JsonSize:
         return 0.0
 
 
-def _too_large(limit: int) -> Refused:
-    return Refused(
+def _too_large(limit: int) -> RejectedRequest:
+    return RejectedRequest(
         f"the body has more than {limit} bytes",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         code="image_too_large",
@@ -233,10 +233,10 @@ def _too_large(limit: int) -> Refused:
 
 
 def _check_type(request: Request) -> None:
-    """A page of another origin cannot send JSON unasked, so this also keeps such pages out."""
+    """Require JSON, which a page of another origin cannot send unasked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(
+        raise RejectedRequest(
             "send JSON, with the header Content-Type: application/json",
             status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         )
@@ -249,13 +249,13 @@ async def _parse(data: bytearray, kind: type[BodyT]) -> BodyT:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         message, field = _explained(str(error))
-        raise Refused(message, field=field) from None
+        raise RejectedRequest(message, field=field) from None
     except msgspec.DecodeError as error:
-        raise Refused(f"{error}", code="invalid_json") from None
+        raise RejectedRequest(f"{error}", code="invalid_json") from None
     except UnicodeDecodeError:
-        raise Refused(_not_utf8(data), code="invalid_json") from None
+        raise RejectedRequest(_not_utf8(data), code="invalid_json") from None
     except RecursionError:
-        raise Refused("the body is nested too deeply", code="invalid_json") from None
+        raise RejectedRequest("the body is nested too deeply", code="invalid_json") from None
 
 
 _PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
@@ -263,7 +263,7 @@ _FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(?P<na
 
 
 def _explained(text: str) -> tuple[str, str | None]:
-    """The message, and the member of the body: msgspec has both in one text only."""
+    """Return the message and the body's member: msgspec has both in one text only."""
     found = _PLACE.fullmatch(text)
     what, place = (found["what"], found["place"]) if found else (text, "")
     if named := _FIELD.fullmatch(what):
@@ -272,7 +272,7 @@ def _explained(text: str) -> tuple[str, str | None]:
 
 
 def _not_utf8(data: bytearray) -> str:
-    """Where the body is not UTF-8; shells of Windows send ISO 8859-1 unless they are told."""
+    """Say where the body is not UTF-8; Windows shells send ISO 8859-1 by default."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -281,9 +281,9 @@ def _not_utf8(data: bytearray) -> str:
     return "the body is not UTF-8"
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- images
 
-# Pictures inside JSON: data URLs, and nothing that would have to be fetched.
+# Images in JSON are data URLs; nothing is fetched.
 
 _LONGEST_HEAD = 256  # characters before the comma
 _PIECE = 256 * 1024  # characters, whole groups of four; no other thread runs meanwhile
@@ -306,7 +306,7 @@ _ESCAPES = [
         b"0d",
     )
 ]
-"""What encoders escape: signs of base64 that are not letters or digits, and whitespace."""
+"""Characters that encoders escape: base64's signs and whitespace."""
 
 
 async def decoded(url: str, field: str) -> bytes:
@@ -316,24 +316,24 @@ async def decoded(url: str, field: str) -> bytes:
     characters of base64 are accepted.
 
     Raises:
-        Refused: it names a place elsewhere, or is malformed.
+        RejectedRequest: it names a place elsewhere, or is malformed.
     """
     url = url.strip()
     head, comma = url[:_LONGEST_HEAD].partition(",")[:2]
     scheme = head.partition(":")[0].lower()
     if scheme in ("http", "https"):
-        raise Refused(
-            "no URL is fetched: send the picture itself, as data:image/jpeg;base64,...",
+        raise RejectedRequest(
+            "no URL is fetched: send the image itself, as data:image/jpeg;base64,...",
             field=field,
         )
     if scheme != "data" or not comma or not _BASE64.search(head):
-        raise Refused("a picture is a data URL: data:image/jpeg;base64,...", field=field)
+        raise RejectedRequest("an image is a data URL: data:image/jpeg;base64,...", field=field)
     try:
         if len(url) > _LARGE:
             return await asyncio.to_thread(_decode, url, len(head) + 1)
         return _decode(url, len(head) + 1)
     except (binascii.Error, ValueError):
-        raise Refused("the data URL is not valid base64", field=field) from None
+        raise RejectedRequest("the data URL is not valid base64", field=field) from None
 
 
 def _decode(url: str, start: int) -> bytes:
@@ -363,7 +363,7 @@ def _decode(url: str, start: int) -> bytes:
 
 
 def _unpadded(data: bytes, *, is_last: bool) -> bytes:
-    """Decode whole groups of four, the last of which may lack its padding."""
+    """Decode whole groups of four; the last one may lack its padding."""
     if not is_last and b"=" in data:
         raise binascii.Error("padding inside of the text")
     data = data.rstrip(b"=")

@@ -19,12 +19,12 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from legato_client.web.errors import Refused, document_of, response_of
+from legato_client.web.errors import RejectedRequest, document_of, response_of
 
-_OTHER_DESCRIPTORS = 128  # of this process: channels, files, libraries
+_OTHER_DESCRIPTORS = 128  # of this process's channels, files and libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
-_DISCARD_PAUSE = 0.025  # seconds between two reads of what is discarded, 256 KiB each
-_FULL_PAUSE = 0.05  # seconds until a full listener looks for room again
+_DISCARD_PAUSE = 0.025  # seconds between two discarding reads of 256 KiB
+_FULL_PAUSE = 0.05  # seconds between polls of a full listener
 _LOG_PERIOD = 10.0  # seconds between two lines about failed accepts
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ConnectionLimits:
 
 
 class GuardedConnection(H11Protocol):
-    """Aborts a connection whose client is silent when it is the client's turn.
+    """Connection that is aborted when its client is silent on its turn.
 
     uvicorn limits only the silence between two requests, and cancels that timer at the first byte.
     """
@@ -70,8 +70,8 @@ class GuardedConnection(H11Protocol):
     _discards = False
 
     @property
-    def turn_of_client(self) -> bool:
-        """Whether there is no request, or its body is incomplete."""
+    def is_clients_turn(self) -> bool:
+        """Return whether there is no request, or its body is incomplete."""
         return self._is_idle or bool(self.cycle.more_body)
 
     @property
@@ -92,7 +92,7 @@ class GuardedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discards:
-            self.flow.pause_reading()  # so that it takes no time of others
+            self.flow.pause_reading()  # take no time from other connections
             self.loop.call_later(_DISCARD_PAUSE, self.flow.resume_reading)
             return
         super().data_received(data)
@@ -101,7 +101,7 @@ class GuardedConnection(H11Protocol):
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Keep the connection, unless its client sends ahead of the answers or goes on with a body.
+        """Keep the connection, unless its client sends ahead of the answers or continues a body.
 
         The rest of a body is discarded unparsed for a while: a connection that is cut while bytes
         arrive is reset, and its client may never see the answer.
@@ -133,9 +133,9 @@ class GuardedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer in the form of every other failure."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # an answer has begun
+            self.transport.abort()  # an answer has started
             return
-        body = msgspec.json.encode(document_of(Refused(msg, code="bad_request")))
+        body = msgspec.json.encode(document_of(RejectedRequest(msg, code="bad_request")))
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -176,7 +176,7 @@ class GuardedConnection(H11Protocol):
 
 
 class Acceptor:
-    """Accepts connections up to a limit, in the place of uvicorn and asyncio.
+    """Acceptor of connections up to a limit, in place of uvicorn's and asyncio's.
 
     asyncio's own servers do not count TLS handshakes, and write thousands of tracebacks a second
     into the log while there is no free descriptor.
@@ -240,7 +240,7 @@ class Acceptor:
     def _evict(self) -> bool:
         """Abort the connection that has waited longest for its client; False if none waits."""
         guarded = (each for each in self._open if isinstance(each, GuardedConnection))
-        waiting = [each for each in guarded if each.turn_of_client]
+        waiting = [each for each in guarded if each.is_clients_turn]
         if waiting:
             min(waiting, key=lambda each: each.eviction_order).abort()
         elif self._opening:
@@ -256,7 +256,7 @@ class Acceptor:
 
 
 class RequestLimit:
-    """Refuses requests beyond a number that are answered at once, except on the `free` paths."""
+    """Middleware that refuses requests beyond a limit in flight, except on the `free` paths."""
 
     def __init__(self, app: ASGIApp, *, limit: int, free: frozenset[str]) -> None:
         self._app = app
@@ -269,7 +269,7 @@ class RequestLimit:
             await self._app(scope, receive, send)
             return
         if self._num_running >= self._limit:
-            refusal = Refused(
+            refusal = RejectedRequest(
                 f"{self._limit} requests are being answered, the limit of this process",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
                 code="queue_full",

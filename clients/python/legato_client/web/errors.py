@@ -24,7 +24,7 @@ from legato_client._errors import (
 from legato_client._proto import skills
 
 CLIENT_CLOSED_REQUEST = 499
-"""As nginx calls it: the client does not read the answer."""
+"""Client closed the request, in nginx's numbering."""
 
 STATUSES: Mapping[str, int] = {
     "CANCELLED": CLIENT_CLOSED_REQUEST,
@@ -44,10 +44,10 @@ STATUSES: Mapping[str, int] = {
     "DATA_LOSS": HTTPStatus.INTERNAL_SERVER_ERROR,
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
 }
-"""By gRPC's status, as google.rpc.Code maps them."""
+"""HTTP statuses by gRPC status, as google.rpc.Code maps them."""
 
 REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
-"""Where the reason says more than the status."""
+"""HTTP statuses by reason, if it is more precise than the status."""
 
 _MESSAGES = ("task.", *(f"{name}." for name in skills.BY_NAME), "sampling.", "options.")
 
@@ -79,8 +79,8 @@ class ErrorDocument(msgspec.Struct):
     error: ErrorDetails
 
 
-class Refused(Exception):
-    """A request that is not passed on. `field` names the member of the body that is wrong."""
+class RejectedRequest(Exception):
+    """Request that is not passed on. `field` names the body's member that is wrong."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ def status_of(error: LegatoError) -> int:
     return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def document_of(error: LegatoError | Refused) -> ErrorDocument:
-    """The body of the answer, also sent inside a stream that has begun."""
-    if isinstance(error, Refused):
+def document_of(error: LegatoError | RejectedRequest) -> ErrorDocument:
+    """Return the body of the answer, also sent inside a stream that has begun."""
+    if isinstance(error, RejectedRequest):
         return _document(error.message, _kind_of_status(error.status), error.field, error.code)
     fields = error.field_violations
     kind = next((name for cls, name in _KINDS if isinstance(error, cls)), "")
@@ -117,8 +117,8 @@ def document_of(error: LegatoError | Refused) -> ErrorDocument:
     )
 
 
-def response_of(error: LegatoError | Refused) -> Response:
-    status = error.status if isinstance(error, Refused) else status_of(error)
+def response_of(error: LegatoError | RejectedRequest) -> Response:
+    status = error.status if isinstance(error, RejectedRequest) else status_of(error)
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))
@@ -133,7 +133,7 @@ def response_of(error: LegatoError | Refused) -> Response:
 
 
 async def on_legato_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LegatoError | Refused)
+    assert isinstance(error, LegatoError | RejectedRequest)
     response = response_of(error)
     if "x-request-id" not in response.headers and (named := request.headers.get("x-request-id")):
         response.headers["x-request-id"] = named
@@ -154,20 +154,20 @@ async def on_reader_left(_request: Request, _error: Exception) -> Response:
 
 
 async def on_bug(_request: Request, _error: Exception) -> Response:
-    """The details are in the log of this process."""
+    """Answer 500; the details are in this process's log."""
     document = _document("a bug of this HTTP server", "server_error", None, "internal")
     return _response(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
 
 
 def _member(field: str) -> str:
-    """A field of the contract as HTTP's bodies call it: they have no messages around theirs."""
+    """Convert a field of the contract to the HTTP body's name, which has no outer messages."""
     for message in _MESSAGES:
         field = field.removeprefix(message)
     return field
 
 
 def _may_be_repeated(error: LegatoError) -> bool:
-    """OpenAI's clients repeat 408, 409, 429 and all of 5xx by themselves unless they are told.
+    """Return whether OpenAI's clients may retry: by default they do for 408, 409, 429 and 5xx.
 
     A request that ends engines must not be sent again, and one that an operator stopped, too.
     """

@@ -1,4 +1,4 @@
-"""Where a web process listens, and what protects it."""
+"""Listening address of a web process, and what protects it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Listen:
 
     @property
     def host(self) -> str:
-        """Without brackets."""
+        """Return the host without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
@@ -76,7 +76,7 @@ class Listen:
             )
 
     def bind(self) -> socket.socket:
-        """A listening socket.
+        """Bind a listening socket.
 
         Raises:
             OSError: the address cannot be bound.

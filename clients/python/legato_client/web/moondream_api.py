@@ -40,7 +40,7 @@ from legato_client._types.tasks import (
     Task,
 )
 from legato_client.web import bodies, operations, streams
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.operations import (
     MAX_COUNT,
     Operation,
@@ -83,7 +83,7 @@ class Question(Struct, forbid_unknown_fields=True, kw_only=True):
     can_stream: ClassVar[bool] = True
 
     def task(self) -> Task:
-        """Raises Refused for places of no valid form."""
+        """Build the task. Raises RejectedRequest for places of no valid form."""
         raise NotImplementedError
 
 
@@ -119,8 +119,10 @@ class DetectBody(Question, kw_only=True):
     can_stream: ClassVar[bool] = False
 
     def task(self) -> Task:
-        most, least = self.settings.max_objects, self.settings.min_confidence
-        return DetectTask(self.object, most, self.settings.sampling(), min_confidence=least)
+        max_objects, min_confidence = self.settings.max_objects, self.settings.min_confidence
+        return DetectTask(
+            self.object, max_objects, self.settings.sampling(), min_confidence=min_confidence
+        )
 
 
 class PointBody(Question, kw_only=True):
@@ -133,9 +135,11 @@ class PointBody(Question, kw_only=True):
     can_stream: ClassVar[bool] = False
 
     def task(self) -> Task:
-        most, least = self.settings.max_objects, self.settings.min_confidence
+        max_objects, min_confidence = self.settings.max_objects, self.settings.min_confidence
         refs = places(self.spatial_refs)
-        return PointTask(self.object, most, refs, self.settings.sampling(), min_confidence=least)
+        return PointTask(
+            self.object, max_objects, refs, self.settings.sampling(), min_confidence=min_confidence
+        )
 
 
 class SegmentBody(Question, kw_only=True):
@@ -150,7 +154,7 @@ class SegmentBody(Question, kw_only=True):
 
 
 def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
-    """Raises Refused for one of neither form."""
+    """Convert places. Raises RejectedRequest for a place of neither form."""
     found: list[SpatialRef] = []
     for index, numbers in enumerate(given or ()):
         if len(numbers) == 2:
@@ -158,7 +162,7 @@ def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
         elif len(numbers) == 4:
             found.append(Box(*numbers))
         else:
-            raise Refused(
+            raise RejectedRequest(
                 "a place is [x, y] or [x_min, y_min, x_max, y_max]",
                 field=f"spatial_refs[{index}]",
             )
@@ -166,8 +170,6 @@ def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
 
 
 # ---------------------------------------------------------------- answers
-
-# What Moondream's own endpoint gives.
 
 
 class Region(Struct):
@@ -280,7 +282,7 @@ SegmentEvent = BoxEvent | PathEvent | OutlineEvent
 
 
 def answer_of(result: Result) -> Answer:
-    """The answer of the skill that gave the result."""
+    """Build the answer of the skill that gave the result."""
     about = {"request_id": result.info.request_id, "finish_reason": result.info.finish_reason}
     match result:
         case CaptionResult():
@@ -332,7 +334,7 @@ def _last(result: Result) -> TextEvent | OutlineEvent:
 
 
 def _outline(result: SegmentResult) -> tuple[str, Region | None]:
-    """The first: this form has a place for one."""
+    """Return the first outline: this form has a place for one."""
     if not result.segments:
         return "", None
     outline = result.segments[0]
@@ -365,7 +367,7 @@ def _span(grounding: Grounding) -> GroundedSpan:
 
 # ---------------------------------------------------------------- endpoints
 
-# Moondream's own endpoint: what `moondream.vl(endpoint=...)` calls, beside its chat.
+# Endpoints that `moondream.vl(endpoint=...)` calls, except its chat.
 
 
 def routes() -> list[BaseRoute]:
@@ -416,11 +418,11 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
     backend = backend_of(request)
     async with backend.bodies.reading(request, kind) as body:
         if body.stream and not body.can_stream:
-            raise Refused("this endpoint does not stream", field="stream")
+            raise RejectedRequest("this endpoint does not stream", field="stream")
         image = None
         if body.image_url is not None:
             image = await bodies.decoded(body.image_url, "image_url")
-            body.image_url = None  # the picture has taken its memory's place
+            body.image_url = None  # the image has taken its memory's place
         task, options = body.task(), options_of(request, body.model)
         seconds = timeout_of(request, streaming=body.stream)
         if body.stream:
@@ -428,7 +430,7 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
             request_id, begun = await streams.begin(request.receive, events)
             return streams.EventStream(_documents(begun), request_id)
         call = operations.ask(backend.client, image, task, options, seconds)
-        result = await streams.unless_left(request.receive, call)
+        result = await streams.cancel_on_disconnect(request.receive, call)
     return answered(answer_of(result), result.info.request_id)
 
 

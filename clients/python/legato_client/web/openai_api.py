@@ -29,7 +29,7 @@ from legato_client._types.results import (
 from legato_client._types.server import ModelInfo
 from legato_client._types.tasks import Message, QueryTask, Role
 from legato_client.web import bodies, streams
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.moondream_api import GroundedSpan, spans_of
 from legato_client.web.operations import (
     MAX_COUNT,
@@ -47,7 +47,7 @@ Stop = str | list[str] | None
 
 
 def _null() -> Raw:
-    """The default of a field that is not read into objects: at most a short value is looked at."""
+    """Return the default of a field that stays raw: at most a short value is inspected."""
     return Raw(b"null")
 
 
@@ -65,7 +65,7 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class ImagePart(Struct, tag_field="type", tag="image_url"):
-    """A picture."""
+    """An image."""
 
     image_url: ImageUrl
 
@@ -77,7 +77,7 @@ class RefusalPart(Struct, tag_field="type", tag="refusal"):
 
 
 class ChatMessage(Struct):
-    """One message. Fields that an answer of this API has may be sent back with it."""
+    """Chat message. Fields that an answer of this API has may be sent back with it."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart | ImagePart | RefusalPart] | None = None
@@ -95,7 +95,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct):
-    """Only `text` is served."""
+    """Response format; only `text` is served."""
 
     type: str
 
@@ -135,7 +135,7 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Raw = msgspec.field(default_factory=_null)
     store: bool | None = None
 
-    # Of no effect on the answer.
+    # These have no effect on the answer.
     metadata: Raw = msgspec.field(default_factory=_null)
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
@@ -146,16 +146,18 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     verbosity: str | None = None
 
     def check(self) -> None:
-        """Raise Refused for what would change the answer and is not served."""
+        """Raise RejectedRequest for what would change the answer and is not served."""
         self.metadata = _null()  # a raw field keeps the bytes of the whole body
         for name, values in _ASKING_NOTHING.items():
             if short_value(getattr(self, name)) not in values:
                 hint = _INSTEAD.get(name, "leave it out")
-                raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
+                raise RejectedRequest(
+                    f"{name} is not served: {hint}", field=name, code="unsupported"
+                )
         if self.top_logprobs and not self.logprobs:
-            raise Refused("top_logprobs needs logprobs=true", field="top_logprobs")
+            raise RejectedRequest("top_logprobs needs logprobs=true", field="top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise Refused("max_tokens and max_completion_tokens differ", field="max_tokens")
+            raise RejectedRequest("max_tokens and max_completion_tokens differ", field="max_tokens")
 
     @property
     def most_tokens(self) -> int | None:
@@ -168,13 +170,13 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Return whether the stream ends with a usage event."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def short_value(value: object) -> object:
-    """The value of a raw field if its text is short, else the text."""
+    """Return the value of a raw field if its text is short, else the text."""
     if isinstance(value, Raw) and len(memoryview(value)) <= _SHORT:
         return msgspec.json.decode(value)
     return value
@@ -205,12 +207,10 @@ _ASKING_NOTHING: dict[str, tuple[object, ...]] = {
     "store": (None, False),
     "verbosity": (None, "medium"),
 }
-"""Of fields that are not served, the values that ask for nothing."""
+"""Accepted no-op values of fields that are not served."""
 
 
 # ---------------------------------------------------------------- answers
-
-# What OpenAI's chat completions give.
 
 FinishReason = Literal["stop", "length"]
 
@@ -283,7 +283,7 @@ class ChatAnswer(Struct):
 
 
 class Choice(Struct):
-    """The only one."""
+    """Single choice of an answer."""
 
     message: ChatAnswer
     finish_reason: FinishReason
@@ -311,7 +311,7 @@ class Delta(Struct):
 
 
 class ChunkChoice(Struct):
-    """The only one."""
+    """Single choice of a chunk."""
 
     delta: Delta
     finish_reason: FinishReason | None = None
@@ -353,7 +353,7 @@ def completion_id(request_id: str) -> str:
 
 
 def finish_reason(info: results.ResponseInfo) -> FinishReason:
-    """Raises Preempted for an answer that an operator cut, which no reason of this API tells."""
+    """Return the finish reason. Raises Preempted for an operator's abort, which has none here."""
     if info.finish_reason == "cancelled":
         raise Preempted(
             "an operator stopped the request", reason="PREEMPTED", request_id=info.request_id
@@ -381,7 +381,7 @@ def logprobs_of(tokens: Iterable[results.Token]) -> Logprobs:
 def completion(
     result: results.QueryResult, tokens: Iterable[results.Token] | None, created: int
 ) -> ChatCompletion:
-    """`tokens` are those of the answer, None where the request does not ask."""
+    """Build the completion; `tokens` are the answer's, None if they were not requested."""
     said = ChatAnswer(content=result.answer)
     if result.reasoning is not None:
         said.reasoning = result.reasoning.text
@@ -411,8 +411,6 @@ def _written(piece: bytes) -> str:
 
 # ---------------------------------------------------------------- conversation
 
-# A conversation in OpenAI's form as a task of Legato.
-
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -422,10 +420,10 @@ _ROLES: dict[str, Role] = {
 
 
 async def task_of(body: ChatBody) -> QueryTask:
-    """The order of the messages is for the server to check.
+    """Build the task; the server checks the order of the messages.
 
     Raises:
-        Refused: it has tools, several pictures, or one outside of the user's first message.
+        RejectedRequest: it has tools, several images, or one outside of the user's first message.
     """
     first = next((i for i, each in enumerate(body.messages) if each.role == "user"), -1)
     messages = [
@@ -449,7 +447,7 @@ async def task_of(body: ChatBody) -> QueryTask:
 async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Message:
     for name in ("tool_calls", "function_call", "audio"):
         if short_value(getattr(message, name)):
-            raise Refused("tools and audio are not served", field=f"{where}.{name}")
+            raise RejectedRequest("tools and audio are not served", field=f"{where}.{name}")
     content = message.content
     if content is None or isinstance(content, str):
         return Message(_ROLES[message.role], content or "")
@@ -459,12 +457,14 @@ async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Messa
         return Message(_ROLES[message.role], texts)
     field = f"{where}.content[{shown[-1]}].image_url.url"
     if len(shown) > 1 or not may_show:
-        raise Refused("a conversation has one picture, in the user's first message", field=field)
+        raise RejectedRequest(
+            "a conversation has one image, in the user's first message", field=field
+        )
     part = content[shown[0]]
-    assert isinstance(part, ImagePart), "these indices are of pictures"
+    assert isinstance(part, ImagePart), "these indices are of images"
     image = await bodies.decoded(part.image_url.url, field)
-    part.image_url.url = ""  # the picture has taken its memory's place
-    # The model sees the picture before the words of its message, wherever it stood among them.
+    part.image_url.url = ""  # the image has taken its memory's place
+    # The model sees the image before the words of its message, wherever it stood among them.
     return Message(_ROLES[message.role], (image, *texts))
 
 
@@ -475,13 +475,11 @@ def _texts(content: Sequence[TextPart | ImagePart | RefusalPart]) -> tuple[str, 
 
 # ---------------------------------------------------------------- chunks
 
-# A stream of chat completions, made of the events of Generate.
-
 DONE = b"[DONE]"
 
 
 class AnswerTokens:
-    """Selects the tokens that carry the answer's text, also those of a last, cut character.
+    """Filter of the tokens that carry the answer's text, also those of a last, cut character.
 
     Tokens that complete no text precede the text that they are a part of. Those of a stop string
     are left out.
@@ -538,8 +536,8 @@ class Chunks:
                     yield self._make([], usage_of(result.info))
 
     def _chunk(self, delta: Delta, tokens: list[Token] | None = None) -> ChatChunk:
-        told = logprobs_of(tokens) if self._logprobs and tokens else None
-        return self._make([ChunkChoice(delta, logprobs=told)])
+        logprobs = logprobs_of(tokens) if self._logprobs and tokens else None
+        return self._make([ChunkChoice(delta, logprobs=logprobs)])
 
     def _last(self, info: ResponseInfo) -> ChatChunk:
         self._model = info.model
@@ -568,8 +566,6 @@ async def documents(
 
 # ---------------------------------------------------------------- endpoints
 
-# OpenAI's chat completions and models.
-
 _TAG = "OpenAI"
 
 
@@ -592,7 +588,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    """Answer the last message of a conversation, about a picture if one is shown."""
+    """Answer the last message of a conversation, about an image if one is shown."""
     backend = backend_of(request)
     created = int(time.time())
     async with backend.bodies.reading(request, ChatBody) as body:
@@ -610,32 +606,32 @@ async def chat_completions(request: Request) -> ASGIApp:
                 options=options,
                 timeout=seconds,
             )
-            result = await streams.unless_left(request.receive, call)
+            result = await streams.cancel_on_disconnect(request.receive, call)
             return answered(completion(result, None, created), result.info.request_id)
-        # Only a stream tells which tokens are of the answer.
+        # Only a stream shows which tokens belong to the answer.
         events = backend.client.generate(None, task, options=options, timeout=seconds)
         request_id, begun = await streams.begin(request.receive, events)
         if not streaming:
-            result, tokens = await streams.unless_left(request.receive, _collected(begun))
+            result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
             return answered(completion(result, tokens, created), request_id)
-    chunks = Chunks(request_id, created, logprobs=logprobs, usage=body.tells_usage)
+    chunks = Chunks(request_id, created, logprobs=logprobs, usage=body.includes_usage)
     return streams.EventStream(documents(begun, chunks), request_id)
 
 
 async def models(request: Request) -> ASGIApp:
-    """The models that are served."""
+    """List the served models."""
     backend = backend_of(request)
     call = backend.client.models(timeout=timeout_of(request, streaming=False))
-    served = await streams.unless_left(request.receive, call)
+    served = await streams.cancel_on_disconnect(request.receive, call)
     return answered(ModelList(data=[_model(each) for each in served]))
 
 
 async def model(request: Request) -> ASGIApp:
-    """One model that is served."""
+    """Return a served model."""
     name = request.path_params["name"]
     backend = backend_of(request)
     call = backend.client.models(timeout=timeout_of(request, streaming=False))
-    served = await streams.unless_left(request.receive, call)
+    served = await streams.cancel_on_disconnect(request.receive, call)
     known = backend.aliases.get(name, name)
     for each in served:
         if known == each.name or known in each.aliases:

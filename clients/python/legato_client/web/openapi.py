@@ -30,7 +30,7 @@ _HEADERS = {
 
 
 def route(described: Sequence[BaseRoute]) -> Route:
-    """`/openapi.json`, which describes these routes."""
+    """Return the route `/openapi.json`, which describes these routes."""
     served = (each for each in described if isinstance(each, OperationRoute))
     document = msgspec.json.encode(make_document(served))
 
@@ -113,8 +113,6 @@ def _in_headers() -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------- about
 
-# What the process says of itself.
-
 _READY_TIMEOUT = 5.0  # seconds
 
 
@@ -123,12 +121,12 @@ def about_routes() -> list[BaseRoute]:
 
 
 async def healthz(_request: Request) -> JSONResponse:
-    """This process answers, whatever the Legato server does."""
+    """Answer as long as this process runs, whatever the Legato server does."""
     return JSONResponse({"status": "ok"})
 
 
 async def readyz(request: Request) -> Response:
-    """The Legato server answers; that it refuses this caller is an answer, too."""
+    """Answer whether the Legato server is reachable, even if it refuses this caller."""
     try:
         await backend_of(request).probe.server_info(timeout=_READY_TIMEOUT)
     except (Unavailable, DeadlineExceeded) as error:
@@ -139,8 +137,6 @@ async def readyz(request: Request) -> Response:
 
 
 # ---------------------------------------------------------------- routes
-
-# Every route of `legato http`.
 
 
 def routes() -> list[BaseRoute]:

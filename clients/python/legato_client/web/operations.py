@@ -18,16 +18,16 @@ from legato_client._async_client import ask as call
 from legato_client._errors import InvalidArgument
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, QueryTask, Sampling, Task
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.server import backend_of
 
 TIMEOUT = "legato-timeout"
-"""The header with the seconds that a caller waits."""
+"""Header with the caller's timeout in seconds."""
 
 MAX_COUNT = 2**32 - 1
 """The contract carries counts in 32 bits."""
 
-_OPENAI_TIMEOUT = "x-stainless-read-timeout"  # of OpenAI's clients: seconds between two bytes
+_OPENAI_TIMEOUT = "x-stainless-read-timeout"  # sent by OpenAI's clients: seconds between two bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ def answered(value: msgspec.Struct, request_id: str = "") -> Response:
 
 
 def timeout_of(request: Request, *, streaming: bool) -> float:
-    """Seconds for the call: what the caller waits, at most what this process allows.
+    """Return the call's timeout: the caller's, at most this process's limit.
 
     Raises:
-        Refused: the header is no positive number.
+        RejectedRequest: the header is no positive number.
     """
     longest = backend_of(request).timeout
     given = request.headers.get(TIMEOUT)
@@ -104,34 +104,32 @@ def timeout_of(request: Request, *, streaming: bool) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise Refused(f"{TIMEOUT} takes seconds above 0, not {given!r}", field=TIMEOUT)
+        raise RejectedRequest(f"{TIMEOUT} takes seconds above 0, not {given!r}", field=TIMEOUT)
     return min(seconds, longest)
 
 
 # ---------------------------------------------------------------- calls
 
-# One task as one call.
-
 
 async def ask(
     client: AsyncClient, image: bytes | None, task: Task, options: Options, seconds: float
 ) -> Result:
-    """The skill's own call, which gRPC repeats where it may; fails as the client's call does.
+    """Run the skill's own call, which gRPC retries where it may; fails as the client's call does.
 
-    A question, not a conversation: that has its picture among its messages.
+    A question, not a conversation: that has its image among its messages.
     """
     if image is None and not isinstance(task, QueryTask):
-        raise InvalidArgument("this task needs a picture", reason="INVALID_FIELD")
+        raise InvalidArgument("this task needs an image", reason="INVALID_FIELD")
     return await call(client, image, task, options, seconds)
 
 
 # ---------------------------------------------------------------- model names
 
-# Names of models in requests: NAME, or NAME/ADAPTER for a fine-tune.
+# Model names in requests: NAME, or NAME/ADAPTER for a fine-tune.
 
 
 def options_of(request: Request, model: str | None, *, top_logprobs: int | None = None) -> Options:
-    """An alias stands for the whole name; without a name the server's default model answers."""
+    """Return the options; an alias stands for a model, no name for the server's default."""
     given = model or ""
     name, _, adapter = backend_of(request).aliases.get(given, given).partition("/")
     return Options(

@@ -35,7 +35,7 @@ from legato_client.web.connections import (
     GuardedConnection,
     RequestLimit,
 )
-from legato_client.web.errors import Refused, response_of
+from legato_client.web.errors import RejectedRequest, response_of
 from legato_client.web.listen import Listen
 
 _TOKEN: contextvars.ContextVar[str] = contextvars.ContextVar("legato_caller_token", default="")
@@ -44,7 +44,7 @@ _SCHEME = "bearer"
 
 
 def token() -> str:
-    """The token of the request that is being answered, or "" where it has none."""
+    """Return the token of the request that is being answered, or "" if it has none."""
     return _TOKEN.get()
 
 
@@ -52,7 +52,7 @@ def token_of(headers: Headers) -> str:
     """Return the bearer token or the one of Moondream's header; "" without one.
 
     Raises:
-        Refused: it is malformed or of another scheme, so that it must not be taken for none.
+        RejectedRequest: it is malformed or of another scheme, and must not be ignored.
     """
     scheme, _, found = headers.get("authorization", "").strip().partition(" ")
     if not scheme:
@@ -65,7 +65,7 @@ def token_of(headers: Headers) -> str:
 
 
 class CallerMiddleware:
-    """Makes `token()` that of each request, in all tasks that answer it.
+    """Caller identity: middleware that sets `token()` in all tasks that answer a request.
 
     On the paths in `free` none is required, and one that is malformed is taken for none.
     """
@@ -82,7 +82,7 @@ class CallerMiddleware:
                 found = token_of(Headers(scope=scope))
                 if self._required and not found:
                     raise _refusal("send a token: Authorization: Bearer TOKEN")
-            except Refused as refusal:
+            except RejectedRequest as refusal:
                 if scope["path"] not in self._free:
                     await response_of(refusal)(scope, receive, send)
                     return
@@ -91,7 +91,7 @@ class CallerMiddleware:
 
 
 class TokenCheck:
-    """Asks the server whether it accepts the token of the request that is being answered.
+    """Check that the server accepts the token of the current request.
 
     A token that was accepted is not asked for again at once: the request's own call is checked in
     any case, so this decides only whether a body is read.
@@ -103,22 +103,22 @@ class TokenCheck:
     def __init__(self, client: AsyncClient, *, timeout: float = 10.0) -> None:
         self._client = client
         self._timeout = timeout
-        self._asked_again: dict[bytes, float] = {}  # by a token's hash, oldest first
+        self._valid_until: dict[bytes, float] = {}  # by a token's hash, oldest first
 
     async def __call__(self) -> None:
-        """Raises LegatoError."""
+        """Check the token. Raises LegatoError."""
         key = hashlib.sha256(token().encode()).digest()
-        if self._asked_again.get(key, 0.0) > time.monotonic():
+        if self._valid_until.get(key, 0.0) > time.monotonic():
             return
         await self._client.server_info(timeout=self._timeout)
-        self._asked_again.pop(key, None)
-        if len(self._asked_again) >= self._MAX_KNOWN:
-            del self._asked_again[next(iter(self._asked_again))]
-        self._asked_again[key] = time.monotonic() + self.PERIOD
+        self._valid_until.pop(key, None)
+        if len(self._valid_until) >= self._MAX_KNOWN:
+            del self._valid_until[next(iter(self._valid_until))]
+        self._valid_until[key] = time.monotonic() + self.PERIOD
 
 
 class HostCheck:
-    """Refuses a Host that is no name of this host.
+    """Middleware that refuses a Host that is no name of this host.
 
     A page in a browser can reach this host under a name of its own, which the browser then takes
     for the page's.
@@ -132,25 +132,23 @@ class HostCheck:
         if scope["type"] in ("http", "websocket"):
             host = Headers(scope=scope).get("host", "")
             if not self._allowed(host):
-                refusal = Refused("the Host is not a name of this host", code="wrong_host")
+                refusal = RejectedRequest("the Host is not a name of this host", code="wrong_host")
                 await response_of(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _refusal(message: str) -> Refused:
-    return Refused(message, status=HTTPStatus.UNAUTHORIZED, code="unauthenticated")
+def _refusal(message: str) -> RejectedRequest:
+    return RejectedRequest(message, status=HTTPStatus.UNAUTHORIZED, code="unauthenticated")
 
 
 # ---------------------------------------------------------------- server
 
-# A process that answers HTTP with the calls of one client.
-
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""What anyone may ask: it tells nothing of the server's users and costs no model."""
+"""Paths open to anyone: they reveal nothing about users and run no model."""
 
 MAX_WEBSOCKET_MESSAGE = 4 * 1024 * 1024 + 64
-"""A frame of the playground with its head."""
+"""Maximum bytes of the playground's frame with its header."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +197,7 @@ def make_app(
     middleware: Sequence[Middleware] = (),
     limits: ConnectionLimits | None = None,
 ) -> Starlette:
-    """The routes with what all of them share; leaving its lifespan closes the clients.
+    """Build the app: the routes and what they share; leaving its lifespan closes the clients.
 
     `middleware` is around everything else.
     """
@@ -224,7 +222,7 @@ def make_app(
         ],
         exception_handlers={
             LegatoError: errors.on_legato_error,
-            errors.Refused: errors.on_legato_error,
+            errors.RejectedRequest: errors.on_legato_error,
             errors.ReaderLeft: errors.on_reader_left,
             ClientDisconnect: errors.on_reader_left,
             HTTPException: errors.on_http_exception,
@@ -234,7 +232,7 @@ def make_app(
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` in this thread; `ready` is told the URL once connections are accepted.
+    """HTTP server that runs in this thread; `ready` gets the URL once connections are accepted.
 
     `grace`: seconds that running requests have after a signal. A second signal does not wait.
 
@@ -304,7 +302,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's, not raised once more at the end: to be told to stop is no failure."""
+        """Stop without raising the signal again, unlike uvicorn: a requested stop is no failure."""
         self.force_exit = self.should_exit
         self.should_exit = True
 

@@ -17,8 +17,8 @@ from legato_client.web.errors import ReaderLeft, document_of
 ValueT = TypeVar("ValueT")
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The result of `work`, which is cancelled when the client leaves.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """Return the result of `work`, which is cancelled when the client leaves.
 
     Raises:
         ReaderLeft: it did. The body must have been read before.
@@ -39,12 +39,12 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, ValueT]) -> Va
 async def begin(
     receive: Receive, events: AsyncGenerator[Event, None]
 ) -> tuple[str, AsyncGenerator[Event, None]]:
-    """The request's id, and the events from the first after the queue on.
+    """Return the request's id, and its events from the first after the queue on.
 
     Returns when that one is there, so that a refusal still has an HTTP status.
     """
     try:
-        first = await unless_left(receive, _first(events))
+        first = await cancel_on_disconnect(receive, _first(events))
     except BaseException:
         await events.aclose()
         raise
@@ -71,7 +71,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._documents):
             with contextlib.suppress(ReaderLeft):
-                await unless_left(receive, self._send_all(send))
+                await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})

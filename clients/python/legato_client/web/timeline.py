@@ -1,4 +1,4 @@
-"""The live timeline of the engines as server-sent events, and the switch of their pipeline."""
+"""Live timeline of the engines as server-sent events, and their pipeline switch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NAMES = (
     "idle",
     "held",
 )
-"""The names of spans, which events give as indices. timeline-store.js has the same list."""
+"""Span names, which events refer to by index. timeline-store.js has the same list."""
 
 _WATCH = 600.0  # seconds; then the page asks again
 SILENCE = 15.0
-"""Seconds without an update before a comment, by which a page that left is noticed."""
+"""Seconds without an update before a comment, which detects a closed page."""
 
 QUIET = b": quiet\n\n"
 _MAX_BODY = 1024
@@ -44,7 +44,7 @@ _US = 1e6
 
 
 def routes(operator: Callable[[], str] | None = None, *, switch: bool = True) -> list[BaseRoute]:
-    """`GET /timeline/events` and, with `switch`, `POST /timeline/depth`.
+    """Return `GET /timeline/events` and, with `switch`, `POST /timeline/depth`.
 
     `operator` returns the target of AdminService where it is a socket of its own; "", as None, is
     where the other routes ask. The application maps a `LegatoError` to its answer.
@@ -60,7 +60,7 @@ class _Timeline:
         self._switch = switch
 
     async def events(self, request: Request) -> Response:
-        """A refusal is an answer of its own, because it comes before the first event."""
+        """Stream events; a refusal is a plain response, because it comes before the first event."""
         events = self._events(request)
         try:
             first = await anext(events)
@@ -74,7 +74,10 @@ class _Timeline:
         )
 
     async def set_depth(self, request: Request) -> Response:
-        """The body is `{"depth": 1}`, of a type that a form of another page cannot send."""
+        """Set the pipeline's depth from `{"depth": 1}`.
+
+        A form of another page cannot send JSON's content type.
+        """
         if request.headers.get("content-type", "").partition(";")[0].strip() != _JSON:
             raise InvalidArgument(f"the body must be {_JSON}")
         async with backend_of(request).bodies.holding(request, _MAX_BODY) as body:
@@ -93,11 +96,14 @@ class _Timeline:
             yield client
 
     async def _events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Until the server or the page ends them; a failure after the first is the last event."""
+        """Yield events until the server or the page ends; a later failure is the last event."""
         begun = False
         async with self._client(request) as client:
             updates = client.watch_timeline(_WATCH)
-            async with contextlib.aclosing(updates), contextlib.aclosing(_heard(updates)) as heard:
+            async with (
+                contextlib.aclosing(updates),
+                contextlib.aclosing(_with_silences(updates)) as heard,
+            ):
                 try:
                     async for update in heard:
                         begun = True
@@ -117,7 +123,7 @@ async def _chained(
             yield each
 
 
-async def _heard(
+async def _with_silences(
     updates: AsyncGenerator[TimelineUpdate, None],
 ) -> AsyncGenerator[TimelineUpdate | None, None]:
     """Yield updates, and None every `SILENCE` seconds without one."""

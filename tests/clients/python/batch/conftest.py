@@ -11,17 +11,17 @@ from legato_client.cli import main
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of pictures."""
+    """The lines of images."""
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twelve files that the scripted server takes for pictures."""
+    """Twelve files that the scripted server takes for images."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for number in range(12):
-        (folder / f"{number:02}.png").write_bytes(b"picture %d" % number)
+        (folder / f"{number:02}.png").write_bytes(b"image %d" % number)
     return folder
 
 

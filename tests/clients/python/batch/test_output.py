@@ -1,4 +1,4 @@
-"""The file of a run holds the pictures that are done, whatever ended the run before."""
+"""The file of a run holds the images that are done, whatever ended the run before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import resource
 import threading
 
 import pytest
-from legato_client.batch.images import Key, RunRefused
+from legato_client.batch.images import Key, RunError
 from legato_client.batch.output import Line, Output, encode, file_name
 
 SETTINGS = {"tasks": ["detect:cup"], "every": 1}
@@ -33,7 +33,7 @@ def path(tmp_path):
 
 
 def test_a_file_that_ends_anywhere_holds_its_whole_lines(path):
-    """Cut inside or beside a line's end, it has the pictures whose lines are whole, and goes on."""
+    """Cut inside or beside a line's end, it has the images whose lines are whole, and goes on."""
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
     places = {*range(0, len(whole), 11), *(end + near for end in ends for near in (-1, 0, 1))}
@@ -48,7 +48,7 @@ def test_a_file_that_ends_anywhere_holds_its_whole_lines(path):
 
 
 def test_what_is_counted(path):
-    """Errors of pictures and of single tasks, read or written."""
+    """Errors of images and of single tasks, read or written."""
     with Output(path, SETTINGS) as output:
         assert output.num_failed == 2
         assert list(output.lines()) == LINES
@@ -70,7 +70,7 @@ def test_what_is_counted(path):
 def test_another_question_is_refused(path, settings, said):
     """The message says what differs, and the file is as it was."""
     before = path.read_bytes()
-    with pytest.raises(RunRefused, match=said):
+    with pytest.raises(RunError, match=said):
         Output(path, settings)
     assert path.read_bytes() == before
 
@@ -85,7 +85,7 @@ def test_another_file_is_refused(tmp_path, content):
     if content.startswith(b'{"legato_ru') and b"\n" not in content:
         Output(path, SETTINGS)
         return
-    with pytest.raises(RunRefused):
+    with pytest.raises(RunError):
         Output(path, SETTINGS)
     assert path.read_bytes() == content
 
@@ -94,7 +94,7 @@ def test_a_broken_line_inside_is_refused(path):
     """It was not a run that did this, so its line is named."""
     content = path.read_bytes().replace(b'"frame": 10', b'"frame" 10')
     path.write_bytes(content)
-    with pytest.raises(RunRefused, match="line 4"):
+    with pytest.raises(RunError, match="line 4"):
         Output(path, SETTINGS)
     assert path.read_bytes() == content
 
@@ -103,7 +103,7 @@ def test_one_run_at_a_time(path):
     """Also after the file was replaced by its sorted one."""
     with Output(path, SETTINGS) as output:
         for _ in range(2):
-            with pytest.raises(RunRefused, match="another run"):
+            with pytest.raises(RunError, match="another run"):
                 Output(path, SETTINGS)
             output.sort()
     Output(path, SETTINGS).__exit__(None, None, None)
@@ -113,7 +113,7 @@ def test_only_files(tmp_path):
     """What cannot be read again is no output."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(RunRefused, match="not a file"):
+        with pytest.raises(RunError, match="not a file"):
             Output(path, SETTINGS)
 
 
@@ -131,7 +131,7 @@ def test_sorted(path):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_failed_pictures_are_forgotten(path):
+def test_failed_images_are_forgotten(path):
     """So that they are asked again; the others keep their lines."""
     with Output(path, SETTINGS) as output:
         output.drop_failed()

@@ -1,4 +1,4 @@
-"""`legato run` asks about every picture once."""
+"""`legato run` asks about every image once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def sources(lines):
 
 
 def test_several_tasks_are_one_request(run, folder, server):
-    """The picture is sent once, and its line has every task's result under the task's name."""
+    """The image is sent once, and its line has every task's result under the task's name."""
     code, lines, out, err = run(folder, "--task", "caption", "--task", "segment:cat")
     assert (code, err) == (0, "")
-    assert "12 pictures" in out
+    assert "12 images" in out
     assert server.count("RunTasks") == 12
     assert sources(lines) == [str(folder / f"{number:02}.png") for number in range(12)]
     line = lines[0]
@@ -53,17 +53,17 @@ def test_several_tasks_are_one_request(run, folder, server):
 
 
 def test_nothing_is_asked_twice(run, folder, server):
-    """A run that is complete asks nothing; new pictures are asked when they appear."""
+    """A run that is complete asks nothing; new images are asked when they appear."""
     assert run(folder)[0] == 0
     (folder / "more.jpeg").write_bytes(b"more")
-    (folder / "notes.txt").write_bytes(b"no picture")
+    (folder / "notes.txt").write_bytes(b"no image")
     (folder / ".hidden.png").write_bytes(b"none to show")
     code, lines, out, _ = run(folder, folder / "00.png")
     assert (code, len(lines), server.count("RunTasks")) == (0, 13, 13)
     assert "1 of them new" in out
 
 
-def test_own_drawings_are_no_pictures(folder):
+def test_own_drawings_are_no_images(folder):
     """A folder is searched to its depths, without those that the run writes to."""
     for name in ("drawn", "inner", ".hidden"):
         (folder / name).mkdir()
@@ -79,7 +79,7 @@ def test_names_on_standard_input(run, folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(os.fsencode(names))))
     code, lines, _, err = run("-")
     assert code == 1
-    assert "1 of 3 pictures failed" in err
+    assert "1 of 3 images failed" in err
     (bad,) = [line for line in lines if "error" in line]
     assert bad["source"].endswith("none.png")
     assert bad["error"]["code"] == "UNREADABLE"
@@ -131,7 +131,7 @@ def test_pipes_and_sockets_do_not_block(run, folder, monkeypatch):
 
 
 def test_names_that_are_no_text(run, folder, server, tmp_path):
-    """Such a picture is asked about once and drawn, and COCO's file has its name as bytes too."""
+    """Such an image is asked about once and drawn, and COCO's file has its name as bytes too."""
     name = os.fsdecode(b"\xe4\xff.png")
     scene = io.BytesIO()
     Image.new("RGB", (200, 100)).save(scene, "PNG")
@@ -169,7 +169,7 @@ def test_a_message_may_name_what_is_no_text(folder, server, tmp_path):
     assert json.loads(done.stdout.decode())["pictures"] == 12
 
 
-def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
+def test_a_image_that_fails_does_not_stop_the_run(run, folder, server):
     """Its error is typed, the exit code tells, and `--retry-failed` asks again."""
     server.script["RunTasks"] += [
         failure(Code.INVALID_ARGUMENT, "IMAGE_UNDECODABLE"),
@@ -193,7 +193,7 @@ def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
 
 
 def test_a_task_that_fails_alone(run, folder, server):
-    """The other results of the picture are kept beside its error."""
+    """The other results of the image are kept beside its error."""
     failed = task_pb2.TaskResult(error=failure(Code.INTERNAL, "NUMERIC").status())
     good = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption="a cat"))
     server.script["RunTasks"].append(
@@ -215,8 +215,8 @@ def test_a_task_that_fails_alone(run, folder, server):
         (failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"), 6),
     ],
 )
-def test_what_every_picture_would_meet_ends_the_run(run, folder, server, reply, exit_code):
-    """No picture gets a line for it, and a later run asks about the rest."""
+def test_what_every_image_would_meet_ends_the_run(run, folder, server, reply, exit_code):
+    """No image gets a line for it, and a later run asks about the rest."""
     server.script["RunTasks"] += [None] * 3 + [reply] * 200
     code, lines, _, err = run(folder, "--parallel", "1")
     assert (code, len(lines)) == (exit_code, 3)
@@ -227,7 +227,7 @@ def test_what_every_picture_would_meet_ends_the_run(run, folder, server, reply, 
 
 
 def test_a_task_that_the_server_cannot_do_ends_the_run(run, folder, server):
-    """Also where it is one of several, because it would be missing for every picture."""
+    """Also where it is one of several, because it would be missing for every image."""
     refused = failure(Code.FAILED_PRECONDITION, "TASK_UNSUPPORTED").status()
     good = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption="a cat"))
     reply = inference_pb2.RunTasksResponse(results=[good, task_pb2.TaskResult(error=refused)])

@@ -13,14 +13,12 @@ from legato_client.calibration.scored import Scored
 BOX = Box(0.0, 0.0, 0.5, 0.5)
 
 
-def found(count, truth, per_picture=4):
+def found(count, truth, per_image=4):
     """Objects, right with the chance that `truth` gives their score."""
     dice = random.Random(3)
     scores = [dice.uniform(0.02, 0.98) for _ in range(count)]
     return [
-        Scored(
-            "detect", n // per_picture, "cup", BOX, ((score, 1.0),), dice.random() < truth(score)
-        )
+        Scored("detect", n // per_image, "cup", BOX, ((score, 1.0),), dice.random() < truth(score))
         for n, score in enumerate(scores)
     ]
 
@@ -37,32 +35,32 @@ def found(count, truth, per_picture=4):
 def test_a_fit_must_be_better_by_more_than_chance(truth, fitted, better):
     """What scores were drawn by is better; the opposite, next to nothing and nothing are not."""
     judged = judge(fitted, found(1200, truth))
-    assert judged.better is better
+    assert judged.is_better is better
     assert judged.objects == 1200
 
 
 def test_the_error_of_a_resample_is_the_calibration_error(monkeypatch):
-    """Of the objects of its pictures, however they are counted."""
+    """Of the objects of its images, however they are counted."""
     monkeypatch.setattr(random.Random, "choices", lambda _, population, k: list(population))
     judged = judge(Fit(1.7, -0.4), found(300, Fit()), resamples=1)
     gain = judged.ece_before - judged.ece_after
     assert judged.share_better == (gain > 0)
-    assert _error([_counted(Fit(1.7, -0.4), pairs) for pairs in pictures(found(300, Fit()))]) == (
+    assert _error([_counted(Fit(1.7, -0.4), pairs) for pairs in images(found(300, Fit()))]) == (
         pytest.approx(judged.ece_after)
     )
 
 
-def pictures(objects):
+def images(objects):
     return [
-        [(each.score, each.right) for each in objects if each.picture == number]
-        for number in {each.picture for each in objects}
+        [(each.score, each.right) for each in objects if each.image == number]
+        for number in {each.image for each in objects}
     ]
 
 
 def test_errors_grow_with_objects_that_are_alike():
-    """Pictures are resampled, so many objects of one picture tell little."""
-    alone = judge(Fit(2.5), found(600, Fit(), per_picture=1))
-    copied = [each for each in found(60, Fit(), per_picture=1) for _ in range(10)]
+    """Images are resampled, so many objects of one image tell little."""
+    alone = judge(Fit(2.5), found(600, Fit(), per_image=1))
+    copied = [each for each in found(60, Fit(), per_image=1) for _ in range(10)]
     together = judge(Fit(2.5), copied)
     assert together.ece_after_error > 1.5 * alone.ece_after_error
     assert judge(Fit(2.5), []).share_better == 0.0

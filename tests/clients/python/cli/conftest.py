@@ -8,7 +8,7 @@ from PIL import Image
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     """An image file."""
     path = tmp_path / "a.png"
     Image.new("RGB", (200, 100), "white").save(path)

@@ -12,21 +12,21 @@ from legato_client.calibration.fit import Fit
 
 from tests.clients.python.failures import failure, retry_info
 
-PICTURES = 30
+IMAGES = 30
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Pictures of one cat each, a dog in the last."""
+    """Images of one cat each, a dog in the last."""
     box = [20, 20, 60, 60]
     document = {
         "images": [
-            {"id": n, "file_name": "a.png", "width": 100, "height": 100} for n in range(PICTURES)
+            {"id": n, "file_name": "a.png", "width": 100, "height": 100} for n in range(IMAGES)
         ],
         "annotations": [
-            {"id": n, "image_id": n, "category_id": 1, "bbox": box} for n in range(PICTURES)
+            {"id": n, "image_id": n, "category_id": 1, "bbox": box} for n in range(IMAGES)
         ]
-        + [{"id": PICTURES, "image_id": PICTURES - 1, "category_id": 2, "bbox": box}],
+        + [{"id": IMAGES, "image_id": IMAGES - 1, "category_id": 2, "bbox": box}],
         "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
     }
     (tmp_path / "annotations.json").write_text(json.dumps(document))
@@ -35,8 +35,8 @@ def folder(tmp_path):
 
 
 def answers(shift, *, in_place=True):
-    """For each picture a sure cat, in its place if `in_place`, and an unsure dog elsewhere."""
-    for _ in range(PICTURES):
+    """For each image a sure cat, in its place if `in_place`, and an unsure dog elsewhere."""
+    for _ in range(IMAGES):
         response = inference_pb2.RunTasksResponse()
         for sure in (0.9, 0.6):
             left = 0.2 if in_place and sure == 0.9 else 0.2 + shift
@@ -52,7 +52,7 @@ def answers(shift, *, in_place=True):
 
 
 def test_a_fit_is_written(legato, folder, server):
-    """The file is what the engine reads; each category of a picture was asked for once."""
+    """The file is what the engine reads; each category of an image was asked for once."""
     server.script["RunTasks"].extend(answers(0.5))
     output = folder / "confidence.json"
     code, out, _ = legato(
@@ -61,11 +61,11 @@ def test_a_fit_is_written(legato, folder, server):
     )  # fmt: skip
     assert code == 0
     written = json.loads(output.read_text())
-    assert written["fitted_on"] == f"cats, {PICTURES} pictures"
+    assert written["fitted_on"] == f"cats, {IMAGES} images"
     fitted = Fit(**written["skills"]["detect"])
     assert fitted(0.9) > 0.9 > fitted(0.6)
     (row,) = json.loads(out)["skills"]
-    assert (row["objects"], row["right"]) == (2 * PICTURES, PICTURES)
+    assert (row["objects"], row["right"]) == (2 * IMAGES, IMAGES)
     asked = server.last("RunTasks")
     assert {task.detect.object for task in asked.tasks} == {"cat", "dog"}
     assert asked.options.top_logprobs == 0
@@ -90,8 +90,8 @@ def test_only_a_fit_that_helps_elsewhere_is_written(legato, folder, server, help
     else:
         assert "no fit betters the confidences" in err
     found = {name: scored.read(kept, name) for name in ("fit", "test")}
-    assert [len(some) for some in found.values()] == [2 * PICTURES, 2 * PICTURES]
-    assert sum(each.right for each in found["test"]) == PICTURES
+    assert [len(some) for some in found.values()] == [2 * IMAGES, 2 * IMAGES]
+    assert sum(each.right for each in found["test"]) == IMAGES
     sure = found["fit"][0]
     assert [near for _, near in sure.certainties] == [1.0] * 3
     assert sure.score == pytest.approx(0.9)
@@ -110,7 +110,7 @@ def test_a_full_queue_is_asked_again(legato, folder, server):
         "calibrate", str(folder), "--skills", "detect", "--output", str(output), "--parallel", "1"
     )
     assert code == 0
-    assert server.count("RunTasks") == PICTURES + 1
+    assert server.count("RunTasks") == IMAGES + 1
     assert Fit(**json.loads(output.read_text())["skills"]["detect"])(0.9) > 0.9
 
 
@@ -119,7 +119,7 @@ def test_too_few_objects(legato, folder, server):
     empty = inference_pb2.RunTasksResponse(
         results=[task_pb2.TaskResult(detect=task_pb2.DetectResult())] * 2
     )
-    server.script["RunTasks"].extend([empty] * PICTURES)
+    server.script["RunTasks"].extend([empty] * IMAGES)
     output = folder / "confidence.json"
     code, _, err = legato(
         "calibrate", str(folder), "--skills", "detect", "--output", str(output)
@@ -142,7 +142,7 @@ def test_what_cannot_be_read(legato, folder, server, broken):
 def test_failures_of_the_server(legato, folder, server):
     """They end the command with their own exit code."""
     lost = failure(StatusCode.UNAVAILABLE, "ENGINE_LOST")
-    server.script["RunTasks"].extend([lost] * PICTURES)
+    server.script["RunTasks"].extend([lost] * IMAGES)
     assert legato("calibrate", str(folder), "--output", str(folder / "out.json"))[0] == 4
 
 
@@ -154,15 +154,13 @@ def test_servers_without_certainties(legato, folder):
 
 
 @pytest.mark.parametrize("command", ["detect", "point"])
-def test_filter_and_order_are_sent(legato, picture, server, command):
+def test_filter_and_order_are_sent(legato, image, server, command):
     """And nothing is sent where nothing was asked for."""
-    assert (
-        legato(command, picture, "cat", "--min-confidence", "0.5", "--order", "confidence")[0] == 0
-    )
+    assert legato(command, image, "cat", "--min-confidence", "0.5", "--order", "confidence")[0] == 0
     task = getattr(server.last("Generate").task, command)
     assert (task.min_confidence, task.order) == (0.5, task_pb2.OBJECT_ORDER_CONFIDENCE)
-    assert legato(command, picture, "cat")[0] == 0
+    assert legato(command, image, "cat")[0] == 0
     task = getattr(server.last("Generate").task, command)
     assert not task.HasField("min_confidence")
     assert task.order == task_pb2.OBJECT_ORDER_UNSPECIFIED
-    assert legato(command, picture, "cat", "--min-confidence", "1.5")[0] == 2
+    assert legato(command, image, "cat", "--min-confidence", "1.5")[0] == 2

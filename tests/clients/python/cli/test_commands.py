@@ -17,9 +17,9 @@ from tests.clients.python.fake_server import STREAMS, events
 Code = grpc.StatusCode
 
 
-def test_detect(legato, picture, server):
+def test_detect(legato, image, server):
     """Boxes are shown in pixels, and the exit code is 0."""
-    code, out, err = legato("detect", picture, "cat", "--max-objects", "3", "--temperature", "0")
+    code, out, err = legato("detect", image, "cat", "--max-objects", "3", "--temperature", "0")
     assert (code, err) == (0, "")
     assert "cat" in out
     assert "(50, 50) to (150, 100) px" in out
@@ -28,9 +28,9 @@ def test_detect(legato, picture, server):
     assert task.sampling.HasField("temperature")
 
 
-def test_an_adapter_is_named(legato, picture, server):
+def test_an_adapter_is_named(legato, image, server):
     """`--adapter` reaches the server as the option of the same name."""
-    assert legato("detect", picture, "cat", "--adapter", "cups@12")[0] == 0
+    assert legato("detect", image, "cat", "--adapter", "cups@12")[0] == 0
     assert server.last("Generate").options.adapter == "cups@12"
 
 
@@ -45,9 +45,9 @@ def test_an_adapter_is_named(legato, picture, server):
     ],
 )
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_other_tasks(legato, picture, words, shown, stream):
+def test_other_tasks(legato, image, words, shown, stream):
     """Each command shows its answer, streamed or whole."""
-    words = tuple(picture if word == "IMAGE" else word for word in words)
+    words = tuple(image if word == "IMAGE" else word for word in words)
     code, out, _ = legato(*words, stream)
     assert code == 0
     assert shown in out
@@ -60,28 +60,28 @@ def test_reasoning_has_its_own_lines(legato):
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_nothing_found(legato, picture, server, stream):
+def test_nothing_found(legato, image, server, stream):
     """An empty answer is said, not left blank."""
     empty = task_pb2.TaskResult(detect=task_pb2.DetectResult())
     server.script["Generate"].append(events(finished=empty))
-    code, out, _ = legato("detect", picture, "owl", stream)
+    code, out, _ = legato("detect", image, "owl", stream)
     assert code == 0
     assert "nothing found" in out
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_model_text_cannot_command_the_terminal(legato, picture, server, stream):
+def test_model_text_cannot_command_the_terminal(legato, image, server, stream):
     """Control characters in an answer are replaced before they reach a terminal."""
     evil = "a\x1b[2Jb"
     result = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption=evil))
     delta = ("text", inference_pb2.TextDelta(text=evil))
     server.script["Generate"].append(events(delta, finished=result))
-    out = legato("caption", picture, stream)[1]
+    out = legato("caption", image, stream)[1]
     assert "\x1b" not in out
     assert "a\ufffd[2Jb" in out
 
 
-def test_query_without_a_picture(legato, server):
+def test_query_without_a_image(legato, server):
     """A question alone is sent without an image."""
     assert legato("query", "why?")[0] == 0
     assert not server.last("Generate").HasField("image")
@@ -97,10 +97,10 @@ def test_query_without_a_picture(legato, server):
         (("query", "?"), "answer"),
     ],
 )
-def test_json(legato, picture, words, key):
+def test_json(legato, image, words, key):
     """`--json` writes one JSON document with the task, its answer and its info, nothing else."""
     command, *rest = words
-    code, out, err = legato(command, picture, *rest, "--json")
+    code, out, err = legato(command, image, *rest, "--json")
     answer = json.loads(out)
     assert (code, err) == (0, "")
     assert answer["task"] == command
@@ -112,9 +112,9 @@ def test_json(legato, picture, words, key):
     assert answer["info"]["image"]["width"] == 200
 
 
-def test_json_box(legato, picture):
+def test_json_box(legato, image):
     """A box in JSON has the names of the contract."""
-    _, out, _ = legato("detect", picture, "cat", "--json")
+    _, out, _ = legato("detect", image, "cat", "--json")
     found = json.loads(out)["objects"][0]
     assert found == {
         "box": {"x_min": 0.25, "y_min": 0.5, "x_max": 0.75, "y_max": 1.0},
@@ -125,10 +125,10 @@ def test_json_box(legato, picture):
     }
 
 
-def test_output(legato, picture, tmp_path):
+def test_output(legato, image, tmp_path):
     """`--output` saves the annotated image as PNG."""
     target = tmp_path / "out.png"
-    code, out, _ = legato("detect", picture, "cat", "--output", str(target))
+    code, out, _ = legato("detect", image, "cat", "--output", str(target))
     assert code == 0
     assert str(target) in out
     with Image.open(target) as drawn:
@@ -146,44 +146,44 @@ def test_output(legato, picture, tmp_path):
         (Code.INTERNAL, "INTERNAL", 1),
     ],
 )
-def test_exit_codes(legato, picture, server, code, reason, expected):
+def test_exit_codes(legato, image, server, code, reason, expected):
     """Each kind of failure has its exit code, and the reason is shown."""
     server.script["Generate"].append(failure(code, reason))
-    status, out, err = legato("detect", picture, "cat")
+    status, out, err = legato("detect", image, "cat")
     assert (status, out) == (expected, "")
     assert reason in err
 
 
-def test_engine_lost(legato, picture, server):
+def test_engine_lost(legato, image, server):
     """A stream that breaks because the engine died exits with 4."""
     lost = failure(Code.UNAVAILABLE, "ENGINE_LOST")
     server.script["Generate"].append([*STREAMS["detect"][:2], lost])
-    assert legato("detect", picture, "cat")[0] == 4
+    assert legato("detect", image, "cat")[0] == 4
 
 
-def test_no_server(picture, capsys):
+def test_no_server(image, capsys):
     """Without a listening server the command exits with 4 and says how to start one."""
-    status = main(["detect", picture, "cat", "--server", "127.0.0.1:1"])
+    status = main(["detect", image, "cat", "--server", "127.0.0.1:1"])
     assert status == 4
     assert "legato serve" in capsys.readouterr().err
 
 
-def test_error_details(legato, picture, server):
+def test_error_details(legato, image, server):
     """The text of an error names the fields at fault and when to try again."""
     violation = error_details_pb2.BadRequest.FieldViolation(field="object", description="is empty")
     bad = error_details_pb2.BadRequest(field_violations=[violation])
     server.script["Generate"].append(
         failure(Code.INVALID_ARGUMENT, "INVALID_FIELD", bad, retry_info(0.5))
     )
-    _, _, err = legato("detect", picture, "x")
+    _, _, err = legato("detect", image, "x")
     assert "object: is empty" in err
     assert "try again in 0.5 s" in err
 
 
-def test_json_errors(legato, picture, server):
+def test_json_errors(legato, image, server):
     """With `--json` a failure is one JSON document on standard error."""
     server.script["Generate"].append(failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", limit="4"))
-    status, out, err = legato("detect", picture, "x", "--json")
+    status, out, err = legato("detect", image, "x", "--json")
     error = json.loads(err)["error"]
     assert (status, out) == (6, "")
     assert (error["exit_code"], error["reason"]) == (6, "QUEUE_FULL")
@@ -204,9 +204,9 @@ def test_json_errors(legato, picture, server):
         ("nonsense",),
     ],
 )
-def test_usage_errors(legato, picture, server, words):
+def test_usage_errors(legato, image, server, words):
     """A command that makes no sense exits with 2 before anything is sent, in JSON too."""
-    words = tuple(picture if word == "IMAGE" else word for word in words)
+    words = tuple(image if word == "IMAGE" else word for word in words)
     assert legato(*words)[0] == 2
     assert not server.requests
     status, _, err = legato(*words, "--json")
@@ -219,7 +219,7 @@ def test_info(legato):
     _, out, _ = legato("info")
     assert "legato 1.2.3" in out
     assert "second" in out
-    assert "calibrated: detect (my kitchen, 400 pictures)" in out
+    assert "calibrated: detect (my kitchen, 400 images)" in out
     document = json.loads(legato("info", "--json")[1])
     assert document["server"]["version"] == "1.2.3"
     first, second = document["models"]

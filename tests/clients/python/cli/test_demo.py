@@ -68,7 +68,7 @@ def test_server_that_does_not_stop_well(scene, service, tmp_path, capsys):
     assert "exit code 5" in capsys.readouterr().err
 
 
-def test_missing_picture(service, tmp_path, capsys):
+def test_missing_image(service, tmp_path, capsys):
     """An image that is not there is a usage error, before any server starts."""
     service("ok")
     assert main(["demo", "--image", str(tmp_path / "none.png")]) == 2
@@ -86,7 +86,7 @@ def test_script(scene):
     assert [title for title, _ in changed.tasks()][1:3] == ["detect owl", "segment cat"]
 
 
-def test_picture_without_a_script(tmp_path):
+def test_image_without_a_script(tmp_path):
     """Any other image gets a caption."""
     assert [title for title, _ in script_for(tmp_path / "x.jpg").tasks()] == ["caption"]
 

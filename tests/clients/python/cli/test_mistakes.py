@@ -11,7 +11,7 @@ from PIL import Image
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     """An image file."""
     path = tmp_path / "a.png"
     Image.new("RGB", (200, 100), "white").save(path)
@@ -65,29 +65,29 @@ def test_targets_that_are_none(typed, problem, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "form"), [("a.png", "PNG"), ("a.JPG", "JPEG"), ("a.jpeg", "JPEG"), ("a.webp", "WEBP")]
 )
-def test_the_name_of_a_picture_tells_its_form(name, form, picture, server, tmp_path):
+def test_the_name_of_a_image_tells_its_form(name, form, image, server, tmp_path):
     """The file holds what its name says."""
     target = tmp_path / name
-    words = ["detect", picture, "cat", "--output", str(target), "--server", server.target]
+    words = ["detect", image, "cat", "--output", str(target), "--server", server.target]
     assert main(words) == 0
     with Image.open(target) as drawn:
         assert drawn.format == form
 
 
 @pytest.mark.parametrize("name", ["found.txt", "found", "found.gif"])
-def test_a_name_of_no_picture(name, picture, server, tmp_path, capsys):
+def test_a_name_of_no_image(name, image, server, tmp_path, capsys):
     """It is refused before the server is asked, and nothing is written."""
     target = tmp_path / name
-    words = ["detect", picture, "cat", "--output", str(target), "--server", server.target]
+    words = ["detect", image, "cat", "--output", str(target), "--server", server.target]
     assert main(words) == 2
     assert ".png, .jpg, .jpeg, .webp" in capsys.readouterr().err
     assert not target.exists()
     assert not server.requests
 
 
-def test_a_word_too_many(picture, capsys):
+def test_a_word_too_many(image, capsys):
     """The help that is named is that of the command."""
-    assert main(["detect", picture, "a", "b"]) == 2
+    assert main(["detect", image, "a", "b"]) == 2
     said = capsys.readouterr().err
     assert "unrecognized arguments: b" in said
     assert "legato detect --help" in said

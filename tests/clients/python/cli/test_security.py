@@ -65,9 +65,9 @@ def test_the_commands_speak_tls_and_send_a_token(
     load = ["--rate", "20", "--seconds", "0.4", "--warm-up", "0", "--json"]
     code, out, _ = legato("load", *options, *load)
     assert code == 0
-    figures = json.loads(out)
-    assert figures["plan"]["security"]["encrypted"]
-    assert figures["latency_ms"]["count"] == figures["due"] > 0
+    counters = json.loads(out)
+    assert counters["plan"]["security"]["encrypted"]
+    assert counters["latency_ms"]["count"] == counters["due"] > 0
     assert GOOD not in out
     assert set(tokens.seen) == {f"Bearer {GOOD}"}
 

@@ -28,9 +28,9 @@ def test_bytes_and_paths(tmp_path):
     """A file's bytes travel unchanged, whether named or given."""
     path = tmp_path / "a.jpg"
     path.write_bytes(b"jpeg")
-    pictures: list[ImageInput] = [b"jpeg", bytearray(b"jpeg"), path, str(path)]
-    for picture in pictures:
-        assert to_image(picture).encoded.data == b"jpeg"
+    images: list[ImageInput] = [b"jpeg", bytearray(b"jpeg"), path, str(path)]
+    for image in images:
+        assert to_image(image).encoded.data == b"jpeg"
 
 
 def test_cached():
@@ -73,21 +73,21 @@ def test_bad_arrays(array):
 
 def test_pillow_is_lossless():
     """A Pillow image arrives pixel for pixel, other modes as RGB."""
-    picture = Image.effect_noise((9, 7), 50)
-    assert Image.open(io.BytesIO(to_image(picture).encoded.data)).tobytes() == picture.tobytes()
-    decoded = Image.open(io.BytesIO(to_image(picture.convert("CMYK")).encoded.data))
+    image = Image.effect_noise((9, 7), 50)
+    assert Image.open(io.BytesIO(to_image(image).encoded.data)).tobytes() == image.tobytes()
+    decoded = Image.open(io.BytesIO(to_image(image.convert("CMYK")).encoded.data))
     assert decoded.mode == "RGB"
 
 
 def test_pillow_is_turned_upright():
     """The EXIF orientation is applied, since a PNG's reader would not see it."""
-    picture = Image.new("RGB", (9, 7))
-    picture.getexif()[0x0112] = 6  # rotate by 90 degrees
-    decoded = Image.open(io.BytesIO(to_image(picture).encoded.data))
+    image = Image.new("RGB", (9, 7))
+    image.getexif()[0x0112] = 6  # rotate by 90 degrees
+    decoded = Image.open(io.BytesIO(to_image(image).encoded.data))
     assert decoded.size == (7, 9)
 
 
-def test_not_a_picture():
+def test_not_a_image():
     """Anything else is a TypeError."""
     with pytest.raises(TypeError, match="not an image: int"):
         to_image(3)  # type: ignore[arg-type] # the very mistake

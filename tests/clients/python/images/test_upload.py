@@ -32,7 +32,7 @@ def test_what_is_held(client):
     assert held.expire_time == datetime.datetime.fromtimestamp(1_000_000_060, datetime.UTC)
 
 
-def test_a_held_picture_stands_for_its_bytes(client, server):
+def test_a_held_image_stands_for_its_bytes(client, server):
     """What `put_image` gives is an image for every other call, sent as its id."""
     held = client.put_image(b"jpeg")
     client.detect(held, "cat")

@@ -15,7 +15,7 @@ import av
 from PIL import Image
 
 SIZE = (64, 48)
-RATE = 25  # pictures a second
+RATE = 25  # images a second
 _SDP = (
     "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=camera\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\n"
     "m=video 0 RTP/AVP 96\r\na=rtpmap:96 H264/90000\r\na=fmtp:96 packetization-mode=1\r\n"
@@ -24,9 +24,9 @@ _SDP = (
 
 
 def encoded(stream: av.VideoStream, number: int) -> list[Any]:
-    """A picture that gets lighter."""
-    picture = Image.new("RGB", SIZE, (40 + 3 * (number % 70), 90, 90))
-    frame = av.VideoFrame.from_image(picture)
+    """An image that gets lighter."""
+    image = Image.new("RGB", SIZE, (40 + 3 * (number % 70), 90, 90))
+    frame = av.VideoFrame.from_image(image)
     frame.pts = number
     return list(stream.encode(frame))
 
@@ -41,7 +41,7 @@ def add_stream(container: av.container.OutputContainer, codec: str) -> av.VideoS
 
 
 class Camera:
-    """Accepts connections one after another; each gets pictures until it is cut off."""
+    """Accepts connections one after another; each gets images until it is cut off."""
 
     scheme = ""
 
@@ -81,7 +81,7 @@ class Camera:
                     self.serve(connection)
 
     def _numbers(self) -> Iterator[int]:
-        """Numbers of pictures, at their rate."""
+        """Numbers of images, at their rate."""
         number = 0
         while not self._closed.is_set() and not self._cut_off.is_set():
             yield number

@@ -1,4 +1,4 @@
-"""Pictures of files and of streams that are lost and come back."""
+"""Images of files and of streams that are lost and come back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 import av
 import pytest
 from legato_client import RawFrame
-from legato_client.stream.camera import Camera, Form, source_of
-from legato_client.stream.frames import Figures, Mailbox, Shot
+from legato_client.stream.camera import Camera, FrameEncoding, parse_source
+from legato_client.stream.frames import CapturedFrame, FrameCounters, Mailbox
 from PIL import Image
 
 from tests.clients.python.live import streams
@@ -21,7 +21,7 @@ FRAMES = 10
 
 @pytest.fixture
 def clip(tmp_path):
-    """A file of ten pictures at 25 a second."""
+    """A file of ten images at 25 a second."""
     path = tmp_path / "clip.mp4"
     with av.open(str(path), "w") as container:
         stream = streams.add_stream(container, "mpeg4")
@@ -31,45 +31,52 @@ def clip(tmp_path):
     return path
 
 
-def played(name: str, *, form: Form | None = None, rate: float = 1.0) -> list[Shot]:
+def played(
+    name: str, *, encoding: FrameEncoding | None = None, rate: float = 1.0
+) -> list[CapturedFrame]:
     """What a camera gives until it ends."""
-    shots: list[Shot] = []
+    frames: list[CapturedFrame] = []
     camera = Camera(
-        source_of(name), shots.append, Figures(), form=form or Form(), rate=rate, patience=None
+        parse_source(name),
+        frames.append,
+        FrameCounters(),
+        encoding=encoding or FrameEncoding(),
+        rate=rate,
+        patience=None,
     )
     camera.run()
-    return shots
+    return frames
 
 
 def test_a_file_is_played_at_its_own_pace(clip):
-    """Each picture is given when it is due, no earlier, and captured then."""
+    """Each image is given when it is due, no earlier, and captured then."""
     given = []
     camera = Camera(
-        source_of(str(clip)),
-        lambda shot: given.append((shot, time.time_ns())),
-        Figures(),
-        form=Form(),
+        parse_source(str(clip)),
+        lambda frame: given.append((frame, time.time_ns())),
+        FrameCounters(),
+        encoding=FrameEncoding(),
         rate=2.0,
         patience=None,
     )
     camera.run()
-    assert [shot.number for shot, _ in given] == list(range(FRAMES))
-    assert [shot.time for shot, _ in given] == pytest.approx([n / 25 for n in range(FRAMES)])
+    assert [frame.number for frame, _ in given] == list(range(FRAMES))
+    assert [frame.time for frame, _ in given] == pytest.approx([n / 25 for n in range(FRAMES)])
     first = given[0][0].captured_ns
-    for shot, at in given:
-        assert at >= shot.captured_ns
-        assert shot.captured_ns - first >= round(shot.time / 2 * 1e9) - 1
+    for frame, at in given:
+        assert at >= frame.captured_ns
+        assert frame.captured_ns - first >= round(frame.time / 2 * 1e9) - 1
 
 
-def test_pictures_are_sent_as_asked(clip):
+def test_images_are_sent_as_asked(clip):
     """Without loss, shrunk, or as JPEG."""
     (raw, *_), (small, *_), (jpeg, *_) = (
-        played(str(clip), form=form, rate=100.0)
-        for form in (Form(), Form(max_side=32), Form(jpeg=80))
+        played(str(clip), encoding=encoding, rate=100.0)
+        for encoding in (FrameEncoding(), FrameEncoding(max_side=32), FrameEncoding(jpeg=80))
     )
     assert isinstance(frame := raw.read(), RawFrame)
     assert (frame.width, frame.height, frame.format) == (64, 48, "rgb8")
-    assert raw.picture().size == streams.SIZE
+    assert raw.image().size == streams.SIZE
     assert raw.frame_id == "clip.mp4"
     assert isinstance(shrunk := small.read(), RawFrame)
     assert (shrunk.width, shrunk.height) == (32, 24)
@@ -88,31 +95,33 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path, content):
 
 @pytest.mark.parametrize("kind", [streams.HttpCamera, streams.RtspCamera])
 def test_a_stream_that_is_lost_is_opened_again(kind):
-    """Its pictures go on, with times and numbers that grow, and it is counted."""
-    figures, mailbox = Figures(), Mailbox(every=False)
-    shots = []
+    """Its images go on, with times and numbers that grow, and it is counted."""
+    counters, mailbox = FrameCounters(), Mailbox(every=False)
+    frames = []
 
-    def give(shot):
-        shots.append(shot)
-        mailbox.put(shot)
+    def give(frame):
+        frames.append(frame)
+        mailbox.put(frame)
 
     with kind() as served:
-        camera = Camera(source_of(served.url), give, figures, form=Form(), patience=30)
+        camera = Camera(
+            parse_source(served.url), give, counters, encoding=FrameEncoding(), patience=30
+        )
         thread = threading.Thread(target=camera.run)
         thread.start()
-        until(lambda: len(shots) > 10)
+        until(lambda: len(frames) > 10)
         served.cut_off()
-        until(lambda: figures.totals().source_reconnects)
-        seen = len(shots)
-        until(lambda: len(shots) > seen + 10)
-        assert figures.source == "running"
+        until(lambda: counters.totals().source_reconnects)
+        seen = len(frames)
+        until(lambda: len(frames) > seen + 10)
+        assert counters.source == "running"
         camera.stop()
         thread.join()
     assert served.num_connections == 2
-    assert [shot.number for shot in shots] == list(range(len(shots)))
-    assert all(one.time <= other.time for one, other in itertools.pairwise(shots))
-    assert all(one.captured_ns < time.time_ns() for one in shots)
-    red, green, _ = shots[-1].picture().getpixel((5, 5))
+    assert [frame.number for frame in frames] == list(range(len(frames)))
+    assert all(one.time <= other.time for one, other in itertools.pairwise(frames))
+    assert all(one.captured_ns < time.time_ns() for one in frames)
+    red, green, _ = frames[-1].image().getpixel((5, 5))
     assert abs(green - 90) < 20
     assert red >= 30
 
@@ -120,8 +129,14 @@ def test_a_stream_that_is_lost_is_opened_again(kind):
 def test_a_stream_that_stays_away_ends_it():
     """Once patience has ended, with what was wrong."""
     with streams.HttpCamera() as served:
-        figures = Figures()
-        camera = Camera(source_of(served.url), lambda _: None, figures, form=Form(), patience=0.1)
+        counters = FrameCounters()
+        camera = Camera(
+            parse_source(served.url),
+            lambda _: None,
+            counters,
+            encoding=FrameEncoding(),
+            patience=0.1,
+        )
         thread_problem = []
 
         def run():
@@ -132,10 +147,10 @@ def test_a_stream_that_stays_away_ends_it():
 
         thread = threading.Thread(target=run)
         thread.start()
-        until(lambda: figures.source == "running")
+        until(lambda: counters.source == "running")
     thread.join()
     assert thread_problem
-    assert figures.source.startswith("lost")
+    assert counters.source.startswith("lost")
 
 
 def test_a_stream_that_never_was_is_an_error_without_its_password():
@@ -147,13 +162,13 @@ def test_a_stream_that_never_was_is_an_error_without_its_password():
 
 def test_devices_are_opened_by_v4l2():
     """With the size and rate that are asked for; whether one opens is for a computer with one."""
-    source = source_of("/dev/video3", size="640x480", fps=30.0)
+    source = parse_source("/dev/video3", size="640x480", fps=30.0)
     assert (source.container, source.is_file) == ("v4l2", False)
     assert source.options == {"video_size": "640x480", "framerate": "30"}
 
 
-def test_turned_pictures_keep_their_shape():
+def test_turned_images_keep_their_shape():
     """A smaller side is in proportion."""
-    shown = Form(max_side=10).of(Image.new("RGB", (40, 20)))
+    shown = FrameEncoding(max_side=10).encode(Image.new("RGB", (40, 20)))
     assert isinstance(shown, RawFrame)
     assert shown.height == 5

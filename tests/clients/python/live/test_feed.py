@@ -19,8 +19,8 @@ from legato_client import (
     NotFound,
     Unavailable,
 )
-from legato_client.stream.feed import Answered, Asked, Feed
-from legato_client.stream.frames import Figures, Shot
+from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
+from legato_client.stream.frames import CapturedFrame, FrameCounters
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_sessions import Conversation, ignore
@@ -30,7 +30,7 @@ GONE = failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
 TASKS = {"caption": CaptionTask(), "short": CaptionTask("short")}
 
 
-def picture() -> Any:
+def image() -> Any:
     return b"picture"
 
 
@@ -39,15 +39,15 @@ class Played:
 
     def __init__(self, client, **how):
         waits, patience = how.pop("waits", False), how.pop("patience", 30.0)
-        self.answered: list[Answered] = []
-        self.figures = Figures()
+        self.answered: list[AnsweredFrame] = []
+        self.counters = FrameCounters()
         self.problem: Exception | None = None
         self._count = 0
         self.feed = Feed(
             client,
-            Asked(how.pop("tasks", TASKS), **how),
+            FeedSettings(how.pop("tasks", TASKS), **how),
             how.get("tell", self.answered.append),
-            self.figures,
+            self.counters,
             patience=patience,
             waits=waits,
         )
@@ -60,17 +60,17 @@ class Played:
         except (LegatoError, OSError) as error:
             self.problem = error
 
-    def offer(self, read=picture):
-        self.feed.offer(Shot(self._count, 0.0, time.time_ns(), read, read, "camera"))
+    def offer(self, read=image):
+        self.feed.offer(CapturedFrame(self._count, 0.0, time.time_ns(), read, read, "camera"))
         self._count += 1
 
     @property
     def numbers(self):
-        return [each.shot.number for each in self.answered]
+        return [each.frame.number for each in self.answered]
 
     def join(self):
         self._thread.join()
-        totals = self.figures.totals()
+        totals = self.counters.totals()
         waiting = totals.sent + totals.replaced + totals.refused + totals.unreadable
         assert totals.taken + totals.resent == waiting
         ended = totals.answered + sum(totals.dropped.values()) + totals.lost + totals.resent
@@ -100,7 +100,7 @@ def play(client, server):
     assert not [each.violations for each in server.sessions.conversations if each.violations]
 
 
-def test_every_task_of_a_picture_comes_at_once(play):
+def test_every_task_of_a_image_comes_at_once(play):
     """Under the names that were asked, with the frame's own stamp."""
     played = play()
     played.offer()
@@ -116,7 +116,7 @@ def test_every_task_of_a_picture_comes_at_once(play):
 
 
 def test_a_server_that_goes_away_is_left_while_it_answers(play, server):
-    """The next picture opens another session; the first one's is answered by the first."""
+    """The next image opens another session; the first one's is answered by the first."""
     kept = []
 
     def hold(conversation: Conversation, frame: session_pb2.Frame) -> None:
@@ -153,7 +153,7 @@ def test_a_server_that_goes_away_is_left_while_it_answers(play, server):
 
 @pytest.mark.parametrize("every", [False, True])
 def test_a_lost_session_is_followed_by_another(play, server, every):
-    """Its picture is lost, or sent again where every one counts."""
+    """Its image is lost, or sent again where every one counts."""
 
     def fail_first(conversation: Conversation, frame: session_pb2.Frame) -> None:
         if len(server.sessions.conversations) == 1:
@@ -206,7 +206,7 @@ def test_tracks_of_two_sessions_are_not_confused(play, server):
 
 
 def test_a_lost_server_is_looked_for_again_and_again(play, server):
-    """Each attempt that fails is followed by another, without a picture."""
+    """Each attempt that fails is followed by another, without an image."""
     played = play()
     until(lambda: played.feed.model)
     server.sessions.script.extend([GONE] * 4)
@@ -252,7 +252,7 @@ def test_the_newest_of_many_is_sent(play, server):
     """Once there is a credit; until then older ones give way to it, and are counted."""
     server.sessions.on_frame = ignore
     played = play()
-    until(lambda: played.offer() or played.figures.totals().sent == 2)
+    until(lambda: played.offer() or played.counters.totals().sent == 2)
     for _ in range(20):
         played.offer()
     until(lambda: left_out(played) == len_of(played) - 3)
@@ -270,15 +270,15 @@ def is_answered(played, number):
 
 
 def len_of(played):
-    return played.figures.totals().taken
+    return played.counters.totals().taken
 
 
 def left_out(played):
-    totals = played.figures.totals()
+    totals = played.counters.totals()
     return totals.replaced + totals.refused
 
 
-def test_every_picture_waits_for_room(play, server):
+def test_every_image_waits_for_room(play, server):
     """And each is answered, in order."""
     played = play(every=True)
     for _ in range(50):
@@ -297,16 +297,16 @@ def test_drops_are_counted_by_reason(play, server):
     server.sessions.on_frame = drop
     played = play()
     played.offer()
-    until(lambda: played.figures.totals().dropped)
+    until(lambda: played.counters.totals().dropped)
     played.feed.finish()
     assert played.join().dropped == {"too_old": 1}
 
 
-def test_a_picture_that_cannot_be_read_is_passed_over(play, server):
+def test_a_image_that_cannot_be_read_is_passed_over(play, server):
     """The next one is asked about."""
 
     def broken():
-        raise ValueError("no picture")
+        raise ValueError("no image")
 
     played = play(every=True)
     played.offer(broken)
@@ -321,7 +321,7 @@ def test_stopping_gives_up_what_is_under_way(play, server):
     server.sessions.on_frame = ignore
     played = play()
     played.offer()
-    until(lambda: played.figures.totals().sent == 1)
+    until(lambda: played.counters.totals().sent == 1)
     played.feed.stop()
     assert played.join().lost == 1
     assert played.problem is None
@@ -333,8 +333,8 @@ def test_a_receiver_that_fails_ends_it(client, server):
     def full(answered):
         raise OSError(28, "No space left on device")
 
-    figures = Figures()
-    feed = Feed(client, Asked(TASKS), full, figures, patience=1, waits=False)
-    feed.offer(Shot(0, 0.0, time.time_ns(), picture, picture))
+    counters = FrameCounters()
+    feed = Feed(client, FeedSettings(TASKS), full, counters, patience=1, waits=False)
+    feed.offer(CapturedFrame(0, 0.0, time.time_ns(), image, image))
     with pytest.raises(OSError, match="No space left"):
         feed.run()

@@ -1,4 +1,4 @@
-"""What is written and shown of answered pictures."""
+"""What is written and shown of answered images."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from legato_client import Box, Detection, DetectResult, Unavailable
 from legato_client._types.results import ImageInfo, ResponseInfo
 from legato_client.cli.half_blocks import HalfBlocks
 from legato_client.cli.terminal import Terminal
-from legato_client.cli.watch import View, rows_of
+from legato_client.cli.watch import LiveView, rows_of
 from legato_client.stream import outputs
-from legato_client.stream.feed import Answered
-from legato_client.stream.frames import Figures, Shot
-from legato_client.stream.outputs import Aside
+from legato_client.stream.feed import AnsweredFrame
+from legato_client.stream.frames import CapturedFrame, FrameCounters
+from legato_client.stream.outputs import BackgroundWorker
 from PIL import Image
 from rich.console import Console
 
@@ -27,19 +27,21 @@ CUP = Detection(Box(0.25, 0.25, 0.75, 0.75), "cup", 0.875, "7")
 
 def answered(
     number: int = 0, *, time: float | None = None, size: tuple[int, int] = SIZE
-) -> Answered:
-    """A grey picture with a cup, of one task that failed and one that did not."""
+) -> AnsweredFrame:
+    """A grey image with a cup, of one task that failed and one that did not."""
     at = number / 10 if time is None else time
-    picture = Image.new("RGB", size, (90, 90, 90))
-    shot = Shot(number, at, 5_000_000_000, lambda: b"", lambda: picture)
+    image = Image.new("RGB", size, (90, 90, 90))
+    frame = CapturedFrame(number, at, 5_000_000_000, lambda: b"", lambda: image)
     found = DetectResult((CUP,), ResponseInfo("", "m", "stop", image=IMAGE))
-    return Answered(shot, {"detect:cup": found, "point:dog": Unavailable("gone")}, IMAGE, 0.125)
+    return AnsweredFrame(
+        frame, {"detect:cup": found, "point:dog": Unavailable("gone")}, IMAGE, 0.125
+    )
 
 
 def test_a_line_has_results_time_and_age():
     """In the form of `legato run`; the reader of a pipe has it at once."""
     file = io.BytesIO()
-    outputs.Lines(file, "clip.mp4").take(answered(3))
+    outputs.JsonLinesOutput(file, "clip.mp4").take(answered(3))
     line = json.loads(file.getvalue())
     assert (line["source"], line["frame"], line["captured"], line["age"]) == (
         "clip.mp4", 3, 5.0, 0.125,
@@ -54,9 +56,9 @@ def test_a_line_has_results_time_and_age():
 
 
 @pytest.mark.parametrize("size", [(360, 640), (900, 300)])
-def test_a_film_has_the_shape_of_its_pictures(tmp_path, size):
+def test_a_film_has_the_shape_of_its_images(tmp_path, size):
     """Whatever it is."""
-    film = outputs.Film(tmp_path / "out.mp4", every=True)
+    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True)
     film.take(answered(0, size=size))
     film.close()
     with av.open(str(tmp_path / "out.mp4")) as container:
@@ -64,9 +66,9 @@ def test_a_film_has_the_shape_of_its_pictures(tmp_path, size):
     assert (frame.width, frame.height) == size
 
 
-def test_a_film_has_each_picture_at_its_time(tmp_path):
+def test_a_film_has_each_image_at_its_time(tmp_path):
     """With its marks; of another size it is fitted, and one that comes late is left out."""
-    film = outputs.Film(tmp_path / "out.mp4", every=True)
+    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True)
     for each in (answered(0), answered(1), answered(9, time=0.05), answered(2, size=(160, 120))):
         film.take(each)
     film.close()
@@ -81,7 +83,7 @@ def test_a_film_has_each_picture_at_its_time(tmp_path):
 def test_another_ending_is_refused(name):
     """The message says which there are."""
     with pytest.raises(ValueError, match=r"ends in \.jsonl or \.mp4"):
-        outputs.opened(name, "clip", False, io.BytesIO)
+        outputs.open_output(name, "clip", False, io.BytesIO)
 
 
 def test_slow_work_does_not_delay_answers():
@@ -91,24 +93,24 @@ def test_slow_work_does_not_delay_answers():
 
     def slow(each):
         assert go.wait(20)
-        taken.append(each.shot.number)
+        taken.append(each.frame.number)
 
-    aside = Aside(slow, every=False)
+    worker = BackgroundWorker(slow, every=False)
     for number in range(20):
-        aside.put(answered(number))
+        worker.submit(answered(number))
     go.set()
-    aside.close()
-    assert len(taken) + aside.left_out == 20
+    worker.close()
+    assert len(taken) + worker.num_dropped == 20
     assert taken[-8:] == list(range(12, 20))
 
 
-def test_slow_work_on_every_picture_takes_them_all():
+def test_slow_work_on_every_image_takes_them_all():
     """In order."""
     taken = []
-    aside = Aside(lambda each: taken.append(each.shot.number), every=True)
+    worker = BackgroundWorker(lambda each: taken.append(each.frame.number), every=True)
     for number in range(50):
-        aside.put(answered(number))
-    aside.close()
+        worker.submit(answered(number))
+    worker.close()
     assert taken == list(range(50))
 
 
@@ -118,16 +120,16 @@ def test_a_failure_of_slow_work_is_told():
     def full(each):
         raise OSError(28, "No space left on device")
 
-    aside = Aside(full, every=True)
+    worker = BackgroundWorker(full, every=True)
     with pytest.raises(OSError, match="No space"):
-        fill(aside)
+        fill(worker)
     with pytest.raises(OSError, match="No space"):
-        aside.close()
+        worker.close()
 
 
-def fill(aside: Aside) -> None:
+def fill(worker: BackgroundWorker) -> None:
     for number in range(99):
-        aside.put(answered(number))
+        worker.submit(answered(number))
 
 
 def test_rows_say_what_where_how_sure_and_which():
@@ -138,7 +140,7 @@ def test_rows_say_what_where_how_sure_and_which():
     ]
 
 
-def test_a_picture_fits_its_characters():
+def test_a_image_fits_its_characters():
     """Each character is two pixels, and boxes are drawn in their colours."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="truecolor", width=80)
@@ -151,12 +153,12 @@ def test_a_picture_fits_its_characters():
     assert "38;2;0;158;255" in text
 
 
-def test_a_large_terminal_shows_picture_and_table(monkeypatch):
+def test_a_large_terminal_shows_image_and_table(monkeypatch):
     """And how it goes, in a line below."""
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "40")
     out = TerminalFile()
-    with View(Terminal(False, out), Figures(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
         view.take(answered())
         view.refresh()
     text = out.getvalue()
@@ -166,11 +168,11 @@ def test_a_large_terminal_shows_picture_and_table(monkeypatch):
 
 
 def test_a_small_terminal_shows_the_table_only(monkeypatch):
-    """There is no room for a picture."""
+    """There is no room for an image."""
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "12")
     out = TerminalFile()
-    with View(Terminal(False, out), Figures(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
         view.take(answered())
         view.refresh()
     assert "▀" not in out.getvalue()

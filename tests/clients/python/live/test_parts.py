@@ -6,18 +6,25 @@ import re
 import threading
 
 import pytest
-from legato_client.stream.frames import Backoff, Figures, Mailbox, Shot, SourceClock, summary
+from legato_client.stream.frames import (
+    Backoff,
+    CapturedFrame,
+    FrameCounters,
+    Mailbox,
+    SourceClock,
+    summary,
+)
 
 from tests.clients.python.until import until
 
 SECOND = 10**9
 
 
-def shot(number: int = 0) -> Shot:
+def frame(number: int = 0) -> CapturedFrame:
     def none():
-        raise ValueError("no picture")
+        raise ValueError("no image")
 
-    return Shot(number, 0.0, 1, none, none)
+    return CapturedFrame(number, 0.0, 1, none, none)
 
 
 def never() -> bool:
@@ -25,25 +32,25 @@ def never() -> bool:
 
 
 def taken(mailbox: Mailbox) -> int | None:
-    """The number of the picture, None once the mailbox is done."""
+    """The number of the image, None once the mailbox is done."""
     found = mailbox.take(never)
     return None if found is None else found.number
 
 
 def delay_of(backoff: Backoff) -> float:
-    delay = backoff.failure()
+    delay = backoff.next_delay()
     assert delay is not None
     return delay
 
 
-def test_the_newest_picture_takes_the_place():
+def test_the_newest_image_takes_the_place():
     """`put` says how many others there were."""
     mailbox = Mailbox(every=False)
-    assert [mailbox.put(shot(n)) for n in range(3)] == [0, 1, 1]
+    assert [mailbox.put(frame(n)) for n in range(3)] == [0, 1, 1]
     assert taken(mailbox) == 2
-    mailbox.put(shot(3))
+    mailbox.put(frame(3))
     mailbox.close()
-    assert mailbox.put(shot(4)) == 1
+    assert mailbox.put(frame(4)) == 1
     assert taken(mailbox) == 3
     assert taken(mailbox) is None
 
@@ -52,7 +59,7 @@ def test_a_mailbox_is_done_once_it_is_closed_and_empty():
     """What is held when it closes can still be taken."""
     mailbox = Mailbox(every=False)
     states = [mailbox.is_done]
-    mailbox.put(shot(1))
+    mailbox.put(frame(1))
     mailbox.close()
     states.append(mailbox.is_done)
     assert taken(mailbox) == 1
@@ -60,16 +67,16 @@ def test_a_mailbox_is_done_once_it_is_closed_and_empty():
     assert states == [False, False, True]
 
 
-def test_every_picture_waits_for_its_place():
+def test_every_image_waits_for_its_place():
     """Until the one before is taken; closing ends the wait."""
     mailbox = Mailbox(every=True)
     unsent: list[int] = []
-    thread = threading.Thread(target=lambda: unsent.extend(mailbox.put(shot(n)) for n in range(3)))
+    thread = threading.Thread(target=lambda: unsent.extend(mailbox.put(frame(n)) for n in range(3)))
     thread.start()
     assert [taken(mailbox) for _ in range(2)] == [0, 1]
     until(lambda: unsent == [0, 0, 0])
     thread.join()
-    blocked = threading.Thread(target=lambda: unsent.append(mailbox.put(shot(9))))
+    blocked = threading.Thread(target=lambda: unsent.append(mailbox.put(frame(9))))
     blocked.start()
     assert mailbox.discard() == 1
     blocked.join()
@@ -77,7 +84,7 @@ def test_every_picture_waits_for_its_place():
 
 
 def test_a_thread_that_takes_gives_up_at_a_nudge():
-    """And leaves the picture where it is."""
+    """And leaves the image where it is."""
     mailbox = Mailbox(every=False)
     given_up = threading.Event()
     found = []
@@ -88,7 +95,7 @@ def test_a_thread_that_takes_gives_up_at_a_nudge():
     mailbox.nudge()
     thread.join()
     assert found == [None]
-    mailbox.put(shot(5))
+    mailbox.put(frame(5))
     assert mailbox.take(given_up.is_set) is None
     assert taken(mailbox) == 5
 
@@ -99,10 +106,10 @@ def test_delays_double_until_a_success():
     delays = [delay_of(backoff) for _ in range(9)]
     for delay, middle in zip(delays, [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5], strict=True):
         assert 0.8 * middle <= delay <= 1.2 * middle
-    assert backoff.failure(at_least=60) == 60
-    backoff.reached()
+    assert backoff.next_delay(at_least=60) == 60
+    backoff.note_reached()
     assert delay_of(backoff) >= 4
-    backoff.success()
+    backoff.note_success()
     assert delay_of(backoff) <= 0.24
 
 
@@ -110,17 +117,17 @@ def test_patience_ends():
     """It counts from the first failure since something was reached."""
     now = 100.0
     backoff = Backoff(10.0, lambda: now)
-    assert backoff.failure() is not None
+    assert backoff.next_delay() is not None
     now = 109.0
-    backoff.reached()
-    assert backoff.failure() is not None
+    backoff.note_reached()
+    assert backoff.next_delay() is not None
     now = 118.0
-    assert backoff.failure() is not None
+    assert backoff.next_delay() is not None
     now = 119.5
-    assert backoff.failure() is None
+    assert backoff.next_delay() is None
 
 
-def test_a_slow_picture_is_old():
+def test_a_slow_image_is_old():
     """By what it took longer than the fastest."""
     clock = SourceClock()
     assert clock.captured_ns(0.0, 1000 * SECOND) == 1000 * SECOND
@@ -139,15 +146,15 @@ def test_clocks_may_run_apart(drift):
         assert 0 <= arrived - captured <= 0.021 * SECOND
 
 
-def test_every_picture_is_in_the_summary():
+def test_every_image_is_in_the_summary():
     """With what became of it."""
-    figures = Figures()
+    counters = FrameCounters()
     for name, number in (("taken", 9), ("sent", 6), ("replaced", 2), ("refused", 1), ("lost", 1)):
-        figures.count(name, number)
-    figures.dropped("too_old")
+        counters.count(name, number)
+    counters.count_dropped("too_old")
     for age in (0.1, 0.2, 0.3, 0.4):
-        figures.answered(age, failed_tasks=1)
-    totals = figures.totals()
+        counters.count_answered(age, failed_tasks=1)
+    totals = counters.totals()
     assert totals.answered == 4
     assert totals.dropped == {"too_old": 1}
     assert totals.age_p50 == pytest.approx(0.2, rel=0.02)

@@ -24,9 +24,9 @@ def session(site):
         yield socket
 
 
-def frame(sequence, picture=None, captured=None):
+def frame(sequence, image=None, captured=None):
     now = time.time() * 1000 if captured is None else captured
-    return struct.pack("<dI", now, sequence) + (image_bytes() if picture is None else picture)
+    return struct.pack("<dI", now, sequence) + (image_bytes() if image is None else image)
 
 
 def receive(session):
@@ -88,11 +88,11 @@ def test_the_newest_frame_wins(session):
     assert stats["dropped"] + stats["skipped"] > 0
 
 
-def test_a_bad_picture_fails_its_frame_only(session):
+def test_a_bad_image_fails_its_frame_only(session):
     """The next one is answered."""
     session.send(json.dumps(OPENING))
     assert receive(session)["type"] == "opened"
-    session.send(frame(1, b"no picture"))
+    session.send(frame(1, b"no image"))
     outcome = until_told(session, "result")["outcome"]
     assert (outcome["type"], outcome["reason"]) == ("failed", "IMAGE_UNDECODABLE")
     session.send(frame(2))

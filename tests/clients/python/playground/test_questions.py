@@ -1,4 +1,4 @@
-"""Questions about a picture, from the page's requests to the server and back."""
+"""Questions about an image, from the page's requests to the server and back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_server_is_described(page, server):
     assert told["server"]["target"] == server.address
     assert [model["name"] for model in told["models"]] == ["null"]
     assert "detect" in told["models"][0]["tasks"]
-    assert told["max_picture_bytes"] == routes.MAX_PICTURE_BYTES
+    assert told["max_picture_bytes"] == routes.MAX_IMAGE_BYTES
 
 
 def test_a_calibrated_model_is_described():
@@ -92,7 +92,7 @@ def test_an_outline_is_streamed(page, image_id):
     assert "".join(piece["path_delta"] for piece in pieces) == segment["path"]
 
 
-def test_a_question_needs_no_picture(page):
+def test_a_question_needs_no_image(page):
     """A chat without one."""
     message = {"role": "CHAT_ROLE_USER", "parts": [{"text": "hello"}]}
     events = ask(page, {"query": {"messages": [message]}, "sampling": {"max_tokens": 3}})
@@ -144,9 +144,9 @@ def test_what_is_no_json_object_is_refused(page, body):
     assert (response.status_code, response.json()["code"]) == (400, "INVALID_ARGUMENT")
 
 
-def test_a_file_that_is_no_picture_is_refused(page):
+def test_a_file_that_is_no_image_is_refused(page):
     """As soon as it is sent."""
-    response = page.post("/playground/pictures", content=b"no picture")
+    response = page.post("/playground/pictures", content=b"no image")
     assert response.status_code == 400
     assert response.json()["reason"] == "IMAGE_UNDECODABLE"
     assert response.json()["hint"]
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_picture_is_refused(page):
 
 def test_bodies_are_bounded(page, monkeypatch):
     """Before they are in memory."""
-    monkeypatch.setattr(routes, "MAX_PICTURE_BYTES", 1000)
+    monkeypatch.setattr(routes, "MAX_IMAGE_BYTES", 1000)
     response = page.post("/playground/pictures", content=iter([b"x" * 600] * 2))
     assert response.status_code == 413
     assert response.json()["message"] == "the body has more than 1000 bytes"

@@ -71,7 +71,7 @@ def run_shell(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_command_of_a_question_without_a_picture(tmp_path):
+def test_the_command_of_a_question_without_a_image(tmp_path):
     """It has no image at all."""
     command = code(Connection("127.0.0.1:50051"), None, QueryTask("why?"), Options()).grpcurl
     assert json.loads(run_shell(command, tmp_path)) == {"task": {"query": {"question": "why?"}}}
@@ -110,5 +110,5 @@ def test_a_secured_server_is_reached_without_telling_a_secret():
 def test_a_file_name_that_needs_quotes_is_replaced(name):
     """It would be another file's name in one language or the other."""
     made = code(Connection("h:1"), name, CaptionTask(), Options())
-    assert "base64 -w0 picture.jpg" in made.grpcurl
-    assert '"picture.jpg"' in made.python
+    assert "base64 -w0 image.jpg" in made.grpcurl
+    assert '"image.jpg"' in made.python

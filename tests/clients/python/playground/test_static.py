@@ -50,7 +50,7 @@ def test_the_page_s_files_exist():
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", PAGE)
 
 
-def test_the_pictures_come_with_their_licence():
+def test_the_images_come_with_their_licence():
     """And each that a script names is there."""
     for folder in ("samples", "drawings"):
         assert "MIT License" in (STATIC / folder / "LICENSE-fluent-emoji").read_text()

@@ -23,11 +23,11 @@ def header(stamp_ns: int, frame_id: str = "camera") -> Any:
     return types["std_msgs/msg/Header"](stamp=time, frame_id=frame_id)
 
 
-def image(stamp_ns: int, picture: Any, encoding: str = "rgb8") -> Any:
+def image(stamp_ns: int, image: Any, encoding: str = "rgb8") -> Any:
     """Of a Pillow image."""
-    data = np.frombuffer(picture.tobytes(), np.uint8)
+    data = np.frombuffer(image.tobytes(), np.uint8)
     return STORE.types[IMAGE](
-        header(stamp_ns), picture.height, picture.width, encoding, 0, 3 * picture.width, data
+        header(stamp_ns), image.height, image.width, encoding, 0, 3 * image.width, data
     )
 
 

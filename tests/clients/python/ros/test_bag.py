@@ -8,7 +8,7 @@ import threading
 import pytest
 from legato_client import Box, Detection, DetectResult, SegmentResult, Unavailable
 from legato_client._types.results import ImageInfo, Outline, ResponseInfo
-from legato_client.ros.bag import Answering, Bag, BagRefused, Topics
+from legato_client.ros.bag import Bag, BagAnswerer, BagError, Topics
 from PIL import Image
 
 from tests.clients.python.ros import bags
@@ -24,7 +24,7 @@ def colour(number: int) -> Image.Image:
 
 
 def found(image):
-    """A cup in every picture, and an outline."""
+    """A cup in every image, and an outline."""
     outline = Outline("M0,0", Box(0, 0, 1, 1), "dog", 0.5)
     return DetectResult((CUP,), INFO), SegmentResult((outline,), INFO)
 
@@ -32,11 +32,11 @@ def found(image):
 def answer(path, target, ask, *, parallel=2, told=None, drawings="", copied=()):
     """Write the answers to a bag; the count."""
     topics = Topics(TOPIC, OUT, drawings, copied)
-    answering = Answering(ask, topics, parallel=parallel, absent_score=1.0)
+    answerer = BagAnswerer(ask, topics, parallel=parallel, absent_score=1.0)
     tell = (lambda: None) if told is None else (lambda: told.append(1))
     with Bag(path, TOPIC) as bag, target.open("wb") as file:
-        answering.perform(bag, file, tell, lambda: None)
-    return answering.count
+        answerer.perform(bag, file, tell, lambda: None)
+    return answerer.count
 
 
 def test_answers_have_the_stamps_of_their_images(tmp_path):
@@ -90,26 +90,26 @@ def test_compressed_images_and_drawings(tmp_path):
     written = {topic: message for topic, _, message in bags.read(tmp_path / "out.mcap")}
     drawn = written["/drawn"]
     assert drawn.header.stamp == written[OUT].header.stamp
-    picture = Image.open(io.BytesIO(drawn.data.tobytes()))
-    assert picture.format == "JPEG"
-    assert len(picture.getcolors(1 << 20) or ()) > 50  # not one colour any more
+    image = Image.open(io.BytesIO(drawn.data.tobytes()))
+    assert image.format == "JPEG"
+    assert len(image.getcolors(1 << 20) or ()) > 50  # not one colour any more
 
 
 def test_failed_images_are_counted_and_the_rest_is_answered(tmp_path):
-    """An encoding that is no picture, and one that the server could not read."""
+    """An encoding that is no image, and one that the server could not read."""
     strange = bags.image(2, colour(2), encoding="16UC1")
     messages = [(TOPIC, n, bags.image(n, colour(n))) for n in (1, 3, 4)]
     path = bags.write(tmp_path / "in", [messages[0], (TOPIC, 2, strange), *messages[1:]])
 
     def ask(frame):
         if open_red(frame) == 3:
-            raise ValueError("no picture")
+            raise ValueError("no image")
         return found(frame)
 
     count = answer(path, tmp_path / "out.mcap", ask)
     assert (count.images, count.failed) == (4, 2)
     assert "16UC1" in count.problems[0]
-    assert "no picture" in count.problems[1]
+    assert "no image" in count.problems[1]
     assert [time for _, time, _ in bags.read(tmp_path / "out.mcap")] == [1, 4]
 
 
@@ -136,9 +136,9 @@ def test_what_every_image_would_meet_ends_it(tmp_path):
         asked.append(frame)
         raise Unavailable("gone")
 
-    answering = Answering(ask, Topics(TOPIC, OUT), parallel=1, absent_score=0)
+    answerer = BagAnswerer(ask, Topics(TOPIC, OUT), parallel=1, absent_score=0)
     with Bag(path, TOPIC) as bag, pytest.raises(Unavailable):
-        answering.perform(bag, io.BytesIO(), lambda: None, lambda: given_up.append(1))
+        answerer.perform(bag, io.BytesIO(), lambda: None, lambda: given_up.append(1))
     assert given_up
     assert len(asked) < len(messages)
 
@@ -147,14 +147,14 @@ def test_a_wrong_topic_is_refused_with_the_right_ones(tmp_path):
     """Before anything is asked; and so is a file that is no bag."""
     messages = [(TOPIC, 1, bags.image(1, colour(1))), (OTHER, 2, bags.string("hello"))]
     path = bags.write(tmp_path / "in", messages)
-    with pytest.raises(BagRefused, match=f"/nowhere is not in the bag.*{TOPIC}"):
+    with pytest.raises(BagError, match=f"/nowhere is not in the bag.*{TOPIC}"):
         Bag(path, "/nowhere")
-    with pytest.raises(BagRefused, match=f"/note is std_msgs/msg/String.*{TOPIC}"):
+    with pytest.raises(BagError, match=f"/note is std_msgs/msg/String.*{TOPIC}"):
         Bag(path, OTHER)
     (tmp_path / "no.mcap").write_bytes(b"no bag at all")
-    with pytest.raises(BagRefused, match="is no MCAP file"):
+    with pytest.raises(BagError, match="is no MCAP file"):
         Bag(tmp_path / "no.mcap", TOPIC)
     torn = tmp_path / "torn.mcap"
     torn.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(BagRefused, match="torn"):
+    with pytest.raises(BagError, match="torn"):
         Bag(torn, TOPIC)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from legato_client.ros.node import Health, Level
-from legato_client.stream.frames import Figures
+from legato_client.stream.frames import FrameCounters
 
 participant = pytest.importorskip(
     "legato_client.ros.node", reason="wheels of cyclonedds follow new Pythons late"
@@ -26,19 +26,19 @@ def test_other_names_are_refused(topic):
         participant.dds_name(topic)
 
 
-def connected() -> Figures:
-    figures = Figures()
-    figures.server = "connected"
-    return figures
+def connected() -> FrameCounters:
+    counters = FrameCounters()
+    counters.server = "connected"
+    return counters
 
 
 def test_a_lost_server_is_an_error():
     """Whatever was answered before."""
-    figures = connected()
-    figures.count("taken")
-    figures.answered(0.1, 0)
-    figures.server = "lost: connection refused"
-    level, message, values = Health(figures).now("serving")
+    counters = connected()
+    counters.count("taken")
+    counters.count_answered(0.1, 0)
+    counters.server = "lost: connection refused"
+    level, message, values = Health(counters).now("serving")
     assert (level, message) == (Level.ERROR, "server lost: connection refused")
     assert (values["answered"], values["age"], values["age p95"]) == ("1", "0.100", "0.100")
 
@@ -51,29 +51,29 @@ def test_a_lost_engine_is_an_error(engine):
 
 def test_silence_is_a_warning():
     """Of the camera, else of the server."""
-    figures = connected()
-    health = Health(figures)
+    counters = connected()
+    health = Health(counters)
     assert health.now("serving")[:2] == (Level.WARN, "no images")
-    figures.count("taken")
+    counters.count("taken")
     assert health.now("serving")[:2] == (Level.WARN, "no answers")
-    figures.answered(0.1, 0)
+    counters.count_answered(0.1, 0)
     assert health.now("serving")[:2] == (Level.OK, "answering")
 
 
 def test_failed_tasks_are_told_once():
     """In the period in which they failed."""
-    figures = connected()
-    health = Health(figures)
-    figures.count("taken")
-    figures.answered(0.1, 3)
+    counters = connected()
+    health = Health(counters)
+    counters.count("taken")
+    counters.count_answered(0.1, 3)
     assert health.now("serving")[:2] == (Level.WARN, "3 tasks failed")
     assert health.now("serving")[:2] == (Level.OK, "answering")
 
 
 def test_an_engine_of_unknown_state_is_no_fault():
     """Its state is told as it is."""
-    figures = connected()
-    figures.count("taken")
-    figures.answered(time.time() * 0, 0)
-    level, _, values = Health(figures).now("unknown: PERMISSION_DENIED")
+    counters = connected()
+    counters.count("taken")
+    counters.count_answered(time.time() * 0, 0)
+    level, _, values = Health(counters).now("unknown: PERMISSION_DENIED")
     assert (level, values["engine"]) == (Level.OK, "unknown: PERMISSION_DENIED")

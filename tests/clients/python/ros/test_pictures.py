@@ -64,7 +64,7 @@ def test_too_few_bytes_are_refused():
         images.raw(image("rgb8", bytes(11), 6))
 
 
-def test_depth_is_no_picture():
+def test_depth_is_no_image():
     """Its file has a header of its own."""
     assert images.compressed(SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=b"x"))
     with pytest.raises(ValueError, match="depth"):

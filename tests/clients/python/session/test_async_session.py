@@ -39,7 +39,7 @@ async def test_giving_up_waiting_ends_nothing(server):
     assert not conversation.violations
 
 
-async def test_a_slow_picture_holds_no_other_up(server, tmp_path):
+async def test_a_slow_image_holds_no_other_up(server, tmp_path):
     """Frames that are read from files while others are sent keep growing sequences."""
     path = tmp_path / "a.jpg"
     path.write_bytes(JPEG)

@@ -162,7 +162,7 @@ def test_waiting_for_a_credit(connect, server):
             session.wait_for_credit(20)
 
 
-def test_a_bad_picture_costs_no_credit(connect, tmp_path):
+def test_a_bad_image_costs_no_credit(connect, tmp_path):
     """An image that cannot be read uses up neither a credit nor a sequence."""
     with connect([CAPTION], send_timeout=0.05) as session:
         for _ in range(5):
@@ -175,7 +175,7 @@ def test_a_bad_picture_costs_no_credit(connect, tmp_path):
 def test_every_frame_has_its_outcome(connect, server):
     """Hundreds of large frames against few credits both ways: no deadlock, none lost."""
     server.sessions.frame_credits = 3
-    picture = bytes(50_000)
+    image = bytes(50_000)
 
     def some(conversation: Conversation, frame: session_pb2.Frame) -> None:
         if frame.stamp.sequence % 3:
@@ -189,7 +189,7 @@ def test_every_frame_has_its_outcome(connect, server):
 
         def feed() -> None:
             for _ in range(300):
-                session.send(picture)
+                session.send(image)
             session.finish()
 
         feeder = threading.Thread(target=feed)

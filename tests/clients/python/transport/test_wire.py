@@ -8,7 +8,7 @@ from legato.v1 import media_pb2, server_pb2, session_pb2
 from legato_client._grpc.channel import to_bytes
 from legato_client._images.sources import CachedImage, to_image
 
-PICTURES = {
+IMAGES = {
     "none": lambda: None,
     "empty": lambda: to_image(b""),
     "short": lambda: to_image(b"\xff\xd8"),
@@ -22,10 +22,10 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("kind", [pb.QueryRequest, pb.RunTasksRequest, pb.GenerateRequest])
-@pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
-def test_bytes_are_the_request(kind, picture):
+@pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
+def test_bytes_are_the_request(kind, image):
     """Parsed, the bytes give the request as it was, whatever its image."""
-    request = kind(image=picture(), options=pb.RequestOptions(request_id="r"))
+    request = kind(image=image(), options=pb.RequestOptions(request_id="r"))
     expected = kind.FromString(request.SerializeToString())
     assert kind.FromString(to_bytes(request)) == expected
 
@@ -39,16 +39,16 @@ def test_a_file_beside_its_request(kind, file):
     assert kind.FromString(to_bytes(kind(options=options), file)) == expected
 
 
-@pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
-def test_a_frame_of_a_session(picture):
+@pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
+def test_a_frame_of_a_session(image):
     """The same holds for an image inside a session's message."""
-    frame = session_pb2.Frame(stamp=media_pb2.FrameStamp(sequence=3), image=picture())
+    frame = session_pb2.Frame(stamp=media_pb2.FrameStamp(sequence=3), image=image())
     request = session_pb2.SessionRequest(frame=frame)
     expected = request.FromString(request.SerializeToString())
     assert type(request).FromString(to_bytes(request)) == expected
 
 
-def test_a_request_that_has_no_picture():
+def test_a_request_that_has_no_image():
     """Requests of other services are serialized as ever."""
     requests: list[Message] = [
         server_pb2.ListModelsRequest(page_size=3),

@@ -26,16 +26,16 @@ from starlette.middleware import Middleware
 from tests.clients.python.fake_server import FakeServer
 
 PATIENCE = 60.0  # seconds
-PICTURE = b"a picture"
+IMAGE = b"an image"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 
 
-def data_url(picture: bytes) -> str:
-    return f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+def data_url(image: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
 
 
-DATA_URL = data_url(PICTURE)
+DATA_URL = data_url(IMAGE)
 
 
 @dataclasses.dataclass(frozen=True)

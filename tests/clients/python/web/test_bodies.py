@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato_client._errors import Unauthenticated
 from legato_client.web.bodies import MAX_BODY_BYTES, MAX_VALUES, Bodies, JsonSize
-from legato_client.web.errors import Refused
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.moondream_api import QueryBody
 from starlette.requests import Request
 
@@ -80,7 +80,7 @@ async def test_a_body_in_pieces():
 async def test_a_large_body_is_not_read():
     """A length over the bound is refused before a byte is taken."""
     sent = Sent(QUESTION, length=len(QUESTION))
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         await read(bodies_of(each=len(QUESTION) - 1), sent)
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert sent.taken == 0
@@ -89,7 +89,7 @@ async def test_a_large_body_is_not_read():
 async def test_a_body_of_unknown_length_is_read_to_the_bound():
     """Without a length, reading ends with the piece that passes the bound."""
     sent = Sent(*[b" "] * 100)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         await read(bodies_of(each=10), sent)
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert sent.taken == 11
@@ -104,7 +104,7 @@ async def test_all_bodies_together_are_bounded(length):
         for _ in range(2):
             sent = Sent(QUESTION, length=length)
             await held.enter_async_context(bodies.reading(sent.request, QueryBody))
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RejectedRequest) as caught:
             await read(bodies, Sent(QUESTION, length=length))
         assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
         assert caught.value.retry_after == 1.0
@@ -116,7 +116,7 @@ async def test_a_refused_body_holds_nothing():
     """Memory of a body that is malformed, too large or of no accepted caller is given back."""
     bodies = bodies_of(each=50)
     for broken in (b"{", b" " * 60, b'{"question": 1}'):
-        with pytest.raises(Refused):
+        with pytest.raises(RejectedRequest):
             await read(bodies, Sent(broken))
         assert bodies.held == 0
     text = b" " * (50 - len(QUESTION)) + QUESTION
@@ -155,7 +155,7 @@ async def test_an_announced_length_reserves_nothing():
 
 async def test_a_body_that_can_never_fit_is_not_told_to_come_back():
     """One that alone takes more than all may is too large, not unlucky."""
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         await read(bodies_of(together=20), Sent(QUESTION))
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert caught.value.retry_after is None
@@ -176,7 +176,7 @@ async def test_many_values_are_refused_before_they_are_parsed(text, monkeypatch)
     monkeypatch.setattr(msgspec.json, "decode", None)  # a call would be a TypeError
     pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
     sent = Sent(*pieces)
-    with pytest.raises(Refused, match=f"more than {MAX_VALUES}") as caught:
+    with pytest.raises(RejectedRequest, match=f"more than {MAX_VALUES}") as caught:
         await read(bodies_of(), sent)
     assert caught.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     assert sent.taken <= len(pieces)
@@ -240,14 +240,14 @@ async def test_a_body_that_never_ends(monkeypatch):
         return await asyncio.get_running_loop().create_future()
 
     request = Request(sent.request.scope, never)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         async with bodies_of().reading(request, QueryBody):
             pass
     assert caught.value.status == HTTPStatus.REQUEST_TIMEOUT
 
 
-def test_the_largest_picture_fits():
-    """A picture of the largest message of gRPC fits into a body, and not much more does."""
+def test_the_largest_image_fits():
+    """An image of the largest message of gRPC fits into a body, and not much more does."""
     largest = 32 * 1024 * 1024
     assert largest / 3 * 4 < MAX_BODY_BYTES < largest / 3 * 4 + 2 * 1024 * 1024
 

@@ -127,8 +127,8 @@ def test_what_is_no_http_is_refused_in_the_same_form(web):
     assert json.loads(body)["error"]["code"] == "bad_request"
 
 
-def test_a_large_picture(web):
-    """A picture over the server's limit is 413, not any wrong request."""
+def test_a_large_image(web):
+    """An image over the server's limit is 413, not any wrong request."""
     web.fake.script["Query"].append(
         failure(grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", limit="1", actual="2")
     )

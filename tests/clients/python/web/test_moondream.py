@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import INFO
-from tests.clients.python.web.serving import DATA_URL, PICTURE
+from tests.clients.python.web.serving import DATA_URL, IMAGE
 
 BOX = {"x_min": 0.25, "y_min": 0.5, "x_max": 0.75, "y_max": 1.0}
 ABOUT = {"request_id": "r-1", "finish_reason": "stop"}
@@ -125,7 +125,7 @@ def test_recorded_requests(web, name):
     else:
         assert reply.json == case.answer
     _, asked, metadata = web.fake.requests[-1]
-    assert asked.image.encoded.data == PICTURE
+    assert asked.image.encoded.data == IMAGE
     assert metadata["authorization"] == "Bearer legato_a_b"
 
 
@@ -156,12 +156,12 @@ def test_the_package_itself(web, name, monkeypatch):
 
 @needs_moondream
 def test_the_packages_chat(web):
-    """Its chat is OpenAI's, streamed or not, with the picture as a part of a message."""
+    """Its chat is OpenAI's, streamed or not, with the image as a part of a message."""
     import moondream
 
     model = moondream.vl(endpoint=f"{web.url}/v1", model="fake")
-    picture = {"type": "image_url", "image_url": {"url": DATA_URL}}
-    messages = [{"role": "user", "content": [picture, {"type": "text", "text": "how many?"}]}]
+    image = {"type": "image_url", "image_url": {"url": DATA_URL}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "how many?"}]}]
     settings = {"temperature": 0.5, "max_tokens": 9}
     answer = model.chat(messages, settings=settings, reasoning=True)
     assert answer["message"]["content"] == "two cats"
@@ -173,10 +173,10 @@ def test_the_packages_chat(web):
 
 def test_parameters_arrive(web):
     """Settings, places and names of models reach the contract's fields of the same meaning."""
-    picture = {"image_url": DATA_URL}
+    image = {"image_url": DATA_URL}
     settings = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 9, "max_objects": 3}
     places = [[0.5, 0.25], [0.0, 0.25, 0.5, 1.0]]
-    body = {**picture, "object": "nose", "settings": settings, "spatial_refs": places}
+    body = {**image, "object": "nose", "settings": settings, "spatial_refs": places}
     web.post("/v1/point", {**body, "model": "fake/cups@12"})
     asked = web.fake.last("Point")
     assert asked.sampling == task_pb2.Sampling(temperature=0.5, top_p=0.25, max_tokens=9)
@@ -188,8 +188,8 @@ def test_parameters_arrive(web):
     assert (asked.options.model, asked.options.adapter) == ("fake", "cups@12")
 
 
-def test_a_question_without_a_picture(web):
-    """`/v1/query` needs no picture, and other endpoints do."""
+def test_a_question_without_a_image(web):
+    """`/v1/query` needs no image, and other endpoints do."""
     assert web.post("/v1/query", {"question": "why?"}).json["answer"] == "two cats"
     assert not web.fake.last("Query").HasField("image")
     refused = web.post("/v1/caption", {"length": "short"})

@@ -11,7 +11,7 @@ import pytest
 from legato.v1 import inference_pb2, task_pb2
 
 from tests.clients.python.fake_server import events
-from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, PICTURE
+from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, IMAGE
 
 
 def ask(client, messages=HELLO, **more):
@@ -107,7 +107,7 @@ LONG_BASE64 = base64.b64encode(LONG).decode()
     ],
 )
 def test_data_urls_as_programs_write_them(web, url):
-    """Each form that browsers read is the same picture, at both APIs."""
+    """Each form that browsers read is the same image, at both APIs."""
     asked = [{"type": "text", "text": "what is it?"}, _shown(url)]
     assert web.post(CHAT, {"messages": [{"role": "user", "content": asked}]}).status == 200
     assert web.post("/v1/caption", {"image_url": url}).status == 200
@@ -116,7 +116,7 @@ def test_data_urls_as_programs_write_them(web, url):
 
 
 def test_a_large_data_url_with_line_breaks(web):
-    """Pictures that are decoded on another thread are decoded alike."""
+    """Images that are decoded on another thread are decoded alike."""
     large = LONG * 400
     url = "data:image/png;base64," + base64.encodebytes(large).decode()
     assert web.post("/v1/caption", {"image_url": url}).status == 200
@@ -124,8 +124,8 @@ def test_a_large_data_url_with_line_breaks(web):
 
 
 @pytest.mark.parametrize("rest", [[], [{"type": "text", "text": ""}]])
-def test_a_picture_needs_no_words(web, client, rest):
-    """A message with only a picture arrives as one."""
+def test_a_image_needs_no_words(web, client, rest):
+    """A message with only an image arrives as one."""
     ask(client, [{"role": "user", "content": [_shown(), *rest]}])
     (message,) = web.fake.last("Query").messages
     assert message.parts[0].WhichOneof("part") == "image"
@@ -148,21 +148,21 @@ def test_an_empty_answer_may_be_sent_back(web, empty):
     assert "".join(said[1][1]) == ""
 
 
-def test_a_conversation_about_a_picture(web, client):
-    """Roles and texts are kept, and the picture of the first question stands before its words."""
-    picture = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "high"}}
+def test_a_conversation_about_a_image(web, client):
+    """Roles and texts are kept, and the image of the first question stands before its words."""
+    image = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "high"}}
     first = ask(client).choices[0].message
     ask(
         client,
         [
             {"role": "developer", "content": "be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "what is it?"}, picture]},
+            {"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]},
             first,
             {"role": "user", "content": [{"type": "text", "text": "how "}] * 2},
         ],
     )
     asked = web.fake.last("Query")
-    assert asked.image.encoded.data == PICTURE
+    assert asked.image.encoded.data == IMAGE
     said = [(each.role, [part.text for part in each.parts]) for each in asked.messages]
     assert said == [
         (task_pb2.CHAT_ROLE_SYSTEM, ["be brief"]),
@@ -405,8 +405,8 @@ def _shown(url: str = DATA_URL) -> dict[str, object]:
         ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
     ],
 )
-def test_pictures_that_are_refused(web, messages, field):
-    """A second or later picture, a URL, bad base64 or a call of a tool is a 400 with its place."""
+def test_images_that_are_refused(web, messages, field):
+    """A second or later image, a URL, bad base64 or a call of a tool is a 400 with its place."""
     reply = web.post(CHAT, {"messages": messages})
     assert reply.status == 400
     assert reply.error["param"].startswith(field)

@@ -71,7 +71,7 @@ async def test_work_ends_with_its_reader():
             ended.append(True)
 
     with pytest.raises(ReaderLeft):
-        await streams.unless_left(receive, work())
+        await streams.cancel_on_disconnect(receive, work())
     assert ended == [True]
 
 

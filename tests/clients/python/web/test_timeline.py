@@ -89,7 +89,9 @@ def browser(client, **settings):
     app = Starlette(
         routes=timeline.routes(**settings),
         lifespan=lifespan,
-        exception_handlers=dict.fromkeys((LegatoError, errors.Refused), errors.on_legato_error),
+        exception_handlers=dict.fromkeys(
+            (LegatoError, errors.RejectedRequest), errors.on_legato_error
+        ),
     )
     return TestClient(app)
 

@@ -63,24 +63,24 @@ from legato_client._types.server import (
 from legato_client._types.tasks import Options, Task
 from legato_client.web import openapi as http
 from legato_client.web import timeline
-from legato_client.web.errors import Refused, response_of, status_of
+from legato_client.web.errors import RejectedRequest, response_of, status_of
 from legato_client.web.playground import tasks
 from legato_client.web.playground.snippets import Connection, code
 from legato_client.web.playground.tasks import invalid
 from legato_client.web.server import backend_of
 
 MAX_JSON_BYTES = 256 * 1024
-MAX_PICTURE_BYTES = 32 * 1024 * 1024
+MAX_IMAGE_BYTES = 32 * 1024 * 1024
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """A JSON object; raises InvalidArgument, and as `Bodies.holding`."""
+    """Read a JSON object. Raises InvalidArgument, and as `Bodies.holding`."""
     async with backend_of(request).bodies.holding(request, MAX_JSON_BYTES) as data:
         return json_object(data)
 
 
 def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """Raises InvalidArgument."""
+    """Parse a JSON object. Raises InvalidArgument."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -91,7 +91,7 @@ def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def text_of(body: dict[str, Any], key: str) -> str | None:
-    """A text or nothing; raises InvalidArgument."""
+    """Return a text or nothing. Raises InvalidArgument."""
     value = body.get(key)
     if value is None or isinstance(value, str):
         return value
@@ -100,7 +100,7 @@ def text_of(body: dict[str, Any], key: str) -> str | None:
 
 # ---------------------------------------------------------------- guard
 
-# Who may speak to the playground, and what its page may do.
+# Allowed callers of the playground, and its page's policies.
 #
 # The process acts with its own credential, so it answers its own page only: another site that the
 # same browser shows must neither call it nor frame it.
@@ -133,7 +133,7 @@ _FOREIGN = "requests of other sites are refused"
 
 
 class Guard:
-    """Refuses requests of other sites, and adds the page's policies to every answer.
+    """Middleware that refuses requests of other sites and adds the page's policies.
 
     Browsers tell the site that a request comes from; programs do not. All but a link that is
     followed must come from this host or from a program.
@@ -181,7 +181,7 @@ def _is_followed_link(scope: Scope, headers: Headers) -> bool:
 
 
 def _host_of(origin: str) -> str:
-    """Empty for what is no origin, as `null`."""
+    """Return the origin's host; empty if it is no origin, as `null`."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -192,7 +192,7 @@ async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> N
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": problem})
     else:
-        refusal = Refused(problem, status=HTTPStatus.FORBIDDEN, code="forbidden")
+        refusal = RejectedRequest(problem, status=HTTPStatus.FORBIDDEN, code="forbidden")
         await response_of(refusal)(scope, receive, send)
 
 
@@ -201,7 +201,7 @@ async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> N
 # Events, results and failures as the JSON objects that the page reads.
 #
 # An object's `type` says what it is; its other keys are the fields of the client's value of that
-# name. Coordinates are fractions of the picture, times are in seconds.
+# name. Coordinates are fractions of the image, times are in seconds.
 
 Json = dict[str, Any]
 
@@ -219,8 +219,8 @@ _EVENTS: dict[type[Event], str] = {
 _REMEDIES = {
     "INVALID_FIELD": "Change the named field and ask again.",
     "IMAGE_UNDECODABLE": "Choose a whole JPEG, PNG or WebP file.",
-    "IMAGE_TOO_LARGE": "Choose a smaller picture.",
-    "IMAGE_NOT_FOUND": "The server no longer holds the picture: choose it again.",
+    "IMAGE_TOO_LARGE": "Choose a smaller image.",
+    "IMAGE_NOT_FOUND": "The server no longer holds the image: choose it again.",
     "MODEL_NOT_FOUND": "Choose a model that this server serves.",
     "ADAPTER_NOT_FOUND": "Leave the adapter empty, or name one that this server has.",
     "TASK_UNSUPPORTED": "This model lacks the skill: choose another skill or another model.",
@@ -235,7 +235,7 @@ _REMEDIES = {
     "DRAINING": "The server is shutting down: ask another one.",
     "PREEMPTED": "An operator stopped the request: ask again if it still matters.",
     "SHM_REFUSED": "This server reads no shared memory: send the bytes.",
-    "SHM_TORN": "The picture changed while it was read: send it again.",
+    "SHM_TORN": "The image changed while it was read: send it again.",
     "SESSION_PROTOCOL": "Start the session again.",
     "UNAUTHENTICATED": "Start the playground with a valid token (--token-file).",
     "FORBIDDEN": "Start the playground with a token that has the scope.",
@@ -243,7 +243,7 @@ _REMEDIES = {
     "POISONED": "The engine died of this request: do not send it again, report it.",
     "NUMERIC": "The model computed no numbers for this request: report it.",
 }
-"""What to do, by the contract's `ErrorReason`."""
+"""Hints by the contract's `ErrorReason`."""
 
 _BY_CLASS: tuple[tuple[type[LegatoError], str], ...] = (
     (InvalidArgument, "Change the request and ask again."),
@@ -264,7 +264,7 @@ def result(value: Result) -> Json:
 
 
 def failure_json(error: LegatoError) -> Json:
-    """A failure with what can be done about it; `hint` may be empty."""
+    """Return a failure with a hint on what to do, which may be empty."""
     return {
         "type": "failed",
         "message": error.message,
@@ -286,23 +286,21 @@ def hint(error: LegatoError) -> str:
 
 # ---------------------------------------------------------------- questions
 
-# Handlers of what is asked about a picture.
-
-PICTURE_TTL = 600.0
-"""Seconds that the server is asked to hold a picture; the page sends it again when it is gone."""
+IMAGE_TTL = 600.0
+"""Seconds for which the server holds an image; the page uploads an expired one again."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def told(handler: Handler) -> Handler:
-    """A handler whose failures the page is told as it is told those of a stream."""
+def report_failures(handler: Handler) -> Handler:
+    """Wrap a handler so that its failures look to the page like those of a stream."""
 
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
         except LegatoError as error:
             return JSONResponse(failure_json(error), status_of(error))
-        except Refused as refusal:
+        except RejectedRequest as refusal:
             failure = failure_json(LegatoError(refusal.message, code=refusal.code.upper()))
             return JSONResponse(failure, refusal.status)
 
@@ -318,16 +316,16 @@ async def describe_server(request: Request, connection: Connection) -> Response:
             "server": {"name": info.name, "version": info.version, "target": connection.target},
             "limits": dataclasses.asdict(info.limits),
             "models": [model_document(model) for model in models],
-            "max_picture_bytes": MAX_PICTURE_BYTES,
+            "max_picture_bytes": MAX_IMAGE_BYTES,
         }
     )
 
 
 async def upload(request: Request) -> Response:
-    """Hand a picture to the server, which decodes it; the answer names it in later requests."""
+    """Upload an image, which the server decodes; the answer names it in later requests."""
     client = backend_of(request).client
-    async with backend_of(request).bodies.holding(request, MAX_PICTURE_BYTES) as data:
-        held = await client.put_image(bytes(data), ttl=PICTURE_TTL)
+    async with backend_of(request).bodies.holding(request, MAX_IMAGE_BYTES) as data:
+        held = await client.put_image(bytes(data), ttl=IMAGE_TTL)
     return JSONResponse({"image_id": held.image_id, "width": held.width, "height": held.height})
 
 
@@ -341,9 +339,9 @@ async def generate(request: Request) -> Response:
 
 
 async def show_snippets(request: Request, connection: Connection) -> Response:
-    """The programs that make a request."""
-    picture, task, options = _question(await read_object(request), "picture")
-    made = code(connection, picture, task, options)
+    """Return the programs that make a request."""
+    image, task, options = _question(await read_object(request), "picture")
+    made = code(connection, image, task, options)
     return JSONResponse(dataclasses.asdict(made))
 
 
@@ -375,7 +373,7 @@ def _line(value: Json) -> str:
 # The page says `open` as JSON, then sends frames: 8 bytes with the time of capture in
 # milliseconds
 # since the Unix epoch, 4 bytes with the sequence, both little-endian (a double and an unsigned
-# integer), and the picture's file. `finish` as JSON asks for what is under way. Nothing waits
+# integer), and the image's file. `finish` as JSON waits for frames in flight. Nothing waits
 # here:
 # without a credit of the server a frame is left out, and the page sends a newer one.
 
@@ -385,11 +383,11 @@ _HEAD = struct.Struct("<dI")
 _SETTINGS = ("tasks", "policy", "max_frame_age", "model")
 _CLOSED_NORMALLY = 1000
 _MAX_SESSIONS = 8  # a websocket holds a frame or two while it waits
-_OPEN_TIMEOUT = 30.0  # seconds until the page says what the session is for
+_OPEN_TIMEOUT = 30.0  # seconds until the page sends the session's settings
 
 
 class Sessions:
-    """Serves a limited number of sessions, each from its `open` until either side ends it."""
+    """Handler of a limited number of sessions, each from its `open` until either side ends it."""
 
     def __init__(self, limit: int = _MAX_SESSIONS) -> None:
         self._limit = limit
@@ -424,7 +422,10 @@ async def _session(websocket: WebSocket) -> None:
 
 
 async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
-    """A frame, or a JSON object; raises InvalidArgument, and WebSocketDisconnect at the end."""
+    """Receive a frame or a JSON object.
+
+    Raises InvalidArgument, and WebSocketDisconnect at the end.
+    """
     message = await websocket.receive()
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
@@ -433,7 +434,7 @@ async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
 
 
 def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
-    """Raises InvalidArgument."""
+    """Open the session. Raises InvalidArgument."""
     if isinstance(opening, bytes):
         raise tasks.invalid("message", "must open the session")
     if unknown := opening.keys() - set(_SETTINGS):
@@ -459,7 +460,7 @@ def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
 
 
 async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
-    """Both directions at once; raises what ended the session, if it did not end well."""
+    """Serve both directions; raise what ended the session, unless it ended well."""
     terms = dataclasses.asdict(running.terms)
     await websocket.send_json({"type": "opened", **terms, "credits": running.credits})
     reading = asyncio.create_task(_read_page(websocket, running))
@@ -476,7 +477,7 @@ async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
 
 
 async def _read_page(websocket: WebSocket, running: AsyncSession) -> None:
-    """Returns once the page has said that it is finished."""
+    """Read the page's messages until it has said that it is finished."""
     while True:
         message = await _receive(websocket)
         if isinstance(message, bytes):
@@ -528,8 +529,8 @@ def answer_of(answer: Answer) -> Json:
             return {"type": "dropped", **dataclasses.asdict(answer)}
         case FrameDelta():
             event = event_json(answer.event)
-            told = {"sequence": answer.sequence, "task_id": answer.task_id}
-            return {"type": "delta", **told, "event": event}
+            about = {"sequence": answer.sequence, "task_id": answer.task_id}
+            return {"type": "delta", **about, "event": event}
         case GoAway():
             reason = failure_json(answer.reason) if answer.reason else None
             return {"type": "go_away", "time_left": answer.time_left, "reason": reason}
@@ -543,13 +544,11 @@ def _outcome(outcome: Result | LegatoError) -> Json:
 
 # ---------------------------------------------------------------- routes
 
-# What the playground answers.
-
 STATIC = Path(__file__).parents[1] / "static"
 
 
 def routes(connection: Connection, operator: Callable[[], str] | None = None) -> list[BaseRoute]:
-    """The page, its files, what it asks for, and all of `legato http`; to be served with `Guard`.
+    """Return routes for the page, its files, its requests and `legato http`; needs `Guard`.
 
     `connection` is how the programs that the page shows reach the server. `operator` returns the
     target of AdminService, "" where it is the server's own; None keeps the page from changing the
@@ -560,10 +559,10 @@ def routes(connection: Connection, operator: Callable[[], str] | None = None) ->
     own = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
-        Route("/playground/server", told(describe)),
-        Route("/playground/pictures", told(upload), methods=["POST"]),
-        Route("/playground/generate", told(generate), methods=["POST"]),
-        Route("/playground/code", told(snippets), methods=["POST"]),
+        Route("/playground/server", report_failures(describe)),
+        Route("/playground/pictures", report_failures(upload), methods=["POST"]),
+        Route("/playground/generate", report_failures(generate), methods=["POST"]),
+        Route("/playground/code", report_failures(snippets), methods=["POST"]),
         WebSocketRoute("/playground/session", Sessions().serve),
     ]
     return [*own, *timeline.routes(operator, switch=operator is not None), *http.routes()]

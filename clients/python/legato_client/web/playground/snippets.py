@@ -41,17 +41,13 @@ class Connection:
 
 # ---------------------------------------------------------------- python
 
-# A request as a program in Python.
-
 _WIDTH = 88
 
 
-def python_program(
-    connection: Connection, picture: str | None, task: Task, options: Options
-) -> str:
-    """Prints every event of one task as it comes."""
+def python_program(connection: Connection, image: str | None, task: Task, options: Options) -> str:
+    """Write a Python program that prints every event of one task as it comes."""
     names = sorted({"Client", *_names(task), *_names(options)} - _unused(options))
-    asked = [expression(picture), "task"]
+    asked = [expression(image), "task"]
     if options != Options():
         asked.append(f"options={expression(options)}")
     lines = [
@@ -79,7 +75,7 @@ def expression(value: object, indent: int = 0) -> str:
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if given == field.default:
-            by_name = True  # what follows an omitted argument must be named
+            by_name = True  # arguments after an omitted one must be named
             continue
         shown = expression(given, indent + 4)
         arguments.append(f"{field.name}={shown}" if by_name else shown)
@@ -130,8 +126,6 @@ def _arguments(connection: Connection) -> Iterator[str]:
 
 # ---------------------------------------------------------------- golang
 
-# A request as a program in Go.
-
 _PROGRAM = """\
 package main
 
@@ -160,16 +154,16 @@ _LENGTHS = {"short": "ShortCaption", "normal": "NormalCaption", "long": "LongCap
 _ROLES = {"system": "SystemMessage", "user": "UserMessage", "assistant": "AssistantMessage"}
 
 
-def go_program(connection: Connection, picture: str | None, task: Task, options: Options) -> str:
-    """Prints every event of one task as it comes."""
+def go_program(connection: Connection, image: str | None, task: Task, options: Options) -> str:
+    """Write a Go program that prints every event of one task as it comes."""
     dial = list(_dial(connection))
     imports = ["context", "fmt", "log", *(["os"] if connection.token else [])]
-    image = "nil" if picture is None else f"legato.File({_string(picture)})"
+    sent = "nil" if image is None else f"legato.File({_string(image)})"
     return _PROGRAM.format(
         imports="\n".join(f'\t"{name}"' for name in imports),
         dial=", ".join(dial),
         task=_task(task),
-        asked=", ".join((image, "task", *_call_options(options))),
+        asked=", ".join((sent, "task", *_call_options(options))),
     )
 
 
@@ -262,24 +256,22 @@ def _call_options(options: Options) -> Iterator[str]:
 
 
 def _string(text: str) -> str:
-    """An interpreted string literal: JSON's escapes are Go's, but for pairs of surrogates."""
+    """Quote a Go string literal: JSON's escapes are Go's, except for surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- grpcurl
 
-# A request as a command of grpcurl.
-
 _METHOD = "legato.v1.InferenceService/Generate"
 
 
-def command(connection: Connection, picture: str | None, task: Task, options: Options) -> str:
-    """Prints every event of one task as it comes; the server tells grpcurl the contract."""
+def command(connection: Connection, image: str | None, task: Task, options: Options) -> str:
+    """Write a grpcurl command that prints every event; the server supplies the contract."""
     request = requests.generate(None, task, options)
     document = json_format.MessageToDict(request, preserving_proto_field_name=True)
     text = _quoted(json.dumps(document, ensure_ascii=False))
-    if picture is not None:
-        data = f'"$(base64 -w0 {picture})"'
+    if image is not None:
+        data = f'"$(base64 -w0 {image})"'
         text = f'{text[:-1]}, "image": {{"encoded": {{"data": {data}}}}}}}'
     words = ["grpcurl", *_security(connection), "-d @", connection.target, _METHOD, "<<JSON"]
     return f"{' '.join(words)}\n{text}\nJSON\n"
@@ -303,8 +295,6 @@ def _security(connection: Connection) -> list[str]:
 
 # ---------------------------------------------------------------- snippets
 
-# A request of the page as code to copy: Python, Go, and grpcurl in a shell.
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -317,11 +307,11 @@ class Code:
     grpcurl: str
 
 
-def code(connection: Connection, picture: str | None, task: Task, options: Options) -> Code:
-    """`picture` is a file's name, taken if it needs no quotes anywhere; None is no picture."""
-    name = picture
-    if picture is not None and not _FILE_NAME.fullmatch(picture):
-        name = "picture.jpg"
+def code(connection: Connection, image: str | None, task: Task, options: Options) -> Code:
+    """Return the code of a request; `image` is a file name, used if it needs no quotes, or None."""
+    name = image
+    if image is not None and not _FILE_NAME.fullmatch(image):
+        name = "image.jpg"
     return Code(
         python_program(connection, name, task, options),
         go_program(connection, name, task, options),

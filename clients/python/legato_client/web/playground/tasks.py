@@ -56,14 +56,14 @@ def invalid(field: str, description: str) -> InvalidArgument:
 
 
 def read_task(value: object) -> Task:
-    """The JSON form of `legato.v1.Task`; raises InvalidArgument."""
+    """Parse the JSON form of `legato.v1.Task`. Raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("task", "must be an object")
     return task_of(_parsed("task", value, task_pb2.Task()))
 
 
 def read_options(value: object) -> Options:
-    """The fields of `legato.v1.RequestOptions` that the page sets; raises InvalidArgument."""
+    """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("options", "must be an object")
     message = _parsed("options", value, inference_pb2.RequestOptions())
@@ -76,7 +76,7 @@ def read_options(value: object) -> Options:
 
 
 def task_of(message: task_pb2.Task) -> Task:
-    """Raises InvalidArgument for a task without a skill, or with an unknown word."""
+    """Build the task. Raises InvalidArgument for a missing skill or an unknown word."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise invalid("task", f"names no skill: {listed(tuple(skills.BY_NAME))}")
@@ -153,4 +153,4 @@ _FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
     "spatial_refs": lambda own, _: _places(own.spatial_refs),
     "messages": lambda own, _: tuple(map(_message, own.messages)),
 }
-"""How a field of a task is read, whichever skill has it."""
+"""Parsers of task fields, whichever skill has them."""
