@@ -155,8 +155,7 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     images = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
     parts = [
         *_note(model["device"]),
-        *("## Speed", "", _speed(rows), "", "## Proposals and pages", "", _pages(rows), ""),
-        *("## Blocks that requests settle at", "", _settled(rows), ""),
+        *("## Settings", "", _table(rows), "", _REST, ""),
         *("## Over the time of a run, the most streams", "", *images),
     ]
     path = record.write(name, title, figures, parts)
@@ -176,6 +175,11 @@ def write(name: str, figures: dict[str, Any]) -> Path:
 
 # ---------------------------------------------------------------- tables
 
+_REST = (
+    "The JSON file also has step times, latencies, rates with their confidence intervals, "
+    "variances and last sizes of blocks, KV pages and preemptions."
+)
+
 
 def _note(device: str) -> list[str]:
     if not device.startswith("cpu"):
@@ -187,77 +191,26 @@ def _note(device: str) -> list[str]:
     ]
 
 
-def _speed(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row]) -> str:
+    """Return the figures that compare settings; the JSON file has all others."""
     rates = ("tokens_per_second", "decode_tokens_per_second")
-    plain = {_load(row): [row[key] for key in rates] for row in rows if row["setting"] == "off"}
-    heads = (
-        "tokens/s",
-        "gain",
-        "decoding",
-        "gain",
-        "forward ms",
-        "sample ms",
-        "tick us",
-        "first token ms",
-    )
-    gaps = ("p50", "p95", "p99")
+    off = {_load(row): row for row in rows if row["setting"] == "off"}
+    heads = ("tokens/s", "gain", "gain decoding", "tokens per verify", "accepted", "mean block")
     return record.table(
-        (*_HEAD, *heads, *(f"gap {gap} ms" for gap in gaps), "identical"),
+        (*_HEAD, *heads, "identical"),
         [
             [
                 *_head(row),
-                *(
-                    text
-                    for key, without in zip(rates, plain[_load(row)], strict=True)
-                    for text in (f"{row[key]:.0f}", f"{row[key] / without:.2f}")
-                ),
-                *(f"{row['forward_ms']:.3f}", f"{row['sample_ms']:.3f}", f"{row['tick_us']:.0f}"),
-                f"{row['first_token_ms']['p50']:.1f}",
-                *(f"{row['gap_ms'][gap]:.2f}" for gap in gaps),
+                f"{row[rates[0]]:.0f}",
+                *(f"{row[key] / off[_load(row)][key]:.2f}" for key in rates),
+                f"{row['tokens_per_verify']:.2f}",
+                f"{row['acceptance']:.0%}",
+                f"{row['mean_block_size']:.2f}",
                 "yes" if row["identical"] else "NO",
             ]
             for row in rows
         ],
     )
-
-
-def _pages(rows: Sequence[Row]) -> str:
-    rates = ("tokens per verify", "accepted", "right of tried, %", "tried")
-    heads = (*rates, "mean block", "variance", "KV hits", "wasted drafts")
-    return record.table(
-        (*_HEAD, *heads, "KV peak", "preempted"),
-        [
-            [
-                *_head(row),
-                f"{row['tokens_per_verify']:.2f}",
-                f"{row['acceptance']:.0%}",
-                right_text(row["right"], row["right_within"]) if row["num_tried"] else "",
-                row["num_tried"],
-                f"{row['mean_block_size']:.2f}",
-                f"{row['block_size_variance']:.2f}",
-                *(f"{row[key]:.0%}" for key in ("kv_hit_rate", "fragmentation", "kv_peak")),
-                row["preemptions"],
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _settled(rows: Sequence[Row]) -> str:
-    """Mean blocks over the last quarter of the first requests, for adaptive policies."""
-    return record.table(
-        (*_HEAD, "by request"),
-        [
-            [*_head(row), ", ".join(f"{size:.1f}" for size in row["settled_blocks"][:_SHOWN])]
-            for row in rows
-            if row["setting"] in _ADAPTIVE
-        ],
-    )
-
-
-def right_text(right: float, within: Sequence[float]) -> str:
-    """A share and half of its confidence interval, in hundredths: 40.1 \u00b1 0.9."""
-    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
 
 
 _HEAD = ("workload", "streams", "setting")
