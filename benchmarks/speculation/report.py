@@ -155,7 +155,8 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     images = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
     parts = [
         *_note(model["device"]),
-        *("## Settings", "", _table(rows), "", _REST, ""),
+        *_tables(rows),
+        *(_REST, ""),
         *("## Over the time of a run, the most streams", "", *images),
     ]
     path = record.write(name, title, figures, parts)
@@ -191,26 +192,35 @@ def _note(device: str) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Row]) -> str:
-    """Return the figures that compare settings; the JSON file has all others."""
-    rates = ("tokens_per_second", "decode_tokens_per_second")
+def _tables(rows: Sequence[Row]) -> list[str]:
+    """Return gains of settings side by side; the JSON file has all other figures."""
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
     off = {_load(row): row for row in rows if row["setting"] == "off"}
-    heads = ("tokens/s", "gain", "gain decoding", "tokens per verify", "accepted", "mean block")
-    return record.table(
-        (*_HEAD, *heads, "identical"),
-        [
-            [
-                *_head(row),
-                f"{row[rates[0]]:.0f}",
-                *(f"{row[key] / off[_load(row)][key]:.2f}" for key in rates),
-                f"{row['tokens_per_verify']:.2f}",
-                f"{row['acceptance']:.0%}",
-                f"{row['mean_block_size']:.2f}",
-                "yes" if row["identical"] else "NO",
-            ]
-            for row in rows
-        ],
-    )
+    by_load: dict[tuple[str, int], dict[str, Row]] = {load: {} for load in off}
+    for row in rows:
+        by_load[_load(row)][row["setting"]] = row
+    parts = []
+    for title, rate, beside in (
+        ("## Decode phase: tokens/s against off (tokens a verify)", "decode_tokens_per_second", 0),
+        ("## Whole requests: tokens/s against off (accepted)", "tokens_per_second", 1),
+    ):
+        cells = [
+            [*load, f"{off[load][rate]:.0f}"]
+            + [_gain(by.get(each), off[load], rate, beside) for each in settings if each != "off"]
+            for load, by in by_load.items()
+        ]
+        heads = ("workload", "streams", "off", *settings[1:])
+        parts += [title, "", record.table(heads, cells), ""]
+    different = [" ".join(_head(row)) for row in rows if not row["identical"]]
+    tokens = "Tokens are the same as without speculation"
+    return [*parts, f"{tokens}{', but for ' if different else '.'}{'; '.join(different)}", ""]
+
+
+def _gain(row: Row | None, off: Row, rate: str, beside: int) -> str:
+    if row is None:
+        return "-"
+    note = f"{row['acceptance']:.0%}" if beside else f"{row['tokens_per_verify']:.2f}"
+    return f"{row[rate] / off[rate]:.2f} ({note})"
 
 
 _HEAD = ("workload", "streams", "setting")
