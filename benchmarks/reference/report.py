@@ -13,7 +13,8 @@ _EXPLAINED = (
     "Both sides load the same file of random weights. The head's bias lifts a few ids (below), so "
     "that skills produce results. Hidden states and logits: the reference's tokens are fed to both "
     "sides (largest difference over largest magnitude). Tokens: the engine answers by itself, "
-    "eight prompts at a time, two launches in flight; what is behind the reference's budget is left out. "
+    "eight prompts at a time, two launches in flight; what is behind the reference's budget is "
+    "left out. "
     "In float32 the crops of images are the same to the byte. The JSON file has more columns."
 )
 
