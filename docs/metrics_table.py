@@ -34,23 +34,13 @@ def page() -> str:
 
 
 def _table(title: str, metrics: Sequence[Metric]) -> str:
-    """Return a group's table, under the labels that all of its metrics have."""
-    shared = [
-        label for label in metrics[0].labels if all(label in metric.labels for metric in metrics)
-    ]
-    lines = [f"### {title}", ""]
-    if shared:
-        lines += [f"All have the labels {_labels(shared)}.", ""]
-    lines += ["| metric | kind | further labels | meaning |", "| --- | --- | --- | --- |"]
+    heads = ("| metric | kind | labels | meaning |", "| --- | --- | --- | --- |")
+    lines = [f"### {title}", "", *heads]
     for metric in metrics:
         name = f"`{metric.name}{_SUFFIXES.get(metric.kind, '')}`"
-        labels = _labels([label for label in metric.labels if label not in shared])
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.help} |")
     return "\n".join([*lines, ""])
-
-
-def _labels(labels: Sequence[str]) -> str:
-    return ", ".join(f"`{label}`" for label in labels)
 
 
 if __name__ == "__main__":
