@@ -137,14 +137,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     plain = {row["streams"]: row["step_ms"] for row in rows if row["rank"] == 0}
+    by_torch = all("torch_ms" in row for row in rows)
     cells = [
         [
             *(row["rank"], row["streams"], row["adapters"]),
             *(f"{row[key]:.3f}" for key in ("floor_ms", "step_ms")),
             f"{row['step_ms'] - plain.get(row['streams'], row['step_ms']):+.3f}",
-            f"{row['torch_ms']:.3f}" if "torch_ms" in row else "-",
+            *([f"{row['torch_ms']:.3f}"] if by_torch else []),
         ]
         for row in rows
     ]
-    heads = ("rank", "streams", "adapters", "floor ms", "step ms", "more ms", "by torch ms")
-    return record.table(heads, cells)
+    heads = ("rank", "streams", "adapters", "floor ms", "step ms", "more ms")
+    return record.table((*heads, "by torch ms") if by_torch else heads, cells)

@@ -23,7 +23,7 @@ START_TIMEOUT = 300.0
 CELLS = (("new", 3), ("cached", 3), ("mix", 3), ("mix", 30))  # workload, tokens an answer
 HEADS = (
     *("workload", "tokens", "callers", "P50 ms", "P95 ms", "P99 ms", "requests/s"),
-    *("calls", "failed", "tokens seen", "image known", "prefix known", "load CPU"),
+    *("image known", "prefix known", "load CPU"),
 )
 _KNOWN = 6  # times the calls where every image is known, each of which takes a fifth or less
 _RECORDED = ("pictures", "pool", "seed", "load_processes")
@@ -50,7 +50,6 @@ class Row:
         return [
             *(self.workload, str(self.ask.tokens), str(self.ask.callers)),
             *(f"{figure:.1f}" for figure in times),
-            *(str(cell.calls), str(cell.failed), f"{cell.mean_tokens:.1f}"),
             *(f"{share:.0%}" for share in shares),
         ]
 

@@ -28,7 +28,7 @@ from benchmarks.serve.load import WORKLOADS, Ask, Cell, LoadProcesses
 Row = dict[str, Any]
 PATHS = ("graph", "loop")
 _APART = 100_000  # images of one turn, at most
-HEADS = ("request", "callers", "path", "P50 ms", "by turn", "answers/s", "engine ms", "tokens")
+HEADS = ("request", "callers", "path", "P50 ms", "answers/s", "engine ms")
 
 
 class Kind(NamedTuple):
@@ -134,15 +134,13 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
     for path, turns in row["turns"].items():
         medians = {
             name: statistics.median(turn[name] for turn in turns)
-            for name in ("p50", "per_second", "engine_ms", "mean_tokens")
+            for name in ("p50", "per_second", "engine_ms")
         }
         lines.append(
             (
                 *(str(row["request"]), str(row["callers"]), path, f"{medians['p50']:.2f}"),
-                ", ".join(f"{turn['p50']:.2f}" for turn in turns),
                 f"{medians['per_second']:.1f}",
                 f"{medians['engine_ms']:.2f}",
-                f"{medians['mean_tokens']:.1f}",
             )
         )
     return lines

@@ -155,8 +155,8 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     images = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
     parts = [
         *_note(model["device"]),
-        *("## Speed", "", _speed(rows), "", "## Proposals and pages", "", _pages(rows), ""),
-        *("## Blocks that requests settle at", "", _settled(rows), ""),
+        *_tables(rows),
+        *(_REST, ""),
         *("## Over the time of a run, the most streams", "", *images),
     ]
     path = record.write(name, title, figures, parts)
@@ -176,6 +176,11 @@ def write(name: str, figures: dict[str, Any]) -> Path:
 
 # ---------------------------------------------------------------- tables
 
+_REST = (
+    "The JSON file also has step times, latencies, rates with their confidence intervals, "
+    "variances and last sizes of blocks, KV pages and preemptions."
+)
+
 
 def _note(device: str) -> list[str]:
     if not device.startswith("cpu"):
@@ -187,77 +192,35 @@ def _note(device: str) -> list[str]:
     ]
 
 
-def _speed(rows: Sequence[Row]) -> str:
-    rates = ("tokens_per_second", "decode_tokens_per_second")
-    plain = {_load(row): [row[key] for key in rates] for row in rows if row["setting"] == "off"}
-    heads = (
-        "tokens/s",
-        "gain",
-        "decoding",
-        "gain",
-        "forward ms",
-        "sample ms",
-        "tick us",
-        "first token ms",
-    )
-    gaps = ("p50", "p95", "p99")
-    return record.table(
-        (*_HEAD, *heads, *(f"gap {gap} ms" for gap in gaps), "identical"),
-        [
-            [
-                *_head(row),
-                *(
-                    text
-                    for key, without in zip(rates, plain[_load(row)], strict=True)
-                    for text in (f"{row[key]:.0f}", f"{row[key] / without:.2f}")
-                ),
-                *(f"{row['forward_ms']:.3f}", f"{row['sample_ms']:.3f}", f"{row['tick_us']:.0f}"),
-                f"{row['first_token_ms']['p50']:.1f}",
-                *(f"{row['gap_ms'][gap]:.2f}" for gap in gaps),
-                "yes" if row["identical"] else "NO",
-            ]
-            for row in rows
-        ],
-    )
+def _tables(rows: Sequence[Row]) -> list[str]:
+    """Return gains of settings side by side; the JSON file has all other figures."""
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    off = {_load(row): row for row in rows if row["setting"] == "off"}
+    by_load: dict[tuple[str, int], dict[str, Row]] = {load: {} for load in off}
+    for row in rows:
+        by_load[_load(row)][row["setting"]] = row
+    parts = []
+    for title, rate, beside in (
+        ("## Decode phase: tokens/s against off (tokens a verify)", "decode_tokens_per_second", 0),
+        ("## Whole requests: tokens/s against off (accepted)", "tokens_per_second", 1),
+    ):
+        cells = [
+            [*load, f"{off[load][rate]:.0f}"]
+            + [_gain(by.get(each), off[load], rate, beside) for each in settings if each != "off"]
+            for load, by in by_load.items()
+        ]
+        heads = ("workload", "streams", "off", *settings[1:])
+        parts += [title, "", record.table(heads, cells), ""]
+    different = [" ".join(_head(row)) for row in rows if not row["identical"]]
+    tokens = "Tokens are the same as without speculation"
+    return [*parts, f"{tokens}{', but for ' if different else '.'}{'; '.join(different)}", ""]
 
 
-def _pages(rows: Sequence[Row]) -> str:
-    rates = ("tokens per verify", "accepted", "right of tried, %", "tried")
-    heads = (*rates, "mean block", "variance", "KV hits", "wasted drafts")
-    return record.table(
-        (*_HEAD, *heads, "KV peak", "preempted"),
-        [
-            [
-                *_head(row),
-                f"{row['tokens_per_verify']:.2f}",
-                f"{row['acceptance']:.0%}",
-                right_text(row["right"], row["right_within"]) if row["num_tried"] else "",
-                row["num_tried"],
-                f"{row['mean_block_size']:.2f}",
-                f"{row['block_size_variance']:.2f}",
-                *(f"{row[key]:.0%}" for key in ("kv_hit_rate", "fragmentation", "kv_peak")),
-                row["preemptions"],
-            ]
-            for row in rows
-        ],
-    )
-
-
-def _settled(rows: Sequence[Row]) -> str:
-    """Mean blocks over the last quarter of the first requests, for adaptive policies."""
-    return record.table(
-        (*_HEAD, "by request"),
-        [
-            [*_head(row), ", ".join(f"{size:.1f}" for size in row["settled_blocks"][:_SHOWN])]
-            for row in rows
-            if row["setting"] in _ADAPTIVE
-        ],
-    )
-
-
-def right_text(right: float, within: Sequence[float]) -> str:
-    """A share and half of its confidence interval, in hundredths: 40.1 \u00b1 0.9."""
-    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
+def _gain(row: Row | None, off: Row, rate: str, beside: int) -> str:
+    if row is None:
+        return "-"
+    note = f"{row['acceptance']:.0%}" if beside else f"{row['tokens_per_verify']:.2f}"
+    return f"{row[rate] / off[rate]:.2f} ({note})"
 
 
 _HEAD = ("workload", "streams", "setting")

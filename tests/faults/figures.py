@@ -1,4 +1,4 @@
-"""The figures of docs/reliability.md: `python -m tests.faults.figures hostile greedy overload`.
+"""Measure the faults of docs/reliability.md: `python -m tests.faults.figures hostile greedy`.
 
 Each case runs a server of its own with its default settings, unless it says otherwise, and prints
 one line a figure. Absolute times are those of the machine, so they stand in no test.

@@ -44,10 +44,6 @@ STEPS = {
 }
 """Decode path and launches in flight by the names of steps."""
 LOAD_TURNS = 4
-STEP_HEADS = (
-    *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
-    "same tokens",
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     assemblies = _assemblies(arguments)
     figures = _figures(assemblies, arguments)
     assemblies["graph"].device.close()
-    record.write(arguments.name, "Decode loops", figures, _tables(figures, tuple(assemblies)))
+    record.write(arguments.name, "Decode loops", figures, _tables(figures))
     different = any(each["different"] for each in figures["random"].values())
     same = all(row["identical"] for row in (*figures["rows"], *figures["lists"]))
     return 0 if same and not different else 1
@@ -122,32 +118,37 @@ def _figures(assemblies: dict[str, Assembly], arguments: argparse.Namespace) -> 
     }
 
 
-def _tables(figures: dict[str, Any], paths: Sequence[str]) -> list[str]:
-    steps = [
-        (what, *_cells(row, name))
-        for what, of in (("answers", "rows"), ("lists", "lists"))
-        for row in figures[of]
+def _tables(figures: dict[str, Any]) -> list[str]:
+    works = ("answers", "rows"), ("lists", "lists")
+    steps = [(what, row) for what, of in works for row in figures[of]]
+    differing = [
+        f"{what} of {row['streams']} streams by {name}"
+        for what, row in steps
         for name in STEPS
-        if name in row
+        if name in row and not row[name]["same_tokens"]
     ]
+    tokens = "all paths gave the same tokens" if not differing else "other tokens: "
     totals = figures["random"]
     tables = [
-        (STEP_HEADS, steps),
+        (("of", "streams", *STEPS), [_step_cells(what, row) for what, row in steps]),
         (
             ("path", "prompt begins, P50 and slowest ms", "first token"),
             [(path, *_join_cells(taken)) for path, taken in figures["join_ms"].items()],
         ),
         (
-            ("callers", "ask for", "path", "tokens/s", "of graph"),
-            [_load_cells(row, path) for row in figures["loads"] for path in paths],
+            ("callers ask for", "callers", "graph, tokens/s", *list(STEPS)[2:]),
+            [_load_cells(row) for row in figures["loads"]],
         ),
         (
             ("path", *totals.get("loop", ())),
             [(path, *each.values()) for path, each in totals.items()],
         ),
     ]
-    shown = [record.table(heads, rows) for heads, rows in tables if rows]
-    return ["\n\n".join(shown)]
+    note = (
+        f"Steps: ms (host CPU of a token, us); {tokens}{', '.join(differing)}. "
+        "The JSON file has launches and waits."
+    )
+    return ["\n\n".join([note, *(record.table(heads, rows) for heads, rows in tables if rows)])]
 
 
 def _row(
@@ -198,16 +199,17 @@ def _join_cells(taken: Sequence[dict[str, float]]) -> Iterator[str]:
         yield f"{statistics.median(waits):.2f} {max(waits):.2f}"
 
 
-def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
-    graph, own = (statistics.median(row[each]) for each in ("graph", path))
-    what = "lists" if row["lists"] else "answers"
-    return row["callers"], what, path, f"{own:.0f}", f"{own / graph:.3f}"
+def _load_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    graph, *others = (
+        statistics.median(row[path]) if path in row else None for path in list(STEPS)[1:]
+    )
+    cells = [f"{own:.0f} ({own / graph:.3f})" if own else "-" for own in others]
+    return "lists" if row["lists"] else "answers", row["callers"], f"{graph:.0f}", *cells
 
 
-def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
-    of = row[path]
-    times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
-    return row["streams"], path, *times, of["launches"], of["waits"], of["same_tokens"]
+def _step_cells(what: str, row: dict[str, Any]) -> tuple[object, ...]:
+    cells = [f"{row[n]['ms']:.3f} ({row[n]['host_us']:.0f})" if n in row else "-" for n in STEPS]
+    return what, row["streams"], *cells
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
