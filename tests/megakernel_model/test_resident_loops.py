@@ -250,7 +250,7 @@ def test_its_loops_are_worth_their_start_after_fewer_steps(graph: Assembly) -> N
 
     def worthwhile(num_rows: int) -> int:
         loops.start(0, num_rows, num_rows, bucket, 0, 0, Needs(False, False, False), common=False)
-        return loops.worthwhile_steps(0)
+        return loops.break_even_steps(0)
 
     assert worthwhile(fake.max_rows) < worthwhile(fake.max_rows + 1)
 
@@ -274,17 +274,15 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
 def test_a_stuck_launch_with_drafts_loses_no_request(
     graph: Assembly, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    """Rows that it has settled in a step that the host does not hear of go back, and a decode
-    behind it does not count.
-    """
-    taken_back = list[StepRecord]()
-    take_back = OutputProcessor.take_back
+    """Steps that the host has not read are rolled back, and so is a decode behind the loop."""
+    rolled_back = list[StepRecord]()
+    roll_back = OutputProcessor.roll_back
 
-    def noted(self: OutputProcessor, record: StepRecord, *, loops: bool) -> None:
-        taken_back.append(record)
-        take_back(self, record, loops=loops)
+    def noted(self: OutputProcessor, record: StepRecord, *, before_loop: bool) -> None:
+        rolled_back.append(record)
+        roll_back(self, record, before_loop=before_loop)
 
-    monkeypatch.setattr(OutputProcessor, "take_back", noted)
+    monkeypatch.setattr(OutputProcessor, "roll_back", noted)
     expected = answers(graph, [30, 12, 30])
     asked = [Ask(kind, 40, logprobs=False, after=0) for kind in (9, 0, 1)]
     lists, _ = results(graph, asked, depth=2)
@@ -296,7 +294,7 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
         fake = faking(assembly, steps)
         assert results(assembly, asked, depth=2)[0] == lists
         assert fake.stuck
-    assert taken_back
+    assert rolled_back
 
 
 class Silent:

@@ -58,7 +58,7 @@ class FixedLengthTask:
         self.sampling = inner.sampling
         self.max_tokens = length + _IN_FLIGHT
         self.constrained = inner.constrained
-        self.follows_table = False  # goes on where the inner task's list ends
+        self.uses_transition_table = False  # goes on where the inner task's list ends
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
 

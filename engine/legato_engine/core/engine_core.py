@@ -227,11 +227,11 @@ class EngineCore:
         if request_id in self._requests:
             raise InvalidField("request id is in use", field="request_id")
         preparing = self._requests.queued_tenants()
-        displaced = self._scheduler.displaced_by(tenant, priority, time.monotonic(), preparing)
+        displaced = self._scheduler.make_room_for(tenant, priority, time.monotonic(), preparing)
         if displaced is None:
             return
         pending = self._requests.newest(PendingRequest, displaced)
-        error = self._scheduler.displacement()
+        error = self._scheduler.displaced_error()
         if pending is None:  # only image leases
             raise error
         self._requests.remove(pending.request_id)

@@ -207,7 +207,7 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ admission
 
-    def fits_ever(self, sequence: Sequence) -> bool:
+    def can_ever_fit(self, sequence: Sequence) -> bool:
         """Return whether the sequence fits an empty pool and the model's context."""
         if sequence.max_length > self.max_length:
             return False
@@ -225,7 +225,7 @@ class KVCacheManager:
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         available = self._budget.num_available - self._num_growing()
-        if available <= sequence.pages.refused_at:
+        if available <= sequence.pages.free_pages_when_refused:
             return False
         match = self._prefix_cache.match(sequence)
         if match is not None and not match.node.ready:
@@ -235,14 +235,14 @@ class KVCacheManager:
             and self._budget.fits(sequence, self._prefix_cache.without_copy(match), available)
         )
         if not fits:
-            sequence.pages.refused_at = available
+            sequence.pages.free_pages_when_refused = available
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Return whether its adapter gets no slot until another sequence is released."""
         return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
-    def finds_image_prefix(self, sequence: Sequence) -> bool:
+    def has_image_prefix(self, sequence: Sequence) -> bool:
         return not sequence.image_prefix_length or self._prefix_cache.has_image_prefix(sequence)
 
     def admit(self, sequence: Sequence) -> PrefillWork:
@@ -273,7 +273,7 @@ class KVCacheManager:
         ownership.private.update(private)
         self._owned[sequence] = ownership
         pages = sequence.pages
-        pages.refused_at = 0
+        pages.free_pages_when_refused = 0
         pages.ids = shared + private
         pages.capacity = len(pages.ids) * self._page_size
         self._counters.count_admission(sequence, 0 if match is None else match.length)
@@ -290,15 +290,15 @@ class KVCacheManager:
             return match
         return self._prefix_cache.without_copy(match)
 
-    def planned(self, sequence: Sequence) -> None:
+    def mark_planned(self, sequence: Sequence) -> None:
         """Let sequences planned later, even for the same launch, use its image prefix."""
-        self._prefix_cache.planned(self._owned[sequence])
+        self._prefix_cache.mark_planned(self._owned[sequence])
 
-    def launched(self, sequence: Sequence) -> None:
+    def mark_launched(self, sequence: Sequence) -> None:
         """Note that the prefill is enqueued: later launches may read its pages and adapter."""
-        self._prefix_cache.launched(sequence, self._owned[sequence])
+        self._prefix_cache.mark_launched(sequence, self._owned[sequence])
         if sequence.adapter.key:
-            self._adapters.launched(sequence.adapter.key)
+            self._adapters.mark_ready(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
@@ -365,7 +365,7 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ release
 
-    def frees_pages(self, sequence: Sequence) -> bool:
+    def would_free_pages(self, sequence: Sequence) -> bool:
         ownership = self._owned[sequence]
         if ownership.private:
             return True

@@ -132,7 +132,7 @@ class AdapterSlots:
         entry.ref_count += 1
         return entry
 
-    def launched(self, key: str) -> None:
+    def mark_ready(self, key: str) -> None:
         self._entries[key].ready = True
 
     def release(self, key: str) -> None:

@@ -125,17 +125,17 @@ class PrefixCache:
 
     # ------------------------------------------------------------ publishing
 
-    def planned(self, ownership: PageOwnership) -> None:
+    def mark_planned(self, ownership: PageOwnership) -> None:
         if ownership.node is not None:
             for node in ownership.node.path:
                 node.ready = True
 
-    def launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
+    def mark_launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
         if ownership.source is not None:
             source = ownership.source  # nothing is known yet of how this sequence's drafts do
             self._tree.release(source, sequence.request.priority, source.acceptance)
             ownership.copied, ownership.source = ownership.source, None
-        self.planned(ownership)
+        self.mark_planned(ownership)
         self.publish(sequence, ownership)
 
     def publish(
@@ -168,7 +168,7 @@ class PrefixCache:
     def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
         """Free tree pages that only this sequence references and has computed itself.
 
-        Without them, `KVCacheManager.fits_ever` counts all pages of a sequence that runs alone.
+        Without them, `KVCacheManager.can_ever_fit` counts all pages of a sequence that runs alone.
         """
         path = [] if ownership.node is None else list(ownership.node.path)[:-1]
         duplicates = [

@@ -223,7 +223,7 @@ class NullEngine:
         if request is None:
             return
         if request_id not in self._running:
-            self._queue.take(request)
+            self._queue.dequeue(request)
             self._start(request, now)
         self._finish(request, FinishReason.CANCELLED, now)
 
@@ -233,7 +233,7 @@ class NullEngine:
             return
         if self._running.pop(request_id, None) is None:
             self._queue.remove(request)
-        self._queue.settle(request)
+        self._queue.refund(request)
 
     def hold(self, command: HoldImage) -> None:
         try:
@@ -338,9 +338,9 @@ class NullEngine:
     def _finish(self, running: NullRequest, finish_reason: FinishReason, now: float) -> None:
         request, output = running.request, running.output
         del self._running[request.request_id], self._requests[request.request_id]
-        self._queue.settle(running)
+        self._queue.refund(running)
         if finish_reason is not FinishReason.CANCELLED:
-            self._admission.completed(now - running.started)
+            self._admission.record_completion(now - running.started)
         num_tokens = running.num_tokens
         self._send(
             Done(
@@ -363,14 +363,14 @@ class NullEngine:
 
     def _make_room(self, tenant: str, priority: int = 0) -> None:
         """Make room as `EngineCore` does; no request is in preparation."""
-        displaced = self._admission.displaced_by(tenant, priority, time.monotonic())
+        displaced = self._admission.choose_displaced(tenant, priority, time.monotonic())
         if isinstance(displaced, NullRequest):
             self.abort(displaced.request.request_id)
-            self._fail(displaced.request, self._admission.displacement())
+            self._fail(displaced.request, self._admission.displaced_error())
 
     def _admit(self, now: float) -> None:
         while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
-            self._queue.take(waiting)
+            self._queue.dequeue(waiting)
             self._start(waiting, now)
 
     def _start(self, waiting: NullRequest, now: float) -> None:

@@ -31,7 +31,7 @@ from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import Resources
 from legato_engine.runtime.drafting import DraftLaunches
 from legato_engine.runtime.graphs import Work
-from legato_engine.scheduler.interfaces import NoTokens, Pause
+from legato_engine.scheduler.interfaces import LoopPoll, Pause
 from legato_engine.scheduler.loops import MAX_STEPS
 
 _POLL_SECONDS = 2e-5
@@ -221,13 +221,13 @@ class DecodeLoops:
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
 
-    def worthwhile_steps(self, slot: int) -> int:
+    def break_even_steps(self, slot: int) -> int:
         """The fewest steps that made up for the start and end of the latest loop."""
         return _WORTHWHILE_IN_KERNEL if self._in_kernel[slot] else _WORTHWHILE
 
     def next_outputs(
         self, slot: int, end: Event, pause: Pause
-    ) -> Mapping[str, np.ndarray] | NoTokens:
+    ) -> Mapping[str, np.ndarray] | LoopPoll:
         """Wait for the next step's outputs; none are left once the loop's `end` has passed."""
         ring, pauses = self._rings[slot], self._looks.pauses()
         while True:
@@ -238,9 +238,9 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                return NoTokens.LEFT
+                return LoopPoll.FINISHED
             if pause(next(pauses)):
-                return NoTokens.YET
+                return LoopPoll.PENDING
 
     def restore(self, slot: int) -> bool:
         """After a launch that gave up a wait, let rows go on after the last step that they have; no

@@ -1,4 +1,4 @@
-"""Interfaces of the scheduler to its clock, its runner and its block sizes."""
+"""Interfaces of the scheduler to its clock, its runner and its speculation policy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Clock(Protocol):
     """Source of time."""
 
     def now(self) -> float:
-        """Seconds on the clock of `Request.deadline`."""
+        """Return seconds on the clock of `Request.deadline`."""
         ...
 
     def perf_ns(self) -> int:
-        """Nanoseconds on the clock of device events."""
+        """Return nanoseconds on the clock of device events."""
         ...
 
 
@@ -36,30 +36,26 @@ class SystemClock:
 
 # ---------------------------------------------------------------- block sizes
 
-# The scheduler's interface to a speculation policy.
-
 
 class BlockSizes(Protocol):
     """Bounds how many tokens the device drafts for each sequence.
 
-    The device decides by the launch in front, which the host has not read.
+    The device decides from the results of the previous launch, which the host has not read.
     """
 
     def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
-        """Return the most draft tokens that each of at least one sequence may have.
+        """Return the maximum draft tokens of each sequence; there is at least one.
 
-        The launch is planned `under_pressure`, and must be launched.
+        The plan must be launched; `under_pressure` as in `Plan`.
         """
         ...
 
     def learn(self, sequence: Sequence, output: RowTokens) -> None:
-        """Keep what a committed launch says of a sequence."""
+        """Update the statistics of a sequence from a committed launch."""
         ...
 
 
 # ---------------------------------------------------------------- runner
-
-# The scheduler's interface to the device.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,24 +81,25 @@ class RowTokens(NamedTuple):
 
 
 Pause = Callable[[float], bool]
-"""Sleeps for so many seconds, or until the caller has something else to do: then it returns True,
-and the wait that it is part of ends.
+"""Sleep for so many seconds; return True to end the surrounding wait early.
+
+It does so when the caller has something else to do.
 """
 
 
 def sleep(seconds: float) -> bool:
-    """A `Pause` that nothing cuts short."""
+    """Sleep without interruption, as a `Pause`."""
     time.sleep(seconds)
     return False
 
 
-class NoTokens(enum.Enum):
-    """Reason that a loop's next step has no tokens."""
+class LoopPoll(enum.Enum):
+    """Result of polling a loop that returned no tokens."""
 
-    YET = enum.auto()
+    PENDING = enum.auto()
     """A pause was cut short."""
 
-    LEFT = enum.auto()
+    FINISHED = enum.auto()
     """The loop has ended, and all of its steps were returned."""
 
 
@@ -127,30 +124,30 @@ class Runner(Protocol):
     def collect(self, launch: Launch) -> list[RowTokens] | None:
         """Wait for the copy; set a refinement's answer.
 
-        None for decodes that do not count: they ran behind a loop that gave up where none but the
-        loop itself knew how far its rows were.
+        Return None for decodes that must be rolled back: they ran behind a loop that aborted, so
+        their positions are unknown.
         """
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:
-        """Valid after `collect`, until the slot's next `forward`."""
+        """Return the device times; valid after `collect`, until the slot's next `forward`."""
         ...
 
 
 class LoopRunner(Protocol):
     """Runner that can also run loops; `collect` returns no tokens of a loop."""
 
-    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
-        """Wait for the next step of a loop, by pauses.
+    def poll_loop(self, launch: Launch, pause: Pause) -> list[RowTokens] | LoopPoll:
+        """Poll for the next step of a loop, pausing between polls.
 
-        A loop may have given up before its steps were run, even before the first.
+        A loop may abort before all of its steps were run, even before the first.
         """
         ...
 
-    def worthwhile_steps(self, launch: Launch) -> int:
-        """The fewest steps that made up for a loop's start and end."""
+    def break_even_steps(self, launch: Launch) -> int:
+        """Return the steps needed to amortise the loop's overhead."""
         ...
 
-    def end_loop(self, launch: Launch) -> None:
-        """Let a loop end after the step that it is in."""
+    def stop_loop(self, launch: Launch) -> None:
+        """Stop a loop after its current step."""
         ...

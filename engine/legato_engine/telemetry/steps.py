@@ -177,7 +177,7 @@ class StepStats:
 def _is_decode(step: Step) -> bool:
     """A loop has no pipeline to describe."""
     plan = step.record.launch.plan
-    return plan.kind is LaunchKind.DECODE and not plan.loops
+    return plan.kind is LaunchKind.DECODE and not plan.is_loop
 
 
 # ---------------------------------------------------------------- step totals
@@ -242,7 +242,7 @@ class StepCounter:
         if previous.record.launch.plan.kind is not LaunchKind.DECODE:
             return
         period = step.record.commit_end - previous.record.commit_end
-        num_steps = step.record.num_followed or 1
+        num_steps = step.record.num_steps_read or 1
         self._step_times.add(period * _NS / num_steps, num_steps)
         self._decode_ns += period
         times = step.times

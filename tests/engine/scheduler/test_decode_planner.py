@@ -135,7 +135,7 @@ def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
     manager.admit(sequence)
     sequence.progress.num_launched, sequence.progress.last_position = 1, sequence.prompt_length
-    manager.launched(sequence)
+    manager.mark_launched(sequence)
     return sequence
 
 

@@ -21,10 +21,14 @@ from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
 def shared(
-    prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0, long_tokens: int = 0
+    prompts: int,
+    images: int = 3,
+    tokens: int = 16,
+    pass_tokens: int = 0,
+    long_chunk_tokens: int = 0,
 ) -> BatchLimits:
-    """Limits that only a long prompt or many rows exceed. With `long_tokens` all prompts that do
-    not share a launch have passes of their own kind.
+    """Limits that only a long prompt or many rows exceed. With `long_chunk_tokens` every
+    prompt that does not share a launch is chunked.
     """
     return BatchLimits(
         prompts,
@@ -33,8 +37,8 @@ def shared(
         images,
         min_queue_length=0,
         pass_tokens=pass_tokens,
-        cut_tokens=(tokens if long_tokens else 3 * tokens) if pass_tokens else 0,
-        long_tokens=long_tokens,
+        chunk_above=(tokens if long_chunk_tokens else 3 * tokens) if pass_tokens else 0,
+        long_chunk_tokens=long_chunk_tokens,
     )
 
 
