@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
 from legato_engine.kernels.decode_loop import BatchKind, ResidentRows
@@ -156,7 +156,7 @@ def with_fake(
 def drafting(graph: Assembly, setting: str) -> Assembly:
     """With loops of rows that draft by lookups."""
     config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
-    return speculating(dataclasses.replace(graph, config=config), setting)
+    return with_speculation(dataclasses.replace(graph, config=config), setting)
 
 
 class Behind:
@@ -322,7 +322,7 @@ def test_where_it_cannot_run_loops_stand_in(
     config = msgspec.structs.replace(graph.config, decode_path="resident")
     setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
-        assembly = speculating(dataclasses.replace(graph, config=config), setting, proposer)
+        assembly = with_speculation(dataclasses.replace(graph, config=config), setting, proposer)
     assert assembly.runner.resident_rows == 0
     assert assembly.runner.decodes_by_loops
     said = [line["reason"] for line in lines if line["event"] == "no_resident_kernel"]

@@ -70,7 +70,7 @@ class ScheduledSequence(NamedTuple):
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
     def new_pages(self, page_size: int, num_steps: int = 1) -> range:
-        """Indices into `pages.ids` that no earlier launch can have used."""
+        """Return the indices into `pages.ids` that no earlier launch can have used."""
         start, end = self.position + self.slack, self.end_after(num_steps)
         return range(-(-start // page_size), -(-end // page_size))
 
@@ -223,7 +223,7 @@ class StepRecord:
 
 
 class Observer(Protocol):
-    """Receives the record of every committed launch while the runner still has its times."""
+    """Observer of the record of every committed launch, while the runner still has its times."""
 
     def committed(self, record: StepRecord) -> None:
         """Observe a commit; runs on the scheduler's thread and must be fast."""

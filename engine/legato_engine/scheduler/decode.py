@@ -105,7 +105,7 @@ def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
 
 
 class DecodePlanner:
-    """Batches all running sequences; each has a row, so they always fit.
+    """Planner of decodes: a batch of all running sequences, which always fit, as each has a row.
 
     A sequence may be planned before its last token is committed, because the forward pass reads
     that token on the device. Sequences without a page for their position are skipped.

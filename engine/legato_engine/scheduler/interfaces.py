@@ -38,7 +38,7 @@ class SystemClock:
 
 
 class BlockSizes(Protocol):
-    """Bounds how many tokens the device drafts for each sequence.
+    """Upper bounds of the tokens that the device drafts for each sequence.
 
     The device decides from the results of the previous launch, which the host has not read.
     """
@@ -81,7 +81,7 @@ class RowTokens(NamedTuple):
 
 
 Pause = Callable[[float], bool]
-"""Sleep for so many seconds; return True to end the surrounding wait early.
+"""Sleep for the given seconds; return True to end the surrounding wait early.
 
 It does so when the caller has something else to do.
 """
@@ -104,7 +104,7 @@ class LoopPoll(enum.Enum):
 
 
 class Runner(Protocol):
-    """Runs launches on the device.
+    """Executor of launches on the device.
 
     Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
     slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.

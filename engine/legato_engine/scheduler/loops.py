@@ -21,7 +21,9 @@ _MAX_PAGE_FRACTION = 0.5  # of the free pages, for one loop
 
 
 class Loops(ABC):
-    """Turns decodes whose rows need no host between steps into loops; subclasses decide how.
+    """Policy that turns decodes whose rows need no host between steps into loops.
+
+    Subclasses decide how.
 
     Only the device knows how far a loop is. It stops early when a request waits or when one of its
     own rows has ended: the next launch is queued behind it with the loop's other rows, whose
@@ -130,7 +132,7 @@ class Loops(ABC):
 
     @abstractmethod
     def roll_back(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
-        """After a loop, uncount the steps that neither it nor the launch behind it has run."""
+        """Uncount the steps that neither a finished loop nor the launch behind it has run."""
 
     @abstractmethod
     def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from legato_engine.types import Event, FinishReason
 
 
 class Sink(Protocol):
-    """Receives a request's events in order: `started`, `delta`*, then `done` or `failed`.
+    """Receiver of a request's events in order: `started`, `delta`*, then `done` or `failed`.
 
     A request may fail before it started. An aborted request has no further events. Calls are made
     inside `Scheduler.step` or `stop` and may call `Scheduler.abort`.
@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class SilentSink:
-    """Ignores events and raises failures."""
+    """Sink that ignores events and raises failures."""
 
     def started(self, sequence: Sequence) -> None:
         pass
@@ -61,7 +61,7 @@ _log = structlog.get_logger()
 
 
 class OutputProcessor:
-    """Processes tokens in the order of the commits."""
+    """Processor of tokens in the order of the commits."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class OutputProcessor:
         *,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """`finalize` ends a sequence; it is called before the sink."""
+        """Create a processor; `finalize` ends a sequence and is called before the sink."""
         self._manager = manager
         self._admission = admission
         self._clock = clock

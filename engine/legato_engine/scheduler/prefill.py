@@ -126,7 +126,7 @@ class _Batch:
 
 
 class PrefillPlanner:
-    """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
+    """Planner of prefills: admits sequences that fit, in the order of the `WaitingQueue`.
 
     No other sequence is planned between the encodes of an image and its prefill, because the device
     has one feature buffer, nor between the chunks of a prompt.

@@ -21,7 +21,7 @@ SMOOTHING = 0.1
 
 
 class WaitEstimate:
-    """Predicts waits from moving averages of service times and of the time between starts.
+    """Estimate of waits by moving averages of service times and of the time between starts.
 
     Either rows or prefills are the bottleneck: a request waits for a row, or for the prompts and
     images that are computed before its own while rows are free.
@@ -385,7 +385,7 @@ class Rows(Protocol):
 
 
 class Admission(Generic[WaitingT]):
-    """Refuses requests that exceed the queue or cannot start in time.
+    """Admission control: refuses requests that exceed the queue or cannot start in time.
 
     A full queue displaces a request for one of a tenant with fewer requests or of a higher
     priority, but never a request that has started.
@@ -400,7 +400,7 @@ class Admission(Generic[WaitingT]):
         max_waiting: int,
         max_waiting_per_tenant: int,
     ) -> None:
-        """`max_waiting_per_tenant` 0: no limit."""
+        """Create an admission control; `max_waiting_per_tenant` 0 means no limit."""
         self._rows = rows
         self._clock = clock
         self._queue = queue

@@ -50,7 +50,7 @@ FREE = 0
 
 
 class Scheduler:
-    """Runs sequences through the pipeline. Single-threaded; owns all of its state.
+    """Single-threaded scheduler of sequences; it owns all of its state.
 
     Every live sequence ends in `_finalize`, as a zombie while launches in flight name it.
     """
@@ -439,7 +439,7 @@ class Scheduler:
 
 
 class Planner:
-    """Alternates between decodes and other launches while there is work for both.
+    """Planner that alternates between decodes and other launches while there is work for both.
 
     At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
     Refinements go first, because they create no further work.
