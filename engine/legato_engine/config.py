@@ -138,7 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
     log_level: str = "info"
-    log_for_people: bool = False  # human-readable lines instead of JSON
+    human_readable_logs: bool = False  # human-readable lines instead of JSON
     crash_folder: str = ""  # of crash bundles; empty: in the temporary folder
     crash_bundles: int = 8  # newest bundles to keep; 0: none is written
     null_step_ms: float = 0.0

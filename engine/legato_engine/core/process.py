@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load the model and serve; return the exit code."""
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
-    configure_logging(config.log_level, for_people=config.log_for_people)
+    configure_logging(config.log_level, for_people=config.human_readable_logs)
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
     _write_stacks_to(files)

@@ -106,7 +106,7 @@ class Refinements:
             return  # the id may have been reused
         assert self._refiner is not None, "a refinement was launched without a refiner"
         request.work = self._pool.submit(
-            self._refiner.finish, request.outline, refinement.given, refinement.answer
+            self._refiner.finish, request.outline, refinement.inputs, refinement.result
         )
         self._requests.watch(request)
 

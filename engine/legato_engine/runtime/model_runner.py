@@ -304,7 +304,7 @@ class ModelRunner:
             events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
                 assert self._refine is not None, "a refinement without a refiner"
-                self._refine.forward(launch.slot, launch.plan.refinement.given)
+                self._refine.forward(launch.slot, launch.plan.refinement.inputs)
             elif launch.plan.kind is LaunchKind.ENCODE:
                 self._backend.encode(launch.slot, rows[0])
             else:
@@ -368,7 +368,7 @@ class ModelRunner:
         if self._is_void(launch):
             return None
         if launch.plan.refinement is not None and self._refine is not None:
-            launch.plan.refinement.answer = self._refine.answer(launch.slot)
+            launch.plan.refinement.result = self._refine.answer(launch.slot)
         if not rows or launch.plan.is_loop:
             return []
         return self._sampled(self._slots[launch.slot].outputs.host, launch)

@@ -79,12 +79,12 @@ class ScheduledSequence(NamedTuple):
 class Refinement:
     """Input of a REFINE launch, opaque here, and its result.
 
-    The runner sets `answer`; then `done` is called on the scheduler's thread.
+    The runner sets `result`; then `done` is called on the scheduler's thread.
     """
 
-    given: Any
+    inputs: Any
     done: Callable[[Refinement], None]
-    answer: Any = None
+    result: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

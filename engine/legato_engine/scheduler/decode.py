@@ -135,7 +135,7 @@ class DecodePlanner:
         return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
 
     @property
-    def streaming(self) -> bool:
+    def is_streaming(self) -> bool:
         """Return whether a decoding sequence streams, even if it lacks a next page."""
         return any(
             sequence.request.deltas

@@ -122,7 +122,7 @@ class Runner(Protocol):
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens] | None:
-        """Wait for the copy; set a refinement's answer.
+        """Wait for the copy; set a refinement's result.
 
         Return None for decodes that must be rolled back: they ran behind a loop that aborted, so
         their positions are unknown.

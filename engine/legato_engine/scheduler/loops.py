@@ -98,10 +98,10 @@ class Loops(ABC):
             self.stop(record)
         if not record.num_steps_read:
             self._min_decodes = 0
-        if is_interrupted and record.num_steps_read < (
-            steps := self._runner.break_even_steps(launch)
-        ):
-            self._min_decodes = steps
+        if is_interrupted:
+            steps = self._runner.break_even_steps(launch)
+            if record.num_steps_read < steps:
+                self._min_decodes = steps
         tokens = self._runner.poll_loop(launch, self._pause)
         if isinstance(tokens, LoopPoll):
             return tokens

@@ -519,7 +519,7 @@ class Planner:
             return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
         if not self._prefill.has_work:
             return None
-        streaming = self._decode.streaming
+        streaming = self._decode.is_streaming
         return self._prefill.plan(
             self._crops_per_launch if streaming else 0,
             decode.rows if decode is not None else (),

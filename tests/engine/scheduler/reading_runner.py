@@ -86,7 +86,7 @@ class ReadingRunner:
         self._early: list[int] | None = None  # its constraints
         self.num_parts = self.num_long_parts = self.num_lone_parts = 0
         self.shared_tokens = 0  # what fits one launch
-        self.num_followed = 0  # rows of loops whose constraints follow a token in flight
+        self.num_advanced = 0  # rows of loops whose constraints advance by a token in flight
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
@@ -157,7 +157,7 @@ class ReadingRunner:
     def _followed(self, launch: Launch, constraints: Sequence[int]) -> list[int]:
         """Constraints after tokens of the launch before, which is in flight."""
         after = launch.plan.after or [-1] * len(constraints)
-        self.num_followed += sum(index >= 0 for index in after)
+        self.num_advanced += sum(index >= 0 for index in after)
         return [
             successor(TABLE, constraint, self._outputs[1 - launch.slot][index].tokens[-1].token_id)
             if index >= 0

@@ -74,7 +74,7 @@ class Totals:
         self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
         self.void += world.runner.num_void
-        self.followed += world.runner.num_followed
+        self.followed += world.runner.num_advanced
         self.listed += world.runner.num_listed
         self.parts += world.runner.num_parts
         self.long_parts += world.runner.num_long_parts

@@ -247,7 +247,7 @@ def test_a_loop_begins_before_the_tokens_in_flight_are_read(constrained: bool) -
     world.submit(30)
     world.drain()
     assert world.runner.in_flight_at_samples[0] == 2
-    assert bool(world.runner.num_followed) == constrained
+    assert bool(world.runner.num_advanced) == constrained
 
 
 def test_nothing_is_launched_behind_a_lone_answer() -> None:

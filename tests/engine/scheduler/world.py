@@ -161,7 +161,7 @@ class World:
     def refine(self) -> Refinement:
         """Submit a refinement of its own index."""
         number = len(self.refinements)
-        refinement = Refinement(number, lambda done: self.refined.append(done.given))
+        refinement = Refinement(number, lambda done: self.refined.append(done.inputs))
         self.refinements.append(refinement)
         self.scheduler.refine(refinement)
         return refinement
@@ -241,7 +241,7 @@ class World:
         assert load.inflight <= self.pipeline.depth
         assert self.refined == list(range(len(self.refined))), "refined out of order"
         for refinement in self.refinements[: len(self.refined)]:
-            assert refinement.answer == ("better", refinement.given)
+            assert refinement.result == ("better", refinement.inputs)
         assert load.adapters_used == len({s.adapter.key for s in admitted} - {""})
         assert load.pages_used >= len({page for s in admitted for page in s.pages.ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
