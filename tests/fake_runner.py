@@ -138,8 +138,8 @@ class FakeRunner:
         ]
         assert not older, f"launches {older} are older and not committed"
         if launch.plan.refinement is not None:
-            assert launch.plan.refinement.answer is None, "refined twice"
-            launch.plan.refinement.answer = ("better", launch.plan.refinement.given)
+            assert launch.plan.refinement.result is None, "refined twice"
+            launch.plan.refinement.result = ("better", launch.plan.refinement.inputs)
         for row, (batch_row, pages) in zip(launch.plan.rows, use.resources, strict=True):
             sequence = row.sequence
             assert sequence.row == batch_row, "released in flight"

@@ -66,7 +66,7 @@ class FakeClock(Clock):
 class FakeTask:
     """Reads tokens until a stop token; when constrained, its constraint depends on all of them.
 
-    With `follows_table` by `TABLE`, which a device can do.
+    With `uses_transition_table` by `TABLE`, which a device can do.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class FakeTask:
         num_prompt: int = 1,
         max_tokens: int = 8,
         constrained: bool = False,
-        follows_table: bool = False,
+        uses_transition_table: bool = False,
         fails_at: int | None = None,
     ) -> None:
         self.prompt = tuple(PromptToken(token_id) for token_id in range(num_prompt))
         self.sampling = SamplingParams(seed=seed)
         self.max_tokens = max_tokens
         self.constrained = constrained
-        self.follows_table = follows_table
+        self.uses_transition_table = uses_transition_table
         self._listed = LISTS
         self.has_payload = constrained
         self.fails_at = fails_at
@@ -94,7 +94,7 @@ class FakeTask:
     def constraint(self) -> int:
         """Return a constraint that is never 0; an unconstrained task's never changes."""
         assert self.sampling.seed is not None
-        if self.follows_table:
+        if self.uses_transition_table:
             return self._listed
         return 1 + (sum(self.tokens) % 7 if self.constrained else self.sampling.seed % 3)
 
@@ -124,7 +124,7 @@ class FakeTask:
         alone = FakeTask(
             max_tokens=self.max_tokens,
             constrained=self.constrained,
-            follows_table=self.follows_table,
+            uses_transition_table=self.uses_transition_table,
         )
         alone.sampling = self.sampling
         while alone.finish_reason is None and len(alone.tokens) < self.max_tokens:

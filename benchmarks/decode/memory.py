@@ -16,7 +16,7 @@ import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
-from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
 from legato_engine.runtime import model_runner
 
 from benchmarks import record, shared_options
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
     before = _free()
-    change = with_decode_path if setting in DECODE_PATHS else speculating
+    change = with_decode_path if setting in DECODE_PATHS else with_speculation
     with mock.patch.object(model_runner, "NUM_SLOTS", slots):
         alive.append(change(assembly, setting))
     return before - _free()

@@ -73,7 +73,7 @@ def prompts(assembly: Assembly, kind: str) -> Iterator[None]:
     """Schedulers made meanwhile leave prompts whole, or cut them as an engine does."""
     limits = assembly.runner.limits
     if kind == "whole":
-        limits = dataclasses.replace(limits, pass_tokens=0, long_tokens=0)
+        limits = dataclasses.replace(limits, pass_tokens=0, long_chunk_tokens=0)
     with mock.patch.object(ModelRunner, "limits", limits):
         yield
 

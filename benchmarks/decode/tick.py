@@ -91,7 +91,7 @@ class LastRecords:
 class BareTask:
     """The smallest task; `spoken` says whether every token emits an event."""
 
-    follows_table = False
+    uses_transition_table = False
     has_payload = False
     reasoning_tokens = 0
 

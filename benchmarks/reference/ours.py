@@ -45,7 +45,7 @@ class WatchedTask:
         self.sampling = inner.sampling
         self.max_tokens = inner.max_tokens
         self.constrained = inner.constrained
-        self.follows_table = inner.follows_table
+        self.uses_transition_table = inner.uses_transition_table
         self.has_payload = inner.has_payload
         self.tokens: list[Token] = []
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.assembly import Assembly, speculating
+from legato_engine.core.assembly import Assembly, with_speculation
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
@@ -57,7 +57,7 @@ def both_paths(
 
 def _on_path(assembly: Assembly, path: str, setting: str, proposer: Proposer | None) -> Assembly:
     config = msgspec.structs.replace(assembly.config, decode_path=path)
-    return speculating(dataclasses.replace(assembly, config=config), setting, proposer)
+    return with_speculation(dataclasses.replace(assembly, config=config), setting, proposer)
 
 
 def oracle(assembly: Assembly, most: int) -> tuple[OracleProposer, Proposer]:

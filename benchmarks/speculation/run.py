@@ -96,7 +96,7 @@ class RecordedTask:
         self.sampling = inner.sampling
         self.max_tokens = inner.max_tokens
         self.constrained = inner.constrained
-        self.follows_table = inner.follows_table
+        self.uses_transition_table = inner.uses_transition_table
         self.has_payload = inner.has_payload
 
     @property
@@ -207,7 +207,7 @@ class Run(SilentSink):
             sample_ms=sample_ms,
             tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
-            num_steps=sum(each.num_followed or 1 for each in records),
+            num_steps=sum(each.num_steps_read or 1 for each in records),
             acceptance=accepted / max(1, drafted),
             num_tried=tried,
             right=accepted / max(1, tried),
@@ -255,7 +255,7 @@ class Run(SilentSink):
         """
         most = max(len(record.launch.plan.rows) for record in self._records)
         launches = [
-            (each, record.num_followed or 1)
+            (each, record.num_steps_read or 1)
             for record, each in zip(self._records, self._times, strict=True)
             if len(record.launch.plan.rows) == most
         ]
@@ -286,7 +286,7 @@ def interval(accepted: int, tried: int) -> tuple[float, float]:
 def _rows(record: StepRecord) -> int:
     """Rows that committed tokens, in each step."""
     live = len(record.launch.plan.rows) - record.zombies
-    return len(record.blocks) or live * (record.num_followed or 1)
+    return len(record.blocks) or live * (record.num_steps_read or 1)
 
 
 def _drafted(record: StepRecord) -> int:

@@ -20,10 +20,10 @@ MODELS = (
     "qwen",
     "null",
 )
-"""Names of `--model` that users know."""
+"""Names of `--model` for users."""
 
 TEST_MODELS = ("random-tiny", "random-tiny3")
-"""Further names, of models with random weights."""
+"""Names of models with random weights."""
 
 LATENCY_POLICIES = ("auto", "low-latency", "shared")
 MAX_ADAPTER_RANK = 512
@@ -32,13 +32,13 @@ MAX_IMAGES_PER_LAUNCH = 4
 SPECULATION_OFF = "off"
 LOOKUP_DRAFT = "lookup"
 MAX_BLOCK_SIZE = 16
-"""Upper bound of the draft tokens of a row."""
+"""Maximum draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
 AUTO_PATH = "auto"
 RESIDENT_PATH = "resident"
 LOOP_PATHS = ("loop", RESIDENT_PATH)
-"""Paths whose launches have several steps."""
+"""Decode paths with several steps per launch."""
 DECODE_PATHS = (AUTO_PATH, "graph", *LOOP_PATHS)
 WEIGHT_DTYPES = ("auto", "model", "packed", "fp8", "int8", "int4")
 CPU_KERNELS = ("auto", "torch")
@@ -62,8 +62,8 @@ _RANGES = {
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of an engine process, passed as JSON on its command line.
 
-    Model: "null" has no weights and makes results up, one token every `null_step_ms` (0: all at
-    once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
+    Model: "null" has no weights and generates scripted results, one token every `null_step_ms` (0:
+    all at once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
     improves outlines.
 
     KV cache: `num_pages` 0 sizes the pool by `kv_memory_fraction` of the memory that the model
@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokens on this device). `draft` is a draft file of the model; `NAME:FOLDER`, a text model with
     the same vocabulary; or `lookup`. Empty is the model's own draft, else `lookup`.
 
-    Adapters: `adapters` is a folder of adapter files besides the model's own. The host caches
+    Adapters: `adapters` is an additional folder of adapter files. The host caches
     `adapter_cache_bytes` of them; `adapter_slots` are on the device at a time.
     """
 
@@ -138,9 +138,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
     log_level: str = "info"
-    log_for_people: bool = False  # a terminal's lines instead of JSON
+    human_readable_logs: bool = False  # human-readable lines instead of JSON
     crash_folder: str = ""  # of crash bundles; empty: in the temporary folder
-    crash_bundles: int = 8  # newest ones that are kept; 0: none is written
+    crash_bundles: int = 8  # newest bundles to keep; 0: none is written
     null_step_ms: float = 0.0
     null_objects: int = 3
 
@@ -168,7 +168,7 @@ def check(config: EngineConfig) -> None:
 
 
 def max_block_size(setting: str) -> int:
-    """Most draft tokens of a row.
+    """Return the maximum draft tokens of a row.
 
     Raises:
         InvalidField: the setting is unknown.

@@ -148,7 +148,7 @@ class SinkHandler(logging.Handler):
 
 
 def standard_error() -> int:
-    """The descriptor of standard error; without one, that of the null device."""
+    """Return the descriptor of standard error, or of the null device without one."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # closed when this process was started

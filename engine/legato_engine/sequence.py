@@ -20,7 +20,7 @@ BOS_KEY: TokenKey = (-1, NO_PAYLOAD)
 
 
 class SequenceStatus(enum.StrEnum):
-    """Moves down this list, and back to WAITING when the sequence is preempted."""
+    """Statuses in order; a preempted sequence returns to WAITING."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -41,7 +41,7 @@ NO_INPUTS = HostInputs()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceAdapter:
-    """The KV cache writes `slot`."""
+    """Adapter of a sequence; the KV cache writes `slot`."""
 
     key: str = ""  # names its content; "" without one
     rank: int = 0
@@ -50,7 +50,7 @@ class SequenceAdapter:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequencePages:
-    """Written by the KV cache.
+    """Pages of a sequence, written by the KV cache.
 
     With `end` = `len(ids) * page_size`, positions are:
 
@@ -64,38 +64,38 @@ class SequencePages:
     cached_length: int = 0
     cached_tokens: int = 0  # `cached_length` of the first admission
     num_preemptions: int = 0
-    refused_at: int = 0  # pages available when the sequence last did not fit
-    num_staged: int = 0  # of `ids`, in the device's page table; written by the runner too
+    free_pages_when_refused: int = 0  # when the sequence last did not fit
+    num_staged: int = 0  # of `ids`, in the device's page table; the runner writes it, too
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Progress:
-    """Written by the scheduler.
+    """Decoding progress, written by the scheduler.
 
-    `num_launched` counts tokens certain to be sampled: one per launch that is no loop, and of loops
-    one per step that was read, as they may give up; plus accepted draft tokens. Launches in flight
-    may accept `inflight_drafts` more.
+    `num_launched` counts tokens certain to be sampled: one per single-step launch, one per step
+    read from a loop (a loop may abort), and accepted draft tokens. Launches in flight may accept
+    `inflight_drafts` more.
     """
 
     num_launched: int = 0
-    last_position: int = -1  # of the newest; -1 before the prefill is launched
+    last_position: int = -1  # of the newest token; -1 before the prefill is launched
     inflight_drafts: int = 0
 
 
 class Descriptor(NamedTuple):
     """Acceptance statistics and block size that the device chose for a sequence."""
 
-    accepted_weight: float  # tokens, older ones counting less
+    accepted_weight: float  # tokens, decayed by age
     tried_weight: float
     ema_acceptance_rate: float
     current_block_size: int
-    idle_steps: int  # verifications without draft tokens in a row
+    idle_steps: int  # consecutive verifications without draft tokens
     flags: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
-    """Acceptance of draft tokens, as the device had it at the latest commit."""
+    """Acceptance of draft tokens on the device at the latest commit."""
 
     learnt: Descriptor | None = None  # None before the first
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
@@ -104,7 +104,7 @@ class DraftStats:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Timing:
-    """`time.monotonic()` seconds. Written by the scheduler, except for `arrival`."""
+    """Times in `time.monotonic()` seconds, written by the scheduler except for `arrival`."""
 
     arrival: float = 0.0  # when the request was accepted
     prefill_start: float = 0.0
@@ -113,7 +113,7 @@ class Timing:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in parts with one writer each.
+    """A request on the device; each part of the state has one writer.
 
     The zombie rule: `finalized` is set once, when the last token is committed or the request ends
     early. `inflight_refs` counts the launches that name the sequence. Its pages, row and adapter
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Positions that need KV at most; the last token is no input."""
+        """Return the maximum positions that need KV; the last token is no input."""
         return self.prompt_length + self.task.max_tokens - 1
 
     @property
@@ -171,12 +171,12 @@ class Sequence:
 
     @property
     def num_prompt_computed(self) -> int:
-        """Tokens of the prompt that its prefill computes, BOS included, since it was admitted."""
+        """Return the prompt tokens that the prefill computes since admission, including BOS."""
         return self.prompt_length - max(self.pages.cached_length, self.image_prefix_length)
 
     @property
     def image_prefix_length(self) -> int:
-        """Positions with bidirectional attention, shared only together."""
+        """Return the positions with bidirectional attention, which are shared only as a whole."""
         return self.prefix_length if self.prefix_length > 1 else 0
 
     @property
@@ -189,12 +189,12 @@ class Sequence:
 
     @property
     def max_cost(self) -> int:
-        """Positions of the prompt and of the longest output."""
+        """Return the positions of the prompt and of the longest output."""
         return self.prompt_length + self.task.max_tokens
 
     @property
     def cost(self) -> int:
-        """Positions of the prompt and of the output so far."""
+        """Return the positions of the prompt and of the output so far."""
         return self.length
 
     @property
@@ -203,7 +203,7 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        """No constraint from the host, no payloads."""
+        """Return whether the task has neither constraints nor payloads."""
         return not (self.task.constrained or self.task.has_payload)
 
     @property
@@ -221,12 +221,12 @@ class Sequence:
         if self.task.has_payload and token.certainty is not None:
             self.certainties.append(token.certainty)
 
-    def take_back(self) -> None:
-        """Count a decode no longer: its row had ended, or it ran behind a loop that gave up."""
+    def roll_back_decode(self) -> None:
+        """Uncount a decode whose row had ended or that ran behind an aborted loop."""
         self.progress.num_launched -= 1
         self.progress.last_position -= 1
 
-    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
+    def commit_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count a committed launch's draft tokens.
 
         If they end the sequence, a later launch in flight samples nothing for it.

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_logs(config: ServiceConfig, *, for_people: bool) -> ServiceConfig:
     """Let engines log as the service does, to the same file."""
     engine = msgspec.structs.replace(
-        config.engine, log_level=config.log_level, log_for_people=for_people
+        config.engine, log_level=config.log_level, human_readable_logs=for_people
     )
     return msgspec.structs.replace(config, engine=engine)
 

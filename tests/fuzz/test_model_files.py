@@ -127,7 +127,7 @@ def shard_index(data: bytes) -> None:
     """Read an index of shards, as one that was pulled and as one beside weights."""
     with written(data, INDEX) as path:
         with contextlib.suppress(download.PullFailed):
-            for name in download._shards(path):
+            for name in download._list_shards(path):
                 assert Path(name).name == name
         headers(path.parent)
 

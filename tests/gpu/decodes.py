@@ -41,7 +41,7 @@ class Decodes(SilentSink):
         self.drafted += record.drafted
         plan = record.launch.plan
         self.behind += bool(plan.behind and plan.prefills)
-        self.parts += plan.has_part
+        self.parts += plan.has_partial_prefill
         self.following += bool(plan.after)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
@@ -42,7 +42,7 @@ def test_loops_are_the_default_with_kernels(graph: Assembly) -> None:
     """Without kernels a step's bits depend on its number of rows."""
     auto = with_decode_path(graph, "auto")
     assert auto.runner.decodes_by_loops
-    assert speculating(auto, "fixed:2").runner.decodes_by_loops
+    assert with_speculation(auto, "fixed:2").runner.decodes_by_loops
     by_torch = assemble(EngineConfig(device="cuda", dtype="f32", max_running=2, num_pages=200))
     assert not by_torch.runner.decodes_by_loops
     by_torch.device.close()

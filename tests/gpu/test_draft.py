@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft
@@ -106,7 +106,7 @@ def test_the_default_draft_says_what_the_model_will(temperature):
     """Answers by the kernels are the same bits, in far fewer steps."""
     tiny = assemble(EngineConfig(device="cuda", max_running=2, crops_per_launch=0))
     plain = asked(tiny, temperature)
-    figures = asked(speculating(tiny, "fixed:4"), temperature).figures("", 2, "", plain)
+    figures = asked(with_speculation(tiny, "fixed:4"), temperature).figures("", 2, "", plain)
     tiny.device.close()
     assert figures.identical
     assert figures.tokens_per_verify > 1.5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import LOOP_PATHS, RESIDENT_PATH, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.types import RequestKey
@@ -103,11 +103,11 @@ def test_a_warm_decode_loop_is_quiet(
     assembly, num_steps, num_launches = large, 40, 40
     path, _, drafts = setting.partition(" ")
     if path in LOOP_PATHS:  # of up to 256 steps; behind it is a single one
-        assembly = speculating(large, drafts) if drafts else large
+        assembly = with_speculation(large, drafts) if drafts else large
         assembly = with_decode_path(assembly, path)
         num_steps, num_launches = (60, 0) if drafts else (300, 2)
     elif setting != "graph":
-        assembly = speculating(large, setting)
+        assembly = with_speculation(large, setting)
     seen = Decodes()
     scheduler = decoding(assembly, seen, length=600, adapters=adapters)
     before = len(seen.kinds)

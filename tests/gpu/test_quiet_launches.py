@@ -223,7 +223,7 @@ def test_a_refinement_is_quiet(tmp_path: Path) -> None:
     given = Crop((side, side), 0, 0, (side, side), pixels, mask)
     seen, answers = Decodes(), list[object]()
     scheduler = decoding(assembly, seen, length=100)
-    scheduler.refine(Refinement(given, lambda done: answers.append(done.answer)))
+    scheduler.refine(Refinement(given, lambda done: answers.append(done.result)))
     with guarded():
         while not answers:
             scheduler.step()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, speculating
+from legato_engine.core.assembly import Assembly, assemble, with_speculation
 from legato_engine.kernels.decode_loop import BatchKind as Launches
 from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
 
@@ -36,7 +36,7 @@ def plain() -> Iterator[Assembly]:
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def drafting(plain: Assembly, request: pytest.FixtureRequest) -> Assembly:
-    made = speculating(plain, request.param)
+    made = with_speculation(plain, request.param)
     assert set(steps_of(made).max_rows) == {Launches.DRAFTS, Launches.BOTH}
     return made
 
@@ -100,7 +100,7 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: CounterKind, ste
     """Its rows go on in loops after the last step that the host has heard of, also when some row
     was settled in the one after it.
     """
-    assembly = speculating(plain, "fixed:7")
+    assembly = with_speculation(plain, "fixed:7")
     wanted = answers(plain, [60, 60])
     answers(assembly, [60, 60])
     steps = steps_of(assembly)
@@ -122,6 +122,6 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: CounterKind, ste
 def test_another_draft_is_left_to_loops(plain: Assembly) -> None:
     """The model's own draft layer is no lookup."""
     config = msgspec.structs.replace(plain.config, draft="")
-    other = speculating(dataclasses.replace(plain, config=config), "seed")
+    other = with_speculation(dataclasses.replace(plain, config=config), "seed")
     assert other.runner.megakernel_rows == 0
     assert other.runner.decodes_by_loops

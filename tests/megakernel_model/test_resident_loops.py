@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
 from legato_engine.kernels.cuda.capability import HOPPER, Gpu
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
@@ -156,7 +156,7 @@ def with_fake(
 def drafting(graph: Assembly, setting: str) -> Assembly:
     """Return the assembly with loops of rows that draft by lookups."""
     config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
-    return speculating(dataclasses.replace(graph, config=config), setting)
+    return with_speculation(dataclasses.replace(graph, config=config), setting)
 
 
 class Behind:
@@ -250,7 +250,7 @@ def test_its_loops_are_worth_their_start_after_fewer_steps(graph: Assembly) -> N
 
     def worthwhile(num_rows: int) -> int:
         loops.start(0, num_rows, num_rows, bucket, 0, 0, Needs(False, False, False), common=False)
-        return loops.worthwhile_steps(0)
+        return loops.break_even_steps(0)
 
     assert worthwhile(fake.most) < worthwhile(fake.most + 1)
 
@@ -274,17 +274,15 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
 def test_a_stuck_launch_with_drafts_loses_no_request(
     graph: Assembly, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    """Rows that it has settled in a step that the host does not hear of go back, and a decode
-    behind it does not count.
-    """
-    taken_back = list[StepRecord]()
-    take_back = OutputProcessor.take_back
+    """Steps that the host has not read are rolled back, and so is a decode behind the loop."""
+    rolled_back = list[StepRecord]()
+    roll_back = OutputProcessor.roll_back
 
-    def noted(self: OutputProcessor, record: StepRecord, *, loops: bool) -> None:
-        taken_back.append(record)
-        take_back(self, record, loops=loops)
+    def noted(self: OutputProcessor, record: StepRecord, *, before_loop: bool) -> None:
+        rolled_back.append(record)
+        roll_back(self, record, before_loop=before_loop)
 
-    monkeypatch.setattr(OutputProcessor, "take_back", noted)
+    monkeypatch.setattr(OutputProcessor, "roll_back", noted)
     expected = answers(graph, [30, 12, 30])
     asked = [Ask(kind, 40, logprobs=False, after=0) for kind in (9, 0, 1)]
     lists, _ = results(graph, asked, depth=2)
@@ -296,7 +294,7 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
         fake = faking(assembly, steps)
         assert results(assembly, asked, depth=2)[0] == lists
         assert fake.stuck
-    assert taken_back
+    assert rolled_back
 
 
 class Silent:
@@ -324,7 +322,7 @@ def test_where_it_cannot_run_loops_stand_in(
     config = msgspec.structs.replace(graph.config, decode_path="resident")
     setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
-        assembly = speculating(dataclasses.replace(graph, config=config), setting, proposer)
+        assembly = with_speculation(dataclasses.replace(graph, config=config), setting, proposer)
     assert assembly.runner.megakernel_rows == 0
     assert assembly.runner.decodes_by_loops
     said = [line["reason"] for line in lines if line["event"] == "megakernel_unavailable"]

@@ -213,7 +213,7 @@ class FakeEngine:
             if isinstance(report, Started):
                 self.started.add(stream.request_id)
             if self.siblings is not None and isinstance(report, (Started, Done)):
-                self.siblings.saw(stream, report, self.number)
+                self.siblings.record_image(stream, report, self.number)
             stream.feed(report)
         if stream.ended:
             self._forget(stream)

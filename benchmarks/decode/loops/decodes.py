@@ -133,7 +133,7 @@ class Decodes(SilentSink):
         if launched.launch.plan.kind is LaunchKind.DECODE:
             self.launches += 1
             self.waits += launched.wait_end > launched.wait_start  # for the end of the launch
-            self.steps += launched.num_followed or 1
+            self.steps += launched.num_steps_read or 1
 
 
 def recorded(sequences: Sequence[EngineSequence]) -> list[RecordedTask]:

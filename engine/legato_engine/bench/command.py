@@ -1,4 +1,4 @@
-"""`legato bench`: the gain from pipelining."""
+"""`legato bench`: measure the gain from pipelining."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Tables as in Photon's article on pipelined decoding, with its rounding."""
+    """Return the tables of Photon's article on pipelined decoding, with its rounding."""
     parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
     heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
     gains = _table(title, heads)
@@ -99,13 +99,10 @@ def _table(title: str, heads: Sequence[str]) -> Table:
 
 # ---------------------------------------------------------------- command
 
-# The gain from pipelining: `python -m legato_engine.bench --device cpu --model legato-tiny`.
-#
 # The same requests run on the same loaded model at pipeline depth 1 (blocking) and 2, in
-# interleaved
-# repeats. The parts of a step are medians over full decode batches. The gain that the cost model
-# predicts from them is shown with the gain observed in the decode phase, which excludes prefills
-# (`legato_engine.bench.workload`).
+# interleaved repeats. The parts of a step are medians over full decode batches. The gain that the
+# cost model predicts from them is shown with the gain observed in the decode phase, which excludes
+# prefills (`legato_engine.bench.workload`).
 
 _TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120
@@ -131,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         rows = measure_task(assembly, arguments, arguments.task, arguments.context)
     console = Console()
-    console.width = max(console.width, _TABLE_WIDTH)  # a pipe would fold the columns
+    console.width = max(console.width, _TABLE_WIDTH)  # a pipe would wrap the columns
     compared = task_figures(rows) if arguments.compare_tasks else []
     if arguments.json:
         figures = {
@@ -215,7 +212,7 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         draft=arguments.draft,
         threads=arguments.threads,
         cuda_graphs=not arguments.no_cuda_graphs,
-        decode_path="graph",  # loops have no pipeline to measure
+        decode_path="graph",  # decode loops have no pipeline to measure
     )
 
 

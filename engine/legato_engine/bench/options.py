@@ -68,7 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    """No abbreviations: another layer of settings must see which options were typed."""
+    """Return a parser without abbreviations: other settings depend on the options typed."""
     return argparse.ArgumentParser(
         prog=f"legato {command}", description=description, allow_abbrev=False
     )

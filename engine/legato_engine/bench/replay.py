@@ -42,7 +42,7 @@ from legato_engine.types import (
 )
 
 EXIT_CRASHED = 3
-"""Exit code when the engine died again."""
+"""Exit code when the engine crashed again."""
 
 _ENDED = "replayed "  # the last line of a replay that ran to its end
 _KEPT = (
@@ -54,7 +54,7 @@ _KEPT = (
     "pictures_per_launch",
     "speculation",
 )
-"""Settings of the engine that died, of which the launches depend."""
+"""Settings of the crashed engine that determine its launches."""
 
 _FIELDS = {"question": "What is there?", "object": "cat", "max_objects": 1000}
 
@@ -69,7 +69,7 @@ _TASKS = {skill: _task(kind) for kind, skill in SKILL_OF_TASK.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: it ran to its end; `EXIT_CRASHED`: it died again; 2: there is no such bundle."""
+    """Replay a bundle; return 0, `EXIT_CRASHED` if it crashed again, or 2 without a bundle."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = replay_parser().parse_args(words)
     try:
@@ -80,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.inside:
         _replay(bundle, _config(bundle, model_config(arguments)))
         return 0
-    return _replay_in_a_process(bundle, words, failpoints_on=not arguments.no_failpoints)
+    return _replay_in_process(bundle, words, failpoints_on=not arguments.no_failpoints)
 
 
-def _replay_in_a_process(bundle: Bundle, words: list[str], *, failpoints_on: bool) -> int:
+def _replay_in_process(bundle: Bundle, words: list[str], *, failpoints_on: bool) -> int:
     console = Console(soft_wrap=True)
-    console.print(_told(bundle))
+    console.print(_describe(bundle))
     environment = dict(os.environ)
     if failpoints_on and bundle.failpoints:
         environment[failpoints.VARIABLE] = bundle.failpoints
@@ -103,7 +103,7 @@ def _replay_in_a_process(bundle: Bundle, words: list[str], *, failpoints_on: boo
     return EXIT_CRASHED
 
 
-def _told(bundle: Bundle) -> str:
+def _describe(bundle: Bundle) -> str:
     launched = f"{len(bundle.launches)} launches of {len(bundle.requests)} requests are recorded"
     unfinished = sum(not launch.committed for launch in bundle.launches)
     return (
@@ -127,7 +127,7 @@ def _config(bundle: Bundle, given: EngineConfig) -> EngineConfig:
 def _replay(bundle: Bundle, config: EngineConfig) -> None:
     assembly = loading.assemble(config)
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth)
-    made = MadeUpRequests(assembly, bundle)
+    made = SyntheticRequests(assembly, bundle)
     waiting = set(made.shapes)
     for launch in bundle.launches:
         for row in launch.rows:
@@ -144,8 +144,8 @@ def _replay(bundle: Bundle, config: EngineConfig) -> None:
     print(f"{_ENDED}{json.dumps(summary)}", flush=True)  # noqa: T201
 
 
-class MadeUpRequests:
-    """Requests of the recorded shapes, as far as the model has such tasks and positions."""
+class SyntheticRequests:
+    """Requests of the recorded shapes, limited to the model's tasks and positions."""
 
     def __init__(self, assembly: Assembly, bundle: Bundle) -> None:
         self._assembly = assembly
@@ -183,7 +183,7 @@ class MadeUpRequests:
 
 
 def _lengths(bundle: Bundle) -> Iterator[tuple[int, int]]:
-    """Tokens that each request made, or could still make."""
+    """Return the tokens that each request generated or could still generate."""
     ends: dict[int, int] = {}
     for launch in bundle.launches:
         for row in launch.rows:

@@ -42,7 +42,7 @@ _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 
 
 class FixedLengthTask:
-    """Ends with its `length`-th token; the inner task reads tokens until its own end.
+    """Task that ends with its `length`-th token; the inner task reads tokens until its own end.
 
     The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` replace
     those of the inner task.
@@ -58,7 +58,7 @@ class FixedLengthTask:
         self.sampling = inner.sampling
         self.max_tokens = length + _IN_FLIGHT
         self.constrained = inner.constrained
-        self.follows_table = False  # goes on where the inner task's list ends
+        self.uses_transition_table = False  # continues after the inner task's list
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
 
@@ -87,7 +87,9 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 
 
 class Workload:
-    """`count` equal requests of `length` tokens, their prompt repeated up to position `context`.
+    """Workload of `count` equal requests of `length` tokens.
+
+    The prompt is repeated up to position `context`.
 
     Requests share no page, so a step reads every row's context.
 
@@ -148,10 +150,10 @@ def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
 
     A list then never ends.
     """
-    return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
+    return tuple(_narrow(constraints, index) for index in range(len(constraints)))
 
 
-def _narrowed(constraints: Many[Constraint], index: int) -> int:
+def _narrow(constraints: Many[Constraint], index: int) -> int:
     allowed = set(constraints[index].allowed or ())
     narrower = [
         (len(other.allowed), -number)
@@ -163,12 +165,9 @@ def _narrowed(constraints: Many[Constraint], index: int) -> int:
 
 # ---------------------------------------------------------------- decode phase
 
-# The decode phase of a workload, blocking and pipelined, with the cost model's prediction.
-#
 # Every stream is prefilled before the first decode, and all end in the same step, so batches are
 # full. The phase is timed from its first commit to its last. At depth 2 this includes a step in
-# which
-# all rows are zombies.
+# which all rows are zombies.
 
 DEPTHS = (1, 2)
 MIN_LENGTH = 4  # shorter requests do not have two full steps
@@ -177,7 +176,7 @@ _NS_PER_MS = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCost:
-    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`."""
+    """Medians over `num_steps` steps of one depth, in milliseconds; see `steps.StepParts`."""
 
     forward: float
     sampling: float
@@ -191,7 +190,7 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """The figures of one number of streams, by depth.
+    """Measurement of one number of streams, by depth.
 
     `seconds` is the median duration of the decode phase, `context` the position of the first token.
     """
@@ -205,7 +204,7 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens committed in `seconds`: all but the prefill's and the first step's."""
+        """Return the tokens committed in `seconds`: all but the prefill's and the first step's."""
         return self.streams * (self.length - 2)
 
 

@@ -63,7 +63,7 @@ Reply = ImageHeld | ImageDropped | Stopped
 
 
 class PendingCommands:
-    """Commands without a reply yet. Belongs to one event loop."""
+    """Commands without a reply; belongs to one event loop."""
 
     def __init__(self, send: Callable[[RepliedCommand | Abort], None]) -> None:
         self._send = send
@@ -90,10 +90,10 @@ class PendingCommands:
             raise
         finally:
             del self._replies[command.request_id]
-            del reply  # a failed one holds the traceback, and with it this frame
+            del reply  # a failed future references the traceback and so this frame
 
     def resolve(self, output: Reply | Failed) -> None:
-        """Deliver a reply; drop it when its caller is gone."""
+        """Deliver a reply; drop it if its caller is gone."""
         reply = self._replies.get(output.request_id)
         if reply is None or reply.done():
             return
@@ -110,31 +110,27 @@ class PendingCommands:
 
 # ---------------------------------------------------------------- siblings
 
-# The engines beside one, as its connection knows them.
-
 
 class Siblings(Protocol):
-    """Takes requests that an engine cannot run."""
+    """Sibling engines, which accept requests that an engine cannot run."""
 
     def take_over(self, stream: RequestStream) -> bool:
-        """Have another engine run a request that is not sent; False: none serves."""
+        """Have another engine run an unsent request; return False if none serves."""
         ...
 
     def find_image(self, stream: RequestStream) -> bool:
-        """Have another engine run a request whose image is not at those it `searched`.
+        """Have an engine run a request whose image the `searched` ones lack.
 
-        False: none is left.
+        Return False if none is left.
         """
         ...
 
-    def saw(self, stream: RequestStream, output: Started | Done, number: int) -> None:
-        """Note what engine `number` said of a request's image."""
+    def record_image(self, stream: RequestStream, output: Started | Done, number: int) -> None:
+        """Record that engine `number` has a request's image, as its output says."""
         ...
 
 
 # ---------------------------------------------------------------- open requests
-
-# The open requests of a connection.
 
 
 class OpenRequests:
@@ -152,8 +148,9 @@ class OpenRequests:
         recovery: Recovery,
         send: Callable[..., None],
     ) -> None:
-        """`number` is the engine's among its siblings. `send(command, at_once=False)` sends a
-        command at once or with the event loop's next turn.
+        """Create an empty table; `number` is the engine's among its siblings.
+
+        `send(command, at_once=False)` sends at once or in the next loop iteration.
         """
         self._number = number
         self._blobs = blobs
@@ -162,8 +159,8 @@ class OpenRequests:
         self._sends_at_once, self._polls = policy.send_at_once, policy.busy_poll
         self._busy_poll = BusyPoll()
         self._streams: dict[RequestKey, RequestStream] = {}
-        self.siblings: Siblings | None = None  # None: this is the only engine
-        self.num_answered = 0  # requests that engines ended
+        self.siblings: Siblings | None = None  # None if this is the only engine
+        self.num_answered = 0  # requests with a last output
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -172,7 +169,7 @@ class OpenRequests:
         return request_id in self._streams
 
     def poll_ahead(self) -> bool:
-        """Poll for a request that is about to come, if this process polls and has no other."""
+        """Poll for an expected request if this process polls and has no open request."""
         if not self._polls or self._streams:
             return False
         self._busy_poll.extend(EXPECTED_REQUEST)
@@ -201,7 +198,7 @@ class OpenRequests:
             self._busy_poll.extend(SHORT_REQUEST)
 
     def feed(self, output: StreamOutput | Failed) -> bool:
-        """Deliver an output; False: it is of no open request."""
+        """Deliver an output; return False if its request is not open."""
         stream = self._streams.get(output.request_id)
         if stream is None:
             return False
@@ -209,7 +206,7 @@ class OpenRequests:
             self._find_image(stream, output)
             return True
         if self.siblings is not None and isinstance(output, (Started, Done)):
-            self.siblings.saw(stream, output, self._number)
+            self.siblings.record_image(stream, output, self._number)
         stream.feed(output)
         if stream.ended:
             self._answered(stream)
@@ -225,9 +222,9 @@ class OpenRequests:
 
     # ------------------------------------------------------------ changes of engines
 
-    def lost(self, error: EngineLost) -> None:
-        """Have requests wait for the next engine; those end that cannot go on there."""
-        for stream, failure in list(self._recovery.lost(self._streams.values(), error)):
+    def handle_engine_loss(self, error: EngineLost) -> None:
+        """Have requests wait for the next engine; fail those that cannot resume."""
+        for stream, failure in list(self._recovery.record_loss(self._streams.values(), error)):
             self._fail(stream, failure)
 
     def send_waiting(self) -> None:
@@ -235,15 +232,15 @@ class OpenRequests:
             self._send_again(stream)
 
     def adopt(self, stream: RequestStream, *, renew: bool) -> None:
-        """Run the request of another engine; without `renew` it is sent as it is."""
+        """Run the request of another engine; without `renew`, send it unchanged."""
         stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
         self._streams[stream.request_id] = stream
         self._send_again(stream, renew=renew)
 
     def offer_waiting(self) -> None:
-        """Give the requests that wait for this engine to its siblings.
+        """Offer the requests that wait for this engine to its siblings.
 
-        Those that may have ended it stay, so that they end no other.
+        Suspects stay, so that they crash no other engine.
         """
         for stream in self._waiting():
             if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
@@ -257,7 +254,7 @@ class OpenRequests:
         return [each for each in self._streams.values() if not each.is_sent]
 
     def _find_image(self, stream: RequestStream, failed: Failed) -> None:
-        """Another engine may have the image, or the caller its bytes."""
+        """Retry a request whose image is missing: on a sibling, or with the caller's bytes."""
         stream.searched += (self._number,)
         if self.siblings is not None and self.siblings.find_image(stream):
             del self._streams[stream.request_id]
@@ -288,7 +285,7 @@ class OpenRequests:
         self._send(Abort(request_id=stream.request_id))
 
     def _on_stop(self, stream: RequestStream) -> None:
-        if stream.is_sent:  # else with its request
+        if stream.is_sent:  # otherwise it is sent with its request
             self._send(Stop(request_id=stream.request_id))
 
     def _answered(self, stream: RequestStream) -> None:
@@ -315,17 +312,15 @@ def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
 
 # ---------------------------------------------------------------- connection
 
-# A service process's connection to the engine.
-
 _OUTPUTS = (Done, Delta, Failed, Started, Queued)
 _READY = EngineState.READY  # looking up a member of an enum is slow
 
 
 class EngineConnection(EngineMonitor):
-    """Sends requests to the running engine and routes its outputs.
+    """Connection that sends requests to the running engine and routes its outputs.
 
     Belongs to one event loop. Owns and discards the blobs of submitted requests. Open requests of a
-    lost engine go on with a sibling, or wait for the next engine and go on there (`Recovery`).
+    lost engine resume on a sibling, or wait for the next engine and resume there (`Recovery`).
     """
 
     def __init__(
@@ -339,7 +334,10 @@ class EngineConnection(EngineMonitor):
         device: str = "",
         refused: RefusedRequests | None = None,
     ) -> None:
-        """`worker` is the number of this service process; `refused` is shared by its engines."""
+        """Create a connection.
+
+        `worker` is the number of this service process; `refused` is shared by its engines.
+        """
         super().__init__(hang_limits, number, device)
         self._worker = worker
         self._commands = PendingCommands(self._send)
@@ -355,7 +353,7 @@ class EngineConnection(EngineMonitor):
     # ------------------------------------------------------------ lifecycle
 
     def connect(self, endpoint: str) -> None:
-        """Connect to the sockets in this folder, now and again whenever an engine is lost.
+        """Connect to the sockets in this folder; reconnect whenever an engine is lost.
 
         Raises:
             OSError: nothing listens there.
@@ -386,12 +384,12 @@ class EngineConnection(EngineMonitor):
 
     @property
     def resumptions(self) -> int:
-        """Requests that this process submitted again to another engine."""
+        """Return the number of requests that this process resubmitted to another engine."""
         return self.recovery.num_resumptions
 
     @property
     def num_poisoned(self) -> int:
-        """Requests that ended because they had ended engines."""
+        """Return the number of requests rejected because they crashed engines."""
         return self.recovery.num_poisoned
 
     @property
@@ -400,7 +398,7 @@ class EngineConnection(EngineMonitor):
 
     @property
     def num_answered(self) -> int:
-        """Requests that engines ended."""
+        """Return the number of requests with a last output."""
         return self._requests.num_answered
 
     @property
@@ -413,7 +411,7 @@ class EngineConnection(EngineMonitor):
         self._requests.siblings = siblings
 
     def expect(self) -> None:
-        """Announce a request, so that both processes poll for it instead of sleeping."""
+        """Announce a request: both processes poll for it instead of sleeping."""
         if self.state is _READY and self._requests.poll_ahead():
             self._send(Expect())
 
@@ -448,14 +446,14 @@ class EngineConnection(EngineMonitor):
         return stream
 
     def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
-        """Run the request of another engine, from here on with this one's blobs.
+        """Run the request of another engine, with this engine's blobs.
 
-        Without `renew` it is sent as it is.
+        Without `renew`, send it unchanged.
         """
         self._requests.adopt(stream, renew=renew)
 
     def offer_waiting(self) -> None:
-        """Give the requests that wait for this engine to its siblings."""
+        """Offer the requests that wait for this engine to its siblings."""
         self._requests.offer_waiting()
 
     async def hold(self, command: HoldImage) -> ImageHeld:
@@ -531,7 +529,7 @@ class EngineConnection(EngineMonitor):
     # ------------------------------------------------------------ messages
 
     def _on_message(self, message: EngineMessage) -> None:
-        if isinstance(message, _OUTPUTS):  # nearly all
+        if isinstance(message, _OUTPUTS):  # the usual case
             if not self._requests.feed(message) and isinstance(message, Failed):
                 self._commands.resolve(message)
             return
@@ -546,7 +544,7 @@ class EngineConnection(EngineMonitor):
             case TimelineBatch():
                 self.timeline.deliver(message)
             case RunningAlone():
-                self.recovery.running_alone(message)
+                self.recovery.set_running_alone(message)
             case ImageHeld() | ImageDropped() | Stopped():
                 self._commands.resolve(message)
 
@@ -566,7 +564,7 @@ class EngineConnection(EngineMonitor):
         if was_ready or self.state is EngineState.STARTING:
             self._set_state(EngineState.LOST)
         if was_ready:
-            self._requests.lost(error)
+            self._requests.handle_engine_loss(error)
             self._commands.fail(error)
         elif self.state is not EngineState.LOST:
             self._fail_open(error)
@@ -578,7 +576,7 @@ class EngineConnection(EngineMonitor):
     def _reconnect(self) -> None:
         try:
             self.connect(self._endpoint)
-        except OSError as error:  # the first service process is gone, and ends this one
+        except OSError as error:  # the first service process is gone; this one is about to end
             self._log.error("engine_unreachable", error=str(error))
             self._fail_open(EngineLost("the engine cannot be reached"))
 

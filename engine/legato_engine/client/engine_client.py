@@ -31,10 +31,10 @@ _FIELDS = ("weights", "tokenizer", "adapters", "refiner")
 
 
 def require_files(config: EngineConfig) -> None:
-    """Check that they are there: an engine loads its libraries for seconds before it misses them.
+    """Check that model files exist; an engine would notice only after seconds of imports.
 
     Raises:
-        InvalidField: one is not, or the model was not pulled.
+        InvalidField: a file is missing, or the model was not pulled.
     """
     for field in _FIELDS:
         path = getattr(config, field)
@@ -47,24 +47,22 @@ def require_files(config: EngineConfig) -> None:
 
 # ---------------------------------------------------------------- supervisor
 
-# Child processes: start, end and restart delays.
-
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Has an engine write the stacks of all threads."""
+"""Makes an engine write the stacks of all threads."""
 
 
 SERVED_AFTER = 1.0
-"""Seconds for which a ready process counts as one that served."""
+"""Seconds after which a ready process counts as one that served."""
 
 
 class Backoff:
     """Delays before restarts: none after a process that served, else doubled.
 
-    Up to `cap`, or up to `ready_cap` after a process that got ready: that one starts well and dies
-    of its first request each time, or is killed. The delays keep it from taking up the machine.
+    The limit is `cap`, or `ready_cap` after a process that became ready: it may die of its first
+    request each time. The delays keep such restarts from saturating the machine.
     """
 
     def __init__(self, *, first: float, cap: float, ready_cap: float) -> None:
@@ -83,7 +81,7 @@ class Backoff:
 
 
 class ChildProcess:
-    """A child process in a session of its own; stdout and stderr are inherited."""
+    """Child process in its own session; stdout and stderr are inherited."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -113,7 +111,7 @@ class ChildProcess:
         return await self._process.wait()
 
     def dump_stacks(self) -> None:
-        """Have a process that handles `STACKS_SIGNAL` write its stacks; it goes on."""
+        """Have a process that handles `STACKS_SIGNAL` write its stacks; it continues."""
         if self.alive:
             self._process.send_signal(STACKS_SIGNAL)
 
@@ -137,13 +135,11 @@ class ChildProcess:
 
 # ---------------------------------------------------------------- engine client
 
-# The connection of the first service process, which runs the engine process.
-
 _SHUTDOWN_GRACE = 2.0  # seconds for an engine to exit by itself
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after which a hanging engine is looked into, and a dead one restarted.
+    """Time limits in seconds for a hanging engine and for the restart of a dead one.
 
     An engine writes its stacks after `silence` without a heartbeat, or `stuck` without a step while
     work is pending, and is killed after twice that. While it loads, `loading` replaces `silence`,
@@ -161,7 +157,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineClient(EngineConnection):
-    """Runs the engine process, restarts it when it dies, and stays connected to it.
+    """Connection that also runs the engine process and restarts it when it dies.
 
     Other service processes connect with `EngineConnection` at `endpoint`; their blobs' namespaces
     begin with that of `blobs`.
@@ -275,7 +271,7 @@ class EngineClient(EngineConnection):
             self._set_state(EngineState.STARTING)
 
     async def _run_once(self) -> int:
-        self._disconnect()  # else rejecting pending connections would end this one, too
+        self._disconnect()  # otherwise rejecting pending connections would close this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)
         watchdog: asyncio.Task[None] | None = None
@@ -305,7 +301,7 @@ class EngineClient(EngineConnection):
         ]
 
     def _crash_arguments(self) -> tuple[str, ...]:
-        """Each engine has files of its own, in memory, where a write waits for no disk."""
+        """Create the engine's crash files, in memory so that writes never wait for a disk."""
         if not self._config.crash_bundles:
             return ()
         self._num_started += 1
@@ -336,12 +332,14 @@ class EngineClient(EngineConnection):
             files.remove()
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Kill an engine that hangs; its stacks are written halfway."""
+        """Kill an engine that hangs; have it write its stacks at half the limit."""
         asked, began, bytes_read = False, time.monotonic(), 0
-        while (hang := self._hang()) < 2:
+        while (hang := self._hang_fraction()) < 2:
             if hang < 1:
                 asked = False
-            elif not asked and self.last_heartbeat > began:  # else it may not handle the signal
+            elif (
+                not asked and self.last_heartbeat > began
+            ):  # otherwise it may not handle the signal yet
                 asked = True
                 process.dump_stacks()
             await asyncio.sleep(TICK)
@@ -352,7 +350,7 @@ class EngineClient(EngineConnection):
         self._log.error("engine_killed", silent=silent, without_step=unmoved, step=self.step)
         process.kill()
 
-    def _hang(self) -> float:
+    def _hang_fraction(self) -> float:
         """Return the time without progress as a fraction of the hang limit."""
         limits, liveness = self._limits, self._liveness
         if not self._ready_at:

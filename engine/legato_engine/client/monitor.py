@@ -1,4 +1,4 @@
-"""Engine state and liveness, from its messages."""
+"""Monitor of the engine's state and liveness, by its messages."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LARGEST_GAP = 2 * TICK
 
 
 class Liveness:
-    """Seconds without a heartbeat, and seconds with work and without a step.
+    """Seconds without a heartbeat, and seconds with work but without a step.
 
-    Only the time in which this process runs counts: between two calls of `tick`, which is called
-    every `TICK` seconds, `_LARGEST_GAP` at most. So a pause of this process is not taken for one of
-    the engine, whose heartbeats of that time are still unread.
+    Only time in which this process runs counts: at most `_LARGEST_GAP` between two calls of `tick`,
+    which come every `TICK` seconds. Otherwise a pause of this process, whose heartbeats are still
+    unread, would look like a pause of the engine.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Liveness:
         self.unmoved = 0.0
 
     def restart(self) -> None:
-        """A connection was made, or an engine got ready."""
+        """Restart the counts: a connection was made, or an engine became ready."""
         self.silent = self.unmoved = 0.0
         self._ticked_at = time.monotonic()
 
@@ -52,10 +52,11 @@ class Liveness:
         self.silent += passed
         self.unmoved += passed
 
-    def heard(self, beat: Heartbeat, *, has_requests: bool = False) -> None:
-        """`has_requests`: this process waits for some, which a hung engine may not have counted.
+    def record_heartbeat(self, beat: Heartbeat, *, has_requests: bool = False) -> None:
+        """Record a heartbeat.
 
-        Images that are being prepared take no steps, and end by limits of their own.
+        `has_requests`: this process has open requests, which a hung engine may not have counted.
+        Images in preparation take no steps and have limits of their own.
         """
         self.silent = 0.0
         load = beat.load
@@ -67,8 +68,6 @@ class Liveness:
 
 # ---------------------------------------------------------------- monitor
 
-# The state of the engine, known from its messages.
-
 _log = structlog.get_logger()
 
 
@@ -77,7 +76,7 @@ class EngineState(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
-    HUNG = "hung"  # alive, perhaps: it serves again with its next heartbeat or step
+    HUNG = "hung"  # possibly alive: the next heartbeat or step makes it ready again
     LOST = "lost"
     DRAINING = "draining"
     STOPPED = "stopped"
@@ -94,7 +93,7 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observed(Protocol):
-    """An engine or several, whose state can be watched."""
+    """One or several engines whose state can be observed."""
 
     @property
     def state(self) -> EngineState: ...
@@ -121,7 +120,7 @@ async def wait_ready(observed: Observed) -> None:
 
 
 class EngineMonitor:
-    """The latest state, load and start-up progress. Belongs to one event loop.
+    """Latest state, load and start-up progress of an engine. Belongs to one event loop.
 
     `number` is the engine's among those of the server, `device` as the operator named it.
     """
@@ -168,13 +167,13 @@ class EngineMonitor:
 
     @property
     def num_open(self) -> int:
-        """Requests that this process waits for."""
+        """Return the number of open requests of this process."""
         return 0
 
     # ------------------------------------------------------------ hangs
 
     def _watch_liveness(self) -> None:
-        """Begin with a connection; repeated, only start the count again."""
+        """Start the liveness watch of a connection; if it runs, only restart the counts."""
         self._liveness.restart()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
@@ -208,7 +207,7 @@ class EngineMonitor:
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         self.last_heartbeat = time.monotonic()
-        self._liveness.heard(beat, has_requests=self.num_open > 0)
+        self._liveness.record_heartbeat(beat, has_requests=self.num_open > 0)
         if self.state is EngineState.HUNG:
             self._judge()
         self.step = beat.step

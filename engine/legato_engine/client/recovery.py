@@ -21,10 +21,10 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class RefusedRequests:
-    """Fingerprints of such requests, each kept for `REFUSAL` seconds.
+    """Fingerprints of refused requests, each kept for `REFUSAL` seconds.
 
     A fingerprint is of a request's task, sampling, adapter and image. An image is hashed only if
-    the rest matches; the blob, if the request has one, is in `blobs` and not taken yet.
+    the rest matches; the blob, if the request has one, is in `blobs` and not read yet.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RefusedRequests:
 
 
 def fingerprint(request: Request, blobs: BlobStore) -> str:
-    """The fingerprint of a request whose blob, if it has one, is in `blobs` and not taken yet."""
+    """Return the fingerprint of a request whose blob, if any, is in `blobs` and not read yet."""
     return f"{_words_of(request)}:{_image_of(request, blobs)}"
 
 
@@ -78,22 +78,20 @@ def _words_of(request: Request) -> str:
 
 # ---------------------------------------------------------------- recovery
 
-# What becomes of the open requests when the engine is lost.
-
 MAX_RESUMPTIONS = 3
-"""A request that loses one engine more fails, as poisoned if it ran alone."""
+"""Engines that a request may lose; with one more it fails, as poisoned if it ran alone."""
 
 SUSPECT = 2
-"""Engines lost with a request, after which it runs alone."""
+"""Lost engines after which a request runs alone."""
 
 _log = structlog.get_logger()
 
 
 class Recovery:
-    """Blames requests for the end of an engine and prepares the others for the next.
+    """Attribution of crashes to requests, and resumption of the others on the next engine.
 
-    An engine's end counts against all requests that it had, unless it ran one alone: then against
-    that one only. What one engine must not run again is `refused` for all engines of the process.
+    A crash counts against all requests of the engine, unless it ran one alone: then against that
+    one only. Refused requests are `refused` by all engines of the process.
     """
 
     def __init__(self, blobs: BlobStore, refused: RefusedRequests | None = None) -> None:
@@ -103,13 +101,13 @@ class Recovery:
         self.num_resumptions = 0  # since the start
         self.num_poisoned = 0
 
-    def running_alone(self, message: RunningAlone) -> None:
+    def set_running_alone(self, message: RunningAlone) -> None:
         self._alone = None if message.request_id is None else message
 
-    def lost(
+    def record_loss(
         self, streams: Iterable[RequestStream], error: EngineLost
     ) -> Iterator[tuple[RequestStream, LegatoError]]:
-        """Count the end of an engine that was ready; yield the requests that end with it."""
+        """Record the loss of an engine that was ready; yield the requests that fail with it."""
         alone, self._alone = self._alone, None
         if alone is not None and alone.is_last:
             self.refused.add(alone.fingerprint)
@@ -134,7 +132,7 @@ class Recovery:
             QueueFull: shared memory is full.
         """
         image = stream.request.image if stream.restage is None else stream.restage(self._blobs)
-        if not stream.resumptions:  # no engine had it
+        if not stream.resumptions:  # no engine has started it
             return msgspec.structs.replace(stream.request, image=image)
         alone = stream.resumptions >= SUSPECT
         request = stream.resumed(image, alone=alone)

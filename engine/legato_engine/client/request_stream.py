@@ -1,4 +1,4 @@
-"""The outputs of one request, as its handler reads them."""
+"""Stream of the outputs of one request, for its handler."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ Raises `QueueFull`: memory is full.
 
 
 class RequestStream(msgspec.Struct, eq=False):
-    """Yields `Queued`* `Started` `Delta`* `Done`; a failure is raised once instead.
+    """Iterator of `Queued`* `Started` `Delta`* `Done`; a failure is raised once instead.
 
     Unread deltas are merged, so the result's length bounds the memory. Cancelling a pending read
     loses nothing. One reader at a time.
 
-    A stream outlives its engine: it keeps what another one needs to go on, and its reader only
+    A stream outlives its engine: it keeps what another one needs to resume, and its reader only
     waits longer.
     """
 
     request: Request
     on_abort: Callable[[RequestStream], None]
     on_stop: Callable[[RequestStream], None]
-    restage: Restage | None = None  # without it an image's bytes are lost with the engine
+    restage: Restage | None = None  # if None, an image's bytes are lost with the engine
     arrival: float = msgspec.field(default_factory=time.monotonic)
-    is_sent: bool = False  # to the present engine
+    is_sent: bool = False  # to the current engine
     is_stopped: bool = False
-    resumptions: int = 0  # engines lost while they had the request
+    resumptions: int = 0  # lost engines that had the request
     searched: tuple[int, ...] = ()  # numbers of the engines without the image that it names
     ended: bool = False
     """Whether the last output has arrived; outputs may still be unread."""
@@ -72,7 +72,7 @@ class RequestStream(msgspec.Struct, eq=False):
     _result: asyncio.Future[Done] | None = None
 
     def __post_init__(self) -> None:
-        """A caller's checkpoint counts as told."""
+        """Load a caller's checkpoint as progress that was sent."""
         resumed = self.request.resumed
         if resumed is not None:
             self._first_token = resumed.first_token
@@ -145,13 +145,13 @@ class RequestStream(msgspec.Struct, eq=False):
         if isinstance(output, Delta):
             self._keep(output)
         elif isinstance(output, Done):
-            self._end(self._as_begun(output) if self.resumptions else output)
+            self._end(self._with_first_start(output) if self.resumptions else output)
             return
         elif isinstance(output, Failed):
             self._end(from_value(output.error))
             return
         elif self._started is not None:
-            return  # a second engine has started it again
+            return  # repeated by a second engine
         elif isinstance(output, Started):
             self._started = output
         self._pending.append(output)
@@ -161,8 +161,8 @@ class RequestStream(msgspec.Struct, eq=False):
         self._wake()
 
     def resumed(self, image: ImageSource | None, *, alone: bool = False) -> Request:
-        """Return the request for another engine, with what has been told."""
-        known = len(self._certainties) == len(self._token_ids)  # else a caller lost some
+        """Return the request for another engine, with its progress so far."""
+        known = len(self._certainties) == len(self._token_ids)  # otherwise the caller lost some
         resumed = Resumed(
             arrival=self.arrival,
             first_token=self._first_token,
@@ -187,8 +187,8 @@ class RequestStream(msgspec.Struct, eq=False):
         self._logprobs += delta.logprobs
         self._certainties += delta.certainties
 
-    def _as_begun(self, done: Done) -> Done:
-        """Repeat what the first engine said in `Started`."""
+    def _with_first_start(self, done: Done) -> Done:
+        """Return `done` with the first engine's values of `Started`."""
         image, usage, started = done.image, done.usage, self._started
         if started is not None:
             image = started.image
@@ -197,8 +197,8 @@ class RequestStream(msgspec.Struct, eq=False):
 
     def _end(self, last: Done | LegatoError | None) -> None:
         self.ended = True
-        result, self._result = self._result, None  # a failed future would keep its frames
-        if result is not None and not result.done():  # else its reader was cancelled
+        result, self._result = self._result, None  # a failed future would keep frames alive
+        if result is not None and not result.done():  # otherwise its reader was cancelled
             self._pending.clear()
             _resolve(result, last)
         else:
@@ -251,7 +251,7 @@ def _merged(deltas: list[Delta]) -> Delta:
 
 
 def merge_events(events: list[Event]) -> tuple[Event, ...]:
-    """Join neighbouring pieces of one text or outline."""
+    """Join adjacent pieces of one text or outline."""
     merged: list[Event] = []
     for event in events:
         joined = _join(merged[-1], event) if merged else None

@@ -1,4 +1,4 @@
-"""The callers in a service process that watch the engine's timeline."""
+"""Watch of the engine's timeline, for the callers of a service process."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import NamedTuple
 from legato_engine.ipc.messages import TimelineBatch
 
 MAX_UNREAD = 64
-"""Batches that a watcher may leave unread; beyond it the oldest are dropped."""
+"""Maximum unread batches of a watcher; beyond it the oldest are dropped."""
 
 
 class Watched(NamedTuple):
-    """A batch, and how many launches are missing between the one before and it."""
+    """A batch, and the number of missing launches before it."""
 
     batch: TimelineBatch
     lost: int
 
 
 class _Watcher:
-    """The unread batches of one caller."""
+    """Unread batches of one caller."""
 
     def __init__(self) -> None:
         self.batches: collections.deque[TimelineBatch] = collections.deque(maxlen=MAX_UNREAD)
         self.arrived = asyncio.Event()
-        self._engine: int | None = None  # that of the last batch read, by its start
+        self._engine: int | None = None  # start time of the last read batch's engine
         self._next_launch = 0
 
     def read(self) -> Watched:
-        """Launches of an engine are numbered in a row, whoever lost those that are missing."""
+        """Return the next batch; gaps in the launch numbers are missing launches."""
         batch = self.batches.popleft()
         lost = 0
         if batch.spans:
@@ -42,9 +42,9 @@ class _Watcher:
 
 
 class TimelineWatch:
-    """Asks the engine for its timeline while a caller watches. Belongs to one event loop.
+    """Subscription to the engine's timeline while a caller watches; belongs to one event loop.
 
-    `ask` tells the engine to begin or to end; call `renew` when another engine is ready.
+    `ask` makes the engine start or stop sending; call `renew` when another engine is ready.
     """
 
     def __init__(self, ask: Callable[[bool], None]) -> None:
@@ -61,7 +61,7 @@ class TimelineWatch:
             watcher.arrived.set()
 
     async def batches(self, seconds: float | None = None) -> AsyncGenerator[Watched, None]:
-        """Yield the batches of so many seconds, or until the generator is closed."""
+        """Yield batches for the given seconds, or until the generator is closed."""
         until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         watcher = _Watcher()
         self._watchers.add(watcher)

@@ -1,4 +1,4 @@
-"""Adapters by name, read from folders."""
+"""Adapter store: adapters by name, read from folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Version(NamedTuple):
 
 
 class AdapterStore:
-    """Finds `NAME.safetensors` or `NAME.pt` in the first folder that has it.
+    """Store of adapters: `NAME.safetensors` or `NAME.pt` in the first folder that has it.
 
     Every `start` checks the file for new content; older requests keep the old content.
     """
@@ -39,7 +39,7 @@ class AdapterStore:
     def __init__(
         self, read: Read, folders: Sequence[Path], *, max_values: int, cache_bytes: int
     ) -> None:
-        """`read` makes an adapter from a file's bytes and their hash."""
+        """Create a store; `read` parses a file's bytes, given their hash."""
         self._read_file = read
         self._folders = tuple(folders)
         self._max_bytes = 4 * max_values + _HEADER

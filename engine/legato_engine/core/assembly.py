@@ -81,15 +81,13 @@ def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
 
 # ---------------------------------------------------------------- assembly
 
-# An assembled engine: what is loaded and warm, and what serves with it.
-
 _UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of pending and leased images
 _MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assembly:
-    """A loaded and warm model with its runner; it serves one scheduler at a time."""
+    """Loaded and warmed-up model with its runner; it serves one scheduler at a time."""
 
     config: EngineConfig
     frontend: ModelFrontend
@@ -174,7 +172,7 @@ class Assembly:
         observer: Callable[[StepRecord], None] | None = None,
         recorder: Recorder | None = None,
     ) -> EngineCore:
-        """Make an engine; `wake` is called on other threads, and cuts a `pause` short."""
+        """Make an engine core; `wake` is called on other threads and cuts a `pause` short."""
         config = self.config
         cache = ImageCache[ImageKey, PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
@@ -232,8 +230,6 @@ class Assembly:
 
 # ---------------------------------------------------------------- loading
 
-# Loads a model and assembles its engine, from a configuration.
-
 _log = structlog.get_logger()
 
 Progress = Callable[[str, float], None]
@@ -286,28 +282,30 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     return assembly
 
 
-def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
-    """Return the same model and KV cache with another `speculation`; use one of both at a time.
+def with_speculation(
+    assembly: Assembly, setting: str, proposer: Proposer | None = None
+) -> Assembly:
+    """Return the same model and KV cache with another `speculation`; never use both at once.
 
     Raises:
         InvalidField: the setting is unknown, or the draft cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
-    return _rerunning(assembly, config, proposer)
+    return _with_new_runner(assembly, config, proposer)
 
 
 def with_decode_path(assembly: Assembly, path: str) -> Assembly:
-    """Return the same model and KV cache with another `decode_path`; use one of both at a time.
+    """Return the same model and KV cache with another `decode_path`; never use both at once.
 
     Raises:
         InvalidField: the path is unknown, or excluded by another setting.
     """
     config = msgspec.structs.replace(assembly.config, decode_path=path)
     check(config)
-    return _rerunning(assembly, config)
+    return _with_new_runner(assembly, config)
 
 
-def _rerunning(
+def _with_new_runner(
     assembly: Assembly, config: EngineConfig, proposer: Proposer | None = None
 ) -> Assembly:
     runner = warm_runner(
@@ -331,7 +329,7 @@ def _with_runner(
     folders: tuple[Path, ...],
     progress: Callable[[float], None],
 ) -> Assembly:
-    # Allocated before the KV cache, which takes a share of the free memory.
+    # Allocated before the KV cache, which gets a fraction of the free memory.
     bank = _adapter_bank(config, bundle, model) if folders else None
     refiner = _refiner(config, bundle, model)
     num_pages = config.num_pages or num_pages_for(

@@ -23,7 +23,7 @@ from legato_engine.core.requests import (
     RequestStage,
     RequestTable,
     ScheduledRequest,
-    ended_as,
+    finish_reason_of,
     make_sequence,
     replay,
 )
@@ -46,11 +46,11 @@ from legato_engine.types import CachedImage, QueryTask, Request, RequestKey, Tok
 
 _log = structlog.get_logger()
 
-_MAX_INLINE_CHARACTERS = 16 * 1024  # some 10 ms of making tokens
+_MAX_INLINE_CHARACTERS = 16 * 1024  # about 10 ms of tokenisation
 
 
 class EngineCore:
-    """Prepares images and adapters, builds sequences and drives the scheduler.
+    """Engine without a process: prepares images, builds sequences, drives the scheduler.
 
     Belongs to one thread. The scheduler enforces the deadlines of its sequences.
     """
@@ -102,7 +102,7 @@ class EngineCore:
             self._scheduler.abort(request_id)
 
     def stop(self, request_id: RequestKey) -> None:
-        """End a request now with the result it has; ignore leases."""
+        """End a request now with its partial result; ignore leases."""
         match self._requests.get(request_id):
             case PendingRequest() as request:
                 self._requests.remove(request_id)
@@ -223,15 +223,15 @@ class EngineCore:
             self._make_room(request.request_id, request.tenant, request.priority)
 
     def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
-        """A full queue gives up a request for one with a better claim, or raises."""
+        """Make room in a full queue by ending another request, or raise."""
         if request_id in self._requests:
             raise InvalidField("request id is in use", field="request_id")
         preparing = self._requests.queued_tenants()
-        displaced = self._scheduler.displaced_by(tenant, priority, time.monotonic(), preparing)
+        displaced = self._scheduler.make_room_for(tenant, priority, time.monotonic(), preparing)
         if displaced is None:
             return
         pending = self._requests.newest(PendingRequest, displaced)
-        error = self._scheduler.displacement()
+        error = self._scheduler.displaced_error()
         if pending is None:  # only image leases
             raise error
         self._requests.remove(pending.request_id)
@@ -258,7 +258,7 @@ class EngineCore:
     def _start_text(
         self, request: Request, task: Lazy[Task], image: PendingImage | None
     ) -> concurrent.futures.Future[Task] | None:
-        """Make a short text's tokens here, which is faster than waking another thread."""
+        """Tokenise a short text on this thread, which is faster than waking another thread."""
         asked = request.task
         if isinstance(asked, QueryTask) and asked.num_characters > _MAX_INLINE_CHARACTERS:
             return self._texts.submit(task.get)
@@ -271,7 +271,10 @@ class EngineCore:
         return None
 
     def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
-        """An idle scheduler leaves time to hash here and, if no request is pending, to decode."""
+        """Start to prepare an image.
+
+        If the scheduler is idle, hash on this thread and, if no request is pending, decode, too.
+        """
         source = request.image
         if source is None or not self._frontend.takes_images:
             return None
@@ -300,7 +303,9 @@ class EngineCore:
             self._schedule(pending)
             return
         pending.cancel()
-        self._fail(pending.request_id, failure)  # not raised: a traceback would hold the image
+        self._fail(
+            pending.request_id, failure
+        )  # not raised: a traceback would keep the image alive
 
     def _schedule(self, pending: PendingRequest) -> None:
         try:
@@ -319,7 +324,7 @@ class EngineCore:
         tokens: list[TokenInfo] = []
         if request.resumed is not None:
             tokens = replay(sequence, request.resumed, self._frontend)
-        finish_reason = ended_as(sequence)
+        finish_reason = finish_reason_of(sequence)
         if finish_reason is None:
             self._scheduler.submit(sequence)
         self._requests.add(
@@ -330,8 +335,8 @@ class EngineCore:
                 image=image.info if image else None,
                 image_seconds=preprocessed.seconds if preprocessed else 0.0,
                 tokens=tokens,
-                num_told=sequence.num_committed,
-                refinable=self._refinements.refinable(request, image),
+                num_sent_tokens=sequence.num_committed,
+                image_to_refine=self._refinements.image_to_refine(request, image),
             )
         )
         if finish_reason is None:

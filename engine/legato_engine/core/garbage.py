@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that runs an engine."""
+"""Garbage collector settings of a process that runs an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato_engine.ipc import latency_policy
 
 
 def freeze_loaded(config: EngineConfig) -> None:
-    """Keep collections short and rare: they leave out what exists now, and follow the policy."""
+    """Freeze loaded objects and raise the GC thresholds."""
     gc.collect()
     return_freed_memory()
     gc.freeze()

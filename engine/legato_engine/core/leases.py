@@ -1,4 +1,4 @@
-"""Commands that lease images."""
+"""Handler of the commands that lease images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = structlog.get_logger()
 
 
 class LeaseHandler:
-    """Answers each `HoldImage` and `DropImage` with one output."""
+    """Handler that answers each `HoldImage` and `DropImage` with one output."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LeaseHandler:
         return self._leases.num_bytes
 
     def start(self, command: HoldImage) -> PendingLease:
-        """Start to prepare the image; call `finish` when that is done."""
+        """Start to prepare the image; the caller calls `finish` when that is done."""
         return PendingLease(
             request_id=command.request_id,
             tenant=command.request_id.tenant,
@@ -60,7 +60,7 @@ class LeaseHandler:
     def finish(self, lease: PendingLease) -> None:
         command = lease.command
         failure = lease.image.exception()
-        if failure is not None:  # not raised: its traceback would hold the lease, and so itself
+        if failure is not None:  # not raised: its traceback would form a cycle with the lease
             self.fail(command.request_id, failure)
             return
         try:

@@ -1,4 +1,4 @@
-"""The scheduler's events as outputs for the service."""
+"""Conversion of the scheduler's events to outputs for the service."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class OutputSink:
 
 
 def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -> Delta:
-    """Tell the tokens since the last delta, with all that another engine needs to go on."""
-    tokens = sequence.tokens[len(sequence.prompt) + request.num_told :]
-    request.num_told += len(tokens)
+    """Return the tokens since the last delta, with all that another engine needs to resume."""
+    tokens = sequence.tokens[len(sequence.prompt) + request.num_sent_tokens :]
+    request.num_sent_tokens += len(tokens)
     payloads: tuple[tuple[float, float], ...] = ()
     logprobs: tuple[float, ...] = ()
     certainties: tuple[Certainty, ...] = ()
@@ -135,7 +135,9 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
     return Timings(
         queue=_queue_time(sequence, request),
         image=request.image_seconds,
-        prefill=max(0.0, timing.first_token - timing.prefill_start),  # an earlier engine's
+        prefill=max(
+            0.0, timing.first_token - timing.prefill_start
+        ),  # an earlier engine's first token
         first_token=timing.first_token - timing.arrival,
         decode=now - timing.first_token,
         total=now - timing.arrival,

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """The result of `compute`, which the first `get` runs while others wait."""
+    """Lazily computed value: the first `get` runs `compute` while others wait."""
 
     __slots__ = ("_compute", "_lock", "_value")
 
@@ -52,17 +52,15 @@ class Lazy(Generic[T]):
             return cast("T", self._value)
 
 
-# ---------------------------------------------------------------- lane
-
-# Lanes of image preparation.
+# ---------------------------------------------------------------- preparation pool
 
 P = ParamSpec("P")
 
 
-class Lane:
-    """Threads that prepare images, and processes that decode for them.
+class PreparationPool:
+    """Pool of threads that prepare images, and of processes that decode for them.
 
-    A lane keeps its images in order. Those of one lane do not wait for those of another.
+    A pool keeps its images in order; they do not wait for those of another pool.
     """
 
     def __init__(self, name: str, threads: int, *, max_pixels: int, nice: int = 0) -> None:
@@ -81,26 +79,24 @@ class Lane:
 
 # ---------------------------------------------------------------- loaded image
 
-# An image on its way from its bytes to what the model takes.
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreprocessedImage:
-    """A prepared image and the seconds that took."""
+    """A prepared image and its preparation time in seconds."""
 
     image: PreparedImage
     seconds: float
 
 
 PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
-"""An image that is prepared already, or its future."""
+"""A prepared image, or its future."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """The bytes of an image, their content key and, for a file, the header.
+    """Bytes of an image with their content key and, for a file, the header.
 
-    The service has checked it too, but here the limit on pixels bounds allocations.
+    The service has checked the header, too; here the limit on pixels bounds allocations.
     """
 
     tenant: str
@@ -119,7 +115,7 @@ class LoadedImage:
 
     @property
     def cost(self) -> int:
-        """Return `ImageHeader.cost`; raises as `inspect` does."""
+        """Return `ImageHeader.cost`; raise as `inspect` does."""
         if isinstance(self.source, RawImage):
             return self.source.width * self.source.height
         return self.header.get().cost
@@ -128,7 +124,7 @@ class LoadedImage:
         """Check the hash of the bytes.
 
         Raises:
-            InvalidField: it is another.
+            InvalidField: the hash differs.
         """
         raw = isinstance(self.source, RawImage)  # the key of a file is the hash of its bytes
         actual = hashlib.sha256(self.view).hexdigest() if raw else self.key.get()
@@ -140,15 +136,13 @@ class LoadedImage:
 
 # ---------------------------------------------------------------- preprocessor
 
-# Preparation of images on threads.
-
 _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
-_LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: some 30 ms
-_HEAVY_NICE = 10  # heavy images take what other work leaves of the cores
+_LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: about 30 ms
+_HEAVY_NICE = 10  # heavy images yield the cores to other work
 
 
 class _Job:
-    """An image on its way through the lanes."""
+    """An image on its way through the pools."""
 
     __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source", "tenant")
 
@@ -165,7 +159,7 @@ class _Job:
         self.loaded = loaded
         self.keep = keep
         self.sha256 = sha256
-        self.seconds = 0.0  # spent on earlier lanes
+        self.seconds = 0.0  # spent in earlier pools
         self.future: concurrent.futures.Future[PreprocessedImage] = concurrent.futures.Future()
 
     def succeed(self, result: PreprocessedImage) -> None:
@@ -173,13 +167,13 @@ class _Job:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, LegatoError):
-            error = error.with_traceback(None)  # whose frames reference the image and the future
+            error = error.with_traceback(None)  # its frames reference the image and the future
         if self.future.running() or self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 class Preprocessor:
-    """Decodes, orients, resizes and tiles images that are not cached for their tenant."""
+    """Preprocessor: decodes, orients, resizes and tiles images not cached for their tenant."""
 
     def __init__(
         self,
@@ -192,7 +186,7 @@ class Preprocessor:
         memory: PixelMemory,
         max_inline_pixels: int = 0,
     ) -> None:
-        """Up to `max_inline_pixels`, a JPEG or raw image takes only a few milliseconds."""
+        """Create a preprocessor; up to `max_inline_pixels`, images are decoded inline."""
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs
@@ -200,8 +194,10 @@ class Preprocessor:
         self._memory = memory
         self._max_inline_pixels = max_inline_pixels
         self._seen = SeenImages()
-        self._light = Lane("preprocess", threads, max_pixels=max_pixels)
-        self._heavy = Lane("preprocess-heavy", threads, max_pixels=max_pixels, nice=_HEAVY_NICE)
+        self._light = PreparationPool("preprocess", threads, max_pixels=max_pixels)
+        self._heavy = PreparationPool(
+            "preprocess-heavy", threads, max_pixels=max_pixels, nice=_HEAVY_NICE
+        )
         self._count_lock = threading.Lock()
         self._num_decoded = 0
         self._num_found = 0
@@ -217,7 +213,7 @@ class Preprocessor:
 
     @property
     def totals(self) -> ImageTotals:
-        """Without `held_bytes`."""
+        """Return the image totals without `held_bytes`."""
         return ImageTotals(
             decoded=self._num_decoded, found=self._num_found, cached_bytes=self._cache.num_bytes
         )
@@ -292,7 +288,7 @@ class Preprocessor:
         return job.future
 
     def warm_up(self) -> None:
-        """Start a decoding process ahead of the first image that needs one; does not wait."""
+        """Start a decoding process ahead of the first image that needs one; do not wait."""
         self._light.workers.start(1)
 
     def close(self) -> None:
@@ -301,24 +297,24 @@ class Preprocessor:
         self._prefetches.put(None)
         self._prefetcher.join()
 
-    # ------------------------------------------------------------ on a thread of a lane
+    # ------------------------------------------------------------ on a pool's thread
 
-    def _run(self, job: _Job, lane: Lane) -> None:
+    def _run(self, job: _Job, pool: PreparationPool) -> None:
         """Complete the job's future, or pass a heavy image on."""
         if job.future.cancelled():
             return
         start = time.monotonic()
         try:
             loaded = self._loaded(job)
-            # An image without a key has never been seen, so the cache cannot have it.
+            # An image without a key is new, so it cannot be cached.
             cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
-            if cached is None and lane is self._light and loaded.cost > _LIGHT_COST:
+            if cached is None and pool is self._light and loaded.cost > _LIGHT_COST:
                 job.seconds = time.monotonic() - start
                 self._heavy.submit(self._run, job, self._heavy)
                 return
             if not job.future.set_running_or_notify_cancel():
                 return
-            image = cached or self._prepare(loaded, self._decode(loaded, lane), job.keep)
+            image = cached or self._prepare(loaded, self._decode(loaded, pool), job.keep)
         except BaseException as error:  # noqa: BLE001 - raised again where the image is needed
             job.fail(error)
         else:
@@ -332,8 +328,8 @@ class Preprocessor:
             job.loaded.check_sha256(job.sha256)
         return job.loaded
 
-    def _decode(self, loaded: LoadedImage, lane: Lane) -> Pixels:
-        """Decode on this thread only what is known to take a few milliseconds."""
+    def _decode(self, loaded: LoadedImage, pool: PreparationPool) -> Pixels:
+        """Decode an image; on this thread only if it is known to take a few milliseconds."""
         if isinstance(loaded.source, RawImage):
             return decode_raw(loaded.view, loaded.source, self._memory.allocate)
         header = loaded.header.get()
@@ -341,11 +337,11 @@ class Preprocessor:
             pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
             if pixels_HWC is not None:
                 return pixels_HWC
-        return lane.workers.decode(loaded.view, header, self._memory.allocate)
+        return pool.workers.decode(loaded.view, header, self._memory.allocate)
 
     def _run_prefetches(self) -> None:
         while (value := self._prefetches.get()) is not None:
-            with contextlib.suppress(Exception):  # raised again where the value is needed
+            with contextlib.suppress(Exception):  # raised again when the value is used
                 value.get()
             del value  # not kept alive while the thread waits
 
@@ -368,7 +364,7 @@ class Preprocessor:
         return dataclasses.replace(image, info=info)
 
     def _load(self, source: EncodedImage | RawImage, tenant: str) -> LoadedImage:
-        """Take the blob, which can be taken once."""
+        """Read the blob, which can be read only once."""
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
@@ -386,7 +382,7 @@ class Preprocessor:
         )
 
     def _prepare_inline(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage | None:
-        """Return None for a JPEG that may be corrupt."""
+        """Prepare a small image on this thread; return None for a JPEG that may be corrupt."""
         start = time.monotonic()
         pixels_HWC: Pixels | None
         if isinstance(loaded.source, RawImage):

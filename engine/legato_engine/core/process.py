@@ -63,14 +63,14 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 
 def configure_logging(level: str = "info", *, for_people: bool = False) -> None:
-    """Log JSON lines, or lines for people, the standard library's included."""
+    """Log JSON or human-readable lines, including the standard library's."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[structlog.typing.Processor]
     if for_people:
-        # The usual tracebacks show local variables, and with them prompts.
+        # Default tracebacks show local variables and therefore prompts.
         plain = structlog.dev.plain_traceback
         last = [structlog.dev.ConsoleRenderer(exception_formatter=plain), _on_new_line]
     else:
@@ -116,8 +116,6 @@ def _dropped_text(count: int) -> bytes:
 
 # ---------------------------------------------------------------- unservable
 
-# Configurations that no restart would make servable.
-
 
 class UnservableConfig(Exception):
     """The configuration cannot be served."""
@@ -129,7 +127,7 @@ class UnservableConfig(Exception):
 
 @contextmanager
 def unservable() -> Iterator[None]:
-    """Raise `UnservableConfig` for errors of a load that another one would repeat."""
+    """Raise `UnservableConfig` for load errors that a restart would repeat."""
     try:
         yield
     except (InvalidField, ModelNotFound) as error:
@@ -144,15 +142,13 @@ def unservable() -> Iterator[None]:
 
 # ---------------------------------------------------------------- main loop
 
-# The main loop of the engine process.
-
 if TYPE_CHECKING:
     from legato_engine.core.engine_core import EngineCore  # imports torch
     from legato_engine.null.engine import NullEngine
 
     Core = EngineCore | NullEngine
 
-_MOMENT_MS = 5  # without a command before the loop publishes and sleeps
+_IDLE_MS = 5  # without a command before the loop publishes and sleeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +171,7 @@ class Telemetry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoop:
-    """Reads commands, carries them out, steps the engine and publishes its figures."""
+    """Main loop: executes commands, steps the engine and publishes its state."""
 
     core: Core
     telemetry: Telemetry
@@ -186,7 +182,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `Shutdown`.
 
-        What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
+        The published state must be true while the loop sleeps, except for sleeps under `_IDLE_MS`:
         publishing would cost more than the requests.
         """
         core, connections, quarantine = self.core, self.connections, self.quarantine
@@ -196,9 +192,9 @@ class EngineLoop:
                 self.publish()
             if not core.busy:
                 deadline = core.next_deadline()
-                if deadline < time.monotonic() + _MOMENT_MS / 1000:
+                if deadline < time.monotonic() + _IDLE_MS / 1000:
                     connections.wait(_timeout_ms(deadline))
-                elif not connections.wait(_MOMENT_MS):
+                elif not connections.wait(_IDLE_MS):
                     self.publish()
                     connections.wait(_timeout_ms(deadline))
             for command in connections.receive():
@@ -224,7 +220,7 @@ class EngineLoop:
 
 
 def apply(core: Core, command: Command) -> None:
-    """Carry out a command but `Shutdown`, which ends the loop."""
+    """Execute a command other than `Shutdown`, which ends the loop."""
     match command:
         case Submit(request=request):
             if failpoints.ACTIVE:
@@ -250,8 +246,6 @@ def _timeout_ms(deadline: float) -> int | None:
 
 # ---------------------------------------------------------------- process
 
-# The engine process: `python -m legato_engine.core.process`, started by `EngineClient`.
-
 _LINGER_MS = 500  # to send the last outputs
 _log = structlog.get_logger()
 
@@ -260,12 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load the model and serve; return the exit code."""
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
-    configure_logging(config.log_level, for_people=config.log_for_people)
+    configure_logging(config.log_level, for_people=config.human_readable_logs)
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
     _write_stacks_to(files)
     if config.model != null_model.NAME:
-        latency_policy.end_batch_scheduling()
+        latency_policy.reset_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -343,7 +337,7 @@ def _open(
     path = tokenizer_path(config.model, config.weights, config.tokenizer, config.models)
     if path is not None and path.is_file() and not config.random_weights:
         start_check(path)
-    gc.disable()  # collections would walk over all that is imported, again and again
+    gc.disable()  # collections would traverse all imported modules repeatedly
     from legato_engine.core.assembly import assemble  # imports torch, which takes seconds
 
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Requests that may have ended engines, each run with nothing beside it."""
+"""Quarantine of requests that may have crashed engines: each runs alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from legato_engine.types import RequestKey
 
 
 class Quarantine:
-    """Passes commands on to the engine and holds back those that must wait for a suspect.
+    """Filter of commands that holds back those that must wait for a suspect.
 
-    While there are suspects (`Resumed.alone`), nothing else begins. A suspect begins when the
-    engine is idle and `announce` has told all service processes, so that they know whom to blame
-    for the engine's end. What is held back begins in the order of its arrival when the last suspect
-    has ended.
+    While there are suspects (`Resumed.alone`), no other request starts. A suspect starts when the
+    engine is idle and `announce` has notified all service processes, so a crash can be attributed
+    to it. Held commands start in the order of their arrival when the last suspect has ended.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class Quarantine:
         self._announce = announce
         self._suspects: deque[Submit] = deque()
         self._held: deque[Submit | HoldImage] = deque()
-        self._stopped: set[RequestKey] = set()  # of both, to be stopped once they have begun
+        self._stopped: set[RequestKey] = set()  # suspects and held requests to stop once they start
         self._active = False
 
     @property
@@ -48,7 +47,7 @@ class Quarantine:
             self._apply(command)
 
     def advance(self) -> None:
-        """Begin the next suspect, or what was held back, if the engine is idle."""
+        """Start the next suspect, or the held commands, if the engine is idle."""
         if not self._active or not self._is_idle():
             return
         if self._suspects:
@@ -62,21 +61,21 @@ class Quarantine:
                     is_last=resumed.is_last,
                 )
             )
-            self._begin(suspect)
+            self._start(suspect)
             return
         self._active = False
         self._announce(RunningAlone(request_id=None))
         while self._held:
-            self._begin(self._held.popleft())
+            self._start(self._held.popleft())
 
-    def _begin(self, command: Submit | HoldImage) -> None:
+    def _start(self, command: Submit | HoldImage) -> None:
         self._apply(command)
         if (key := _key(command)) in self._stopped:
             self._stopped.remove(key)
             self._apply(Stop(request_id=key))
 
     def _end_held(self, command: Abort | Stop) -> bool:
-        """Return whether the abort ended a request that had not begun."""
+        """End a request that has not started; return whether the command applied to one."""
         key = command.request_id
         if all(_key(each) != key for each in (*self._suspects, *self._held)):
             return False

@@ -27,11 +27,11 @@ from legato_engine.types import (
 
 _log = structlog.get_logger()
 _THREADS = 1
-_SWITCH_SECONDS = 0.0005  # tracing is Python code: it may hold the GIL for so long before a step
+_SWITCH_SECONDS = 0.0005  # tracing is Python code that may hold the GIL for this long before a step
 
 
 class Refinements:
-    """Holds back the `Done` of an outline until it is refined.
+    """Refinements of outlines; each holds back a `Done` until its outline is refined.
 
     If that fails or the deadline passes, the result is the model's own outline. Belongs to the
     engine's main thread.
@@ -53,14 +53,16 @@ class Refinements:
         if refiner is not None:
             sys.setswitchinterval(_SWITCH_SECONDS)
 
-    def refinable(self, request: Request, image: PreparedImage | None) -> PreparedImage | None:
+    def image_to_refine(
+        self, request: Request, image: PreparedImage | None
+    ) -> PreparedImage | None:
         if self._refiner is None or not isinstance(request.task, SegmentTask):
             return None
         return image
 
     def finish(self, request: ScheduledRequest, done: Done) -> None:
         outline = _single_outline(done)
-        if self._refiner is None or request.refinable is None or outline is None:
+        if self._refiner is None or request.image_to_refine is None or outline is None:
             self._send(done)
             return
         self._requests.add(
@@ -71,12 +73,12 @@ class Refinements:
                 done=done,
                 outline=outline,
                 started=time.monotonic(),
-                work=self._pool.submit(self._refiner.prepare, outline, request.refinable),
+                work=self._pool.submit(self._refiner.prepare, outline, request.image_to_refine),
             )
         )
 
     def advance(self, request: PendingRefinement, launch: Callable[[Refinement], None]) -> None:
-        """Take the completed work; `launch` runs a refinement on the device."""
+        """Process the completed work; `launch` runs a refinement on the device."""
         if (failure := request.work.exception()) is not None:
             _log.warning(
                 "outline_not_refined", request_id=request.request_id.name, reason=repr(failure)
@@ -84,7 +86,7 @@ class Refinements:
             self.num_unrefined += 1
             self.finish_unrefined(request)
         elif request.refinement is None:
-            # The callback must not hold the entry, which holds the refinement.
+            # The callback must not reference the entry, which references the refinement.
             done = functools.partial(self._on_device_done, request.request_id)
             request.refinement = Refinement(request.work.result(), done)
             launch(request.refinement)
@@ -101,10 +103,10 @@ class Refinements:
     def _on_device_done(self, request_id: RequestKey, refinement: Refinement) -> None:
         request = self._requests.get(request_id)
         if not isinstance(request, PendingRefinement) or request.refinement is not refinement:
-            return  # its id may be another request's
+            return  # the id may have been reused
         assert self._refiner is not None, "a refinement was launched without a refiner"
         request.work = self._pool.submit(
-            self._refiner.finish, request.outline, refinement.given, refinement.answer
+            self._refiner.finish, request.outline, refinement.inputs, refinement.result
         )
         self._requests.watch(request)
 

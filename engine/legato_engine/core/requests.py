@@ -37,8 +37,8 @@ Future = concurrent.futures.Future
 class RequestStage:
     """Base of all stages; `deadline` is in monotonic seconds."""
 
-    takes_queue_place: ClassVar[bool] = True
-    """Whether it counts against the queue's limits although it is not in the queue."""
+    counts_toward_queue_limit: ClassVar[bool] = True
+    """Whether it counts toward the queue's limits although it is not in the queue."""
 
     request_id: RequestKey
     tenant: str
@@ -46,7 +46,7 @@ class RequestStage:
 
     @property
     def futures(self) -> abc.Sequence[Future[Any]]:
-        """Work on other threads that the stage waits for."""
+        """Return the futures on other threads that the stage waits for."""
         return ()
 
     def cancel(self) -> None:
@@ -55,9 +55,9 @@ class RequestStage:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest(RequestStage):
-    """A request whose image, adapter or long text is being prepared.
+    """Request whose image, adapter or long text is being prepared.
 
-    `text` is done when `task` is computed; None: that was done at once.
+    `text` completes when `task` is computed; None if that was done synchronously.
     """
 
     request: Request
@@ -113,24 +113,24 @@ class PendingLease(RequestStage):
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ScheduledRequest(RequestStage):
-    """A request in the scheduler, which enforces the deadline.
+    """Request in the scheduler, which enforces the deadline.
 
-    `refinable` is the image to refine an outline with.
+    `image_to_refine` is the image to refine an outline with.
     """
 
-    takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
+    counts_toward_queue_limit: ClassVar[bool] = False  # the scheduler counts its own queue
 
     request: Request
     image: ImageInfo | None = None
     image_seconds: float = 0.0
     tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
-    num_told: int = 0  # tokens in deltas, of earlier engines too
-    refinable: PreparedImage | None = None
+    num_sent_tokens: int = 0  # tokens sent in deltas, also by earlier engines
+    image_to_refine: PreparedImage | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRefinement(RequestStage):
-    """A request whose sequence has finished and whose `done` waits for its outline.
+    """Request whose sequence has finished and whose `done` waits for its outline.
 
     `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
     `work` traces its result.
@@ -152,13 +152,11 @@ class PendingRefinement(RequestStage):
 
 # ---------------------------------------------------------------- request table
 
-# Requests of the engine by id.
-
 _Future = concurrent.futures.Future[Any]
 
 
 class RequestTable:
-    """Every request and image lease that the engine has accepted and not finished.
+    """Table of the requests and image leases that the engine has accepted and not finished.
 
     The next stage of a request is a new entry. Belongs to the engine's main thread; `wake` runs on
     the thread that completes a future.
@@ -191,7 +189,7 @@ class RequestTable:
         return self._entries.pop(request_id, None)
 
     def watch(self, entry: RequestStage) -> None:
-        """Have `completed` yield the entry after each of its present futures."""
+        """Have `completed` yield the entry when one of its current futures completes."""
         for future in entry.futures:
             # The callback must not hold the future: the cycle would keep its image alive until a
             # full garbage collection, which hardly ever runs.
@@ -217,7 +215,7 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float:
-        """A lower bound of the entries' deadlines."""
+        """Return a lower bound of the entries' deadlines."""
         return self._next_deadline
 
     def expired(self, now: float) -> list[RequestStage]:
@@ -229,7 +227,7 @@ class RequestTable:
         return [each for each in self._entries.values() if each.deadline <= now]
 
     def queued_tenants(self) -> list[str]:
-        return [each.tenant for each in self._entries.values() if each.takes_queue_place]
+        return [each.tenant for each in self._entries.values() if each.counts_toward_queue_limit]
 
     def newest(self, stage: type[RequestStage], tenant: str) -> RequestStage | None:
         newest_first = (self._entries[key] for key in reversed(self._entries))
@@ -245,14 +243,12 @@ class RequestTable:
 
 # ---------------------------------------------------------------- resumption
 
-# Resuming a request that a lost engine had begun.
-
 
 def replay(sequence: Sequence, resumed: Resumed, frontend: ModelFrontend) -> list[TokenInfo]:
-    """Bring a new sequence to where its outputs were; return the described tokens.
+    """Replay the tokens of a resumed request into a new sequence; return their descriptions.
 
-    Its prefill then computes prompt and tokens at once, as after a preemption, and the next token
-    is sampled at the position it would have had. The events of the tokens were sent already.
+    The prefill then computes prompt and tokens at once, as after a preemption, and the next token
+    is sampled at its original position. The events of the tokens were sent already.
 
     Raises:
         InvalidField: the tokens cannot be of this request.
@@ -271,17 +267,17 @@ def replay(sequence: Sequence, resumed: Resumed, frontend: ModelFrontend) -> lis
     return infos
 
 
-def ended_as(sequence: Sequence) -> FinishReason | None:
-    """The finish reason of a sequence whose last token is committed."""
+def finish_reason_of(sequence: Sequence) -> FinishReason | None:
+    """Return the finish reason if the sequence's last token is committed."""
     if sequence.num_committed == sequence.task.max_tokens:
         return sequence.task.finish_reason or FinishReason.LENGTH
     return sequence.task.finish_reason
 
 
 def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFrontend) -> None:
-    """A token outside of the vocabulary would read memory that is no embedding."""
+    """Check a resumed token: one outside the vocabulary would read invalid memory."""
     field = f"resume_from.token_ids[{index}]"
-    if ended_as(sequence) is not None:
+    if finish_reason_of(sequence) is not None:
         raise InvalidField("the answer has ended before it", field=field)
     constraint = frontend.constraints[sequence.task.constraint()]
     allowed = constraint.allowed is None or token_id in constraint.allowed
@@ -290,13 +286,13 @@ def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFronten
 
 
 def _tokens(resumed: Resumed) -> Iterator[SampledToken]:
-    """Raises InvalidField where something is not told of every token."""
-    told: tuple[tuple[str, Sized], ...] = (
+    """Return the resumed tokens; raise InvalidField if a column's length differs."""
+    columns: tuple[tuple[str, Sized], ...] = (
         ("values", resumed.payloads),
         ("logprobs", resumed.logprobs),
         ("certainties", resumed.certainties),
     )
-    for name, values in told:
+    for name, values in columns:
         if values and len(values) != len(resumed.token_ids):
             problem = f"{len(values)} for {len(resumed.token_ids)} tokens"
             raise InvalidField(problem, field=f"resume_from.{name}")
@@ -308,8 +304,6 @@ def _tokens(resumed: Resumed) -> Iterator[SampledToken]:
 
 # ---------------------------------------------------------------- sequences
 
-# Sequences made of requests and what was prepared for them.
-
 
 def make_sequence(
     frontend: ModelFrontend,
@@ -319,7 +313,7 @@ def make_sequence(
     *,
     task: Task | None = None,
 ) -> Sequence:
-    """Make a waiting sequence. Raises as `make_task`.
+    """Make a waiting sequence; raise as `make_task`.
 
     The prefix is not shared under another adapter, which changes its keys and values.
     """

@@ -1,4 +1,4 @@
-"""Crash bundles: a folder with `bundle.json`, stacks and a timeline of a dead engine."""
+"""Crash bundles: folders with `bundle.json`, stacks and a timeline of a dead engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("legato", "torch", "numpy", "msgspec", "tokenizers", "grpcio")
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an engine; `exit_code` is negative for a signal, `uptime` seconds since ready."""
+    """Exit of an engine; `exit_code` is negative for a signal, `uptime` seconds since ready."""
 
     pid: int
     exit_code: int
@@ -35,7 +35,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """`bundle.json`. Shapes and settings; never a prompt, an image or a result."""
+    """Content of `bundle.json`: shapes and settings, never a prompt, an image or a result."""
 
     created: str
     death: Death
@@ -49,7 +49,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrashFiles:
-    """The files of one engine process, in a folder of the service's."""
+    """Crash files of one engine process, in a folder of the service."""
 
     def __init__(self, prefix: pathlib.Path) -> None:
         self.prefix = prefix
@@ -57,7 +57,7 @@ class CrashFiles:
         self.stacks = prefix.with_name(f"{prefix.name}.stacks")
 
     def open_stacks(self) -> IO[str]:
-        """Open the stacks, which only this user may read, to append to them.
+        """Open the stacks file for appending; only this user may read it.
 
         Raises:
             OSError: the file cannot be made.
@@ -124,7 +124,7 @@ def load(path: pathlib.Path) -> Bundle:
 
 
 def _require_private(folder: pathlib.Path) -> None:
-    """The default folder's name can be guessed, and its parent is every user's."""
+    """Require a private folder: the default name is predictable and its parent shared."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat(follow_symlinks=False)
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
@@ -149,7 +149,7 @@ def _versions() -> dict[str, str]:
 
 
 def _timeline(recording: Recording) -> dict[str, Any]:
-    """Chrome's trace format; times in microseconds."""
+    """Return the launches in Chrome's trace format, in microseconds."""
     events: list[dict[str, Any]] = []
     for step in recording.steps:
         at = dict(zip(STEP_TIMES, step.times, strict=True))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUM_LAUNCHES = 256
 _REQUESTS = 1024
 _STEPS = 4096
-_ROWS = 64  # of a launch that are recorded
+_ROWS = 64  # recorded rows per launch
 _MAGIC = b"legato1\0"
 
 _HEADER = struct.Struct("<8sQ")  # magic, steps written
@@ -59,7 +59,7 @@ STEP_TIMES = (
 
 
 class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a request; `width` and `height` are of its image in pixels, 0 without one."""
+    """Shape of a request; `width` and `height` are of its image in pixels, 0 without one."""
 
     seq_id: int
     task: str
@@ -73,7 +73,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowShape(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a sequence in a launch."""
+    """Shape of a sequence's row in a launch."""
 
     seq_id: int
     position: int
@@ -83,7 +83,7 @@ class RowShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch; `rows` are the first `_ROWS` of `num_rows`. `at` is in nanoseconds."""
+    """Shape of a launch; `rows` are the first `_ROWS` of `num_rows`. `at` is in nanoseconds."""
 
     launch_id: int
     at: int
@@ -95,7 +95,7 @@ class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedStepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed launch; `times` are nanoseconds in the order of `STEP_TIMES`."""
+    """Times of a committed launch; `times` are nanoseconds in the order of `STEP_TIMES`."""
 
     launch_id: int
     kind: str
@@ -106,7 +106,7 @@ class RecordedStepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a recording, oldest first."""
+    """Content of a recording, oldest first."""
 
     requests: tuple[RequestShape, ...] = ()
     launches: tuple[LaunchShape, ...] = ()
@@ -118,9 +118,9 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class Recorder:
-    """Writes a recording, as the process may end at any moment.
+    """Writer of a recording that survives the process; belongs to the scheduler's thread.
 
-    Belongs to the scheduler's thread, and takes microseconds.
+    A call takes microseconds.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -132,7 +132,9 @@ class Recorder:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # else a write without space is a SIGBUS
+            os.posix_fallocate(
+                descriptor, 0, _SIZE
+            )  # otherwise a write without space raises SIGBUS
             self._map = mmap.mmap(descriptor, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(descriptor)
@@ -162,7 +164,7 @@ class Recorder:
         self._map[at + 8] = 0
 
     def launching(self, launch: Launch, at: int) -> None:
-        """Call before the forward pass; `at` is in nanoseconds."""
+        """Record a launch before its forward pass; `at` is in nanoseconds."""
         plan = launch.plan
         offset = _LAUNCHES_AT + launch.launch_id % NUM_LAUNCHES * _LAUNCH_SIZE
         _LAUNCH.pack_into(
@@ -183,7 +185,7 @@ class Recorder:
             offset += size
 
     def add(self, step: Step) -> None:
-        """A launch was committed."""
+        """Record a committed launch."""
         record, times, launch = step.record, step.times, step.record.launch
         at = _LAUNCHES_AT + launch.launch_id % NUM_LAUNCHES * _LAUNCH_SIZE
         self._map[at + 16] = 1
@@ -214,7 +216,7 @@ class Recorder:
 
 
 def read(path: pathlib.Path) -> Recording:
-    """Read what an engine left; empty if it left nothing that can be read."""
+    """Read the recording of a dead engine; return an empty one if it is unreadable."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -37,43 +37,43 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,180}\.safetensors")
 _MAX_INDEX_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HTTP_ERROR: type[Exception] = vars(hub_errors)["HTTPError"]
-"""That of the HTTP client which this version of the library uses."""
+"""Error of the HTTP client that this version of the library uses."""
 
 Say = Callable[[str], None]
 
 
 class PullFailed(Exception):
-    """The message is for the user; what was downloaded stays where a next pull goes on."""
+    """Failed pull; the message is for the user, and the next pull resumes the download."""
 
 
 class HubUnreachable(PullFailed):
-    """There is no answer: no network, another endpoint, or HF_HUB_OFFLINE."""
+    """The hub does not answer: no network, a wrong endpoint, or HF_HUB_OFFLINE."""
 
 
 class NotPublished(PullFailed):
-    """No such repository, revision or file, or not for this caller."""
+    """Repository, revision or file that does not exist or is not accessible to this caller."""
 
 
-class WrongContent(PullFailed):
-    """Size or hash are others than the catalogue's or the hub's own record says."""
+class ContentMismatch(PullFailed):
+    """Content whose size or hash differs from the catalog or the hub's record."""
 
 
-class NoRoom(PullFailed):
-    """The disk is too small, or became full."""
+class DiskFull(PullFailed):
+    """Disk that is too small or became full."""
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """An index of shards: the file of each tensor."""
+    """Index of shards: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a commit; `sha256` is empty where the hub knows the blob's git hash alone."""
+    """File of a commit; `sha256` is empty if the hub only knows the blob's git hash."""
 
     repository: str
     commit: str
@@ -88,18 +88,18 @@ class RemoteFile:
 
 
 def pull(model: Published, folder: Path, say: Say) -> store.Manifest:
-    """Fetch what is missing, check all, and write the manifest.
+    """Fetch missing files, check all, and write the manifest.
 
     Raises:
-        PullFailed: a subclass says how.
+        PullFailed: a subclass names the cause.
     """
-    with _explained(folder):
+    with _translate_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         stored: dict[str, store.StoredFile] = {}
         for source in model.sources:
-            for file in _wanted(source, folder, say):
+            for file in _list_files(source, folder, say):
                 if file.name not in stored:
-                    stored[file.name] = _fetched(file, source.sha256, folder, say)
+                    stored[file.name] = _fetch(file, source.sha256, folder, say)
         manifest = store.Manifest(
             model=model.name,
             licence=model.licence,
@@ -110,34 +110,34 @@ def pull(model: Published, folder: Path, say: Say) -> store.Manifest:
         return manifest
 
 
-def _wanted(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
-    """The files of a source; of a model in shards, those that its index names."""
-    remote = _listed(source)
+def _list_files(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
+    """Return the files of a source; for a sharded model, those that its index names."""
+    remote = _list_remote(source)
     commit = next(iter(remote.values())).commit
     say(f"{source.repository} at {commit}")
-    chosen = [_checked(each) for name, each in remote.items() if source.wants(name)]
+    chosen = [_validate(each) for name, each in remote.items() if source.wants(name)]
     if INDEX in remote and source.wants(INDEX) and "model.safetensors" not in remote:
         if remote[INDEX].size > _MAX_INDEX_BYTES:
             problem = f"has {remote[INDEX].size} bytes; an index has at most {_MAX_INDEX_BYTES}"
-            raise WrongContent(f"{INDEX} of {source.repository} {problem}")
-        _fetched(remote[INDEX], source.sha256, folder, lambda _: None)
-        names = _shards(folder / INDEX)
+            raise ContentMismatch(f"{INDEX} of {source.repository} {problem}")
+        _fetch(remote[INDEX], source.sha256, folder, lambda _: None)
+        names = _list_shards(folder / INDEX)
         if missing := [name for name in names if name not in remote]:
             raise NotPublished(f"{source.repository} lacks {missing[0]}, which its index names")
-        chosen += [_checked(remote[name]) for name in names]
+        chosen += [_validate(remote[name]) for name in names]
     if not chosen:
         raise NotPublished(f"{source.repository} at {commit} has none of {', '.join(source.files)}")
     _check_room(chosen, folder)
     return chosen
 
 
-def _listed(source: Source) -> dict[str, RemoteFile]:
+def _list_remote(source: Source) -> dict[str, RemoteFile]:
     info = _api().model_info(source.repository, revision=source.revision, files_metadata=True)
     commit = info.sha or ""
     if not _is(_COMMIT, commit) or (
         _COMMIT.fullmatch(source.revision) and commit != source.revision
     ):
-        raise WrongContent(f"{source.repository}: asked for {source.revision}, got {commit!r}")
+        raise ContentMismatch(f"{source.repository}: asked for {source.revision}, got {commit!r}")
     files = {
         each.rfilename: RemoteFile(
             source.repository,
@@ -148,20 +148,20 @@ def _listed(source: Source) -> dict[str, RemoteFile]:
             each.blob_id or "",
         )
         for each in info.siblings or ()
-        if _is(_NAME, each.rfilename)  # nothing outside the folder
+        if _is(_NAME, each.rfilename)  # ignore names outside the folder
     }
     if not files:
         raise NotPublished(f"{source.repository} at {commit} has no files")
     return files
 
 
-def _checked(file: RemoteFile) -> RemoteFile:
-    """Check what the hub says of a file before it is used."""
+def _validate(file: RemoteFile) -> RemoteFile:
+    """Check the hub's metadata of a file; return the file."""
     if type(file.size) is not int or file.size < 0:
-        raise WrongContent(f"{file.repository}: {file.name} has the size {file.size!r}")
+        raise ContentMismatch(f"{file.repository}: {file.name} has the size {file.size!r}")
     if not (_is(_SHA256, file.sha256) or (file.sha256 == "" and _is(_GIT_HASH, file.blob))):
         problem = f"{file.sha256!r} is no SHA-256, {file.blob!r} no git hash"
-        raise WrongContent(f"{file.repository}: {file.name}: {problem}")
+        raise ContentMismatch(f"{file.repository}: {file.name}: {problem}")
     return file
 
 
@@ -173,14 +173,14 @@ def _api() -> huggingface_hub.HfApi:
     return huggingface_hub.HfApi(endpoint=constants.ENDPOINT, library_name="legato")
 
 
-def _shards(index: Path) -> list[str]:
-    """The names in an index, which are those of weights and of nothing else."""
+def _list_shards(index: Path) -> list[str]:
+    """Return the file names in an index, which must be names of weights."""
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise WrongContent(f"{index} is no index of shards") from None
+        raise ContentMismatch(f"{index} is no index of shards") from None
     if wrong := [name for name in sorted(names) if not _is(_SHARD, name)]:
-        raise WrongContent(f"{index} names {wrong[0]!r}, which is no file of weights")
+        raise ContentMismatch(f"{index} names {wrong[0]!r}, which is no file of weights")
     return sorted(names)
 
 
@@ -192,24 +192,22 @@ def _check_room(files: list[RemoteFile], folder: Path) -> None:
             missing += file.size - (part.stat().st_size if part.exists() else 0)
     free = shutil.disk_usage(folder).free
     if missing > free:
-        raise NoRoom(
+        raise DiskFull(
             f"{missing / 1e9:.2f} GB are to be fetched, and {folder} has {free / 1e9:.2f} GB left"
         )
 
 
-def _fetched(
-    file: RemoteFile, known: Mapping[str, str], folder: Path, say: Say
-) -> store.StoredFile:
-    """The file, checked; one that is there already is not fetched again if it is right."""
+def _fetch(file: RemoteFile, known: Mapping[str, str], folder: Path, say: Say) -> store.StoredFile:
+    """Fetch and check a file, unless a valid one exists already."""
     path, part = folder / file.name, file.part(folder)
     if not path.exists():
         if part.exists() and part.stat().st_size > file.size:
-            part.unlink()  # of no use: its file is shorter
+            part.unlink()  # useless: longer than its file
         if part.exists():
             say(f"{file.name}: {part.stat().st_size} of {file.size} bytes are here already")
         try:
             _download(file, part)
-        except WrongContent:
+        except ContentMismatch:
             part.unlink(missing_ok=True)
             raise
         sha256 = _check(file, part, known)
@@ -228,11 +226,11 @@ def _download(file: RemoteFile, part: Path) -> None:
     with part.open("ab") as opened:
         target = _Bounded(opened, file)
         location = huggingface_hub.get_hf_file_metadata(url, endpoint=constants.ENDPOINT).location
-        # A storage elsewhere is not shown the caller's token.
+        # Do not send the caller's token to another storage host.
         own = location.split("/")[:3] == url.split("/")[:3]
         file_download.http_get(
             location,
-            target,  # type: ignore[arg-type]  # has what `http_get` calls
+            target,  # type: ignore[arg-type]  # has the methods that `http_get` calls
             resume_size=opened.tell(),
             headers=headers if own else {},
             expected_size=file.size,
@@ -241,7 +239,7 @@ def _download(file: RemoteFile, part: Path) -> None:
 
 
 class _Bounded:
-    """A file that takes no more bytes than its `RemoteFile` has."""
+    """File that accepts no more bytes than its `RemoteFile` has."""
 
     def __init__(self, target: io.BufferedWriter, file: RemoteFile) -> None:
         self._target = target
@@ -251,7 +249,7 @@ class _Bounded:
     def write(self, data: bytes) -> int:
         if self._target.tell() + len(data) > self._file.size:
             name, repository = self._file.name, self._file.repository
-            raise WrongContent(
+            raise ContentMismatch(
                 f"{name} of {repository} is longer than the {self._file.size} bytes that the hub "
                 "declares; what was fetched of it was removed"
             )
@@ -259,7 +257,7 @@ class _Bounded:
 
 
 def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
-    """The SHA-256 of a file that is right; one that is not is removed."""
+    """Return the SHA-256 of a file; remove a file that does not match."""
     size = path.stat().st_size
     sha256 = _digest(hashlib.sha256(), path)
     wanted = known.get(file.name) or file.sha256
@@ -270,7 +268,7 @@ def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
         right = _digest(blob, path) == file.blob
     if size != file.size or not right:
         path.unlink()
-        raise WrongContent(
+        raise ContentMismatch(
             f"{file.name} of {file.repository} has {size} bytes with SHA-256 {sha256}, not "
             f"{file.size} with {wanted or f'the git hash {file.blob}'}; it was removed"
         )
@@ -285,8 +283,8 @@ def _digest(digest: hashlib._Hash, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Failures of the library and of the disk as `PullFailed`."""
+def _translate_errors(folder: Path) -> Iterator[None]:
+    """Translate failures of the library and of the disk to `PullFailed`."""
     try:
         yield
     except PullFailed:
@@ -301,29 +299,27 @@ def _explained(folder: Path) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         raise HubUnreachable(
             f"{constants.ENDPOINT} does not answer: {reason}; what is here stays, "
-            "and the next pull goes on from there"
+            "and the next pull resumes there"
         ) from None
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise NoRoom(f"cannot write to {folder}: {error.strerror}") from None
-        raise PullFailed(f"{error.strerror or error}; the next pull goes on") from None
+        if error.errno in _DISK_FULL:
+            raise DiskFull(f"cannot write to {folder}: {error.strerror}") from None
+        raise PullFailed(f"{error.strerror or error}; the next pull resumes") from None
     except Exception as error:  # noqa: BLE001 - the library raises whatever an odd answer trips
         problem = f"{constants.ENDPOINT} gives an answer that is not understood"
-        raise WrongContent(f"{problem}: {type(error).__name__}: {error}") from None
+        raise ContentMismatch(f"{problem}: {type(error).__name__}: {error}") from None
 
 
 # ---------------------------------------------------------------- pull
 
-# `legato pull`.
-
 FAILED, NOT_FOUND, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
-"""Exit codes, as those of the command `legato`."""
+"""Exit codes, the same as those of the command `legato`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = pull_parser().parse_args(argv)
     model = MODELS[arguments.model]
-    folder = store.folder_of(arguments.models, model.name)
+    folder = store.model_folder(arguments.models, model.name)
     out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     out.print(f"licence: {model.licence}", markup=False, highlight=False)
     try:

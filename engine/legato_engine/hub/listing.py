@@ -1,4 +1,4 @@
-"""`legato models`."""
+"""`legato models`: list models and where they fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato_engine.hub import store
 from legato_engine.hub.store import MODELS, Published, models_parser
 
 _SLACK = 1.2
-"""Memory that a model needs, by that of its weights; KV cache and images come on top."""
+"""Memory that a model needs / memory of its weights; KV cache and images come on top."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def gpus() -> list[Place]:
         from cuda.bindings import driver
 
         status = driver.cuInit(0)[0]
-    except (ImportError, RuntimeError):  # the second where the driver's library is missing
+    except (ImportError, RuntimeError):  # RuntimeError if the driver's library is missing
         return []
     if status != driver.CUresult.CUDA_SUCCESS:
         return []
@@ -69,7 +69,7 @@ def gpus() -> list[Place]:
 
 
 def _row(model: Published, models: str, places: Sequence[Place]) -> dict[str, object]:
-    folder = store.folder_of(models, model.name)
+    folder = store.model_folder(models, model.name)
     manifest = store.read_manifest(folder)
     return {
         "model": model.name,

@@ -47,7 +47,7 @@ def default_folder() -> Path:
     return Path(data) / "legato" / "models"
 
 
-def folder_of(models: str, name: str) -> Path:
+def model_folder(models: str, name: str) -> Path:
     """Return a model's folder; an empty `models` means the default folder."""
     return (Path(models) if models else default_folder()) / name
 
@@ -61,19 +61,19 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Once it is there, all files are."""
+    """Write the manifest, last: its existence means that all files are complete."""
     draft = folder / f"{_MANIFEST}.part"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
     draft.replace(folder / _MANIFEST)
 
 
 def find(models: str, name: str) -> Path:
-    """The folder of a pulled model. Nothing is downloaded, and no hash is computed.
+    """Return the folder of a pulled model, without downloads or hash checks.
 
     Raises:
         InvalidField: it was not pulled, or a file is gone or has another size.
     """
-    folder = folder_of(models, name)
+    folder = model_folder(models, name)
     manifest = read_manifest(folder)
     if manifest is None:
         problem = f"{name} is not at {folder}: `legato pull {name}` fetches it, or give its files"
@@ -88,19 +88,16 @@ def find(models: str, name: str) -> Path:
 
 # ---------------------------------------------------------------- catalog
 
-# The models that `legato pull` knows.
-#
-# A revision is a commit of the repository, and the hashes are those of the hub's own records of
-# it.
-# Where no commit is known here, the revision is a branch: the first pull writes down the commit.
+# A revision is a commit of the repository, and the hashes are the hub's. If no commit is known, the
+# revision is a branch, and the first pull records the commit.
 
 INDEX = "model.safetensors.index.json"
-"""Of a model in shards; it names them."""
+"""Index file of a sharded model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Files of one repository; of a name that ends in * all that begin so, if there are any."""
+    """Files of one repository; a name that ends in * matches any number of files."""
 
     repository: str
     revision: str
@@ -116,7 +113,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """A model; bytes are of the weights in memory, 0 where there is no such form."""
+    """Published model; bytes are of the weights in memory, 0 if the form does not exist."""
 
     name: str
     family: str  # of `--model`
@@ -243,14 +240,12 @@ MODELS = {each.name: each for each in _ALL}
 
 # ---------------------------------------------------------------- options
 
-# Options of `legato pull` and `legato models`.
-
 
 def pull_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="legato pull",
         description="Fetch the weights of a model from Hugging Face, or from HF_ENDPOINT, so that "
-        "`legato serve --model NAME` finds them. A pull that was cut off goes on where it ended.",
+        "`legato serve --model NAME` finds them. An interrupted pull resumes where it ended.",
         allow_abbrev=False,
     )
     parser.add_argument("model", choices=sorted(MODELS), metavar="NAME", help=", ".join(MODELS))

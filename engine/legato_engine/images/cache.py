@@ -18,7 +18,7 @@ _MAX = 16_384  # fingerprints kept, about 100 bytes each
 
 
 class SeenImages:
-    """Remembers each tenant's latest images by size and some of their bytes; thread-safe."""
+    """Fingerprints of each tenant's latest images, by size and sampled bytes; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,8 +43,6 @@ def _fingerprint(tenant: str, data: memoryview) -> int:
 
 
 # ---------------------------------------------------------------- cache
-
-# A cache of prepared images.
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -114,23 +112,20 @@ class ImageCache(Generic[K, T]):
 
 # ---------------------------------------------------------------- leases
 
-# Leases of images, which pin them in the cache.
-#
-# Several callers may lease one image. It is removed with its last lease, so that the expiry sent
-# to a
+# Several callers may lease one image. It is removed with its last lease, so the expiry sent to a
 # caller is exact.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _LeasedImage:
-    """`expiries` are by owner, in monotonic seconds."""
+    """A leased image; `expiries` are by owner, in monotonic seconds."""
 
     num_bytes: int
     expiries: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class ImageLeases(Generic[T]):
-    """Pins images in `cache` while they are leased. Belongs to one thread."""
+    """Leases that pin images in `cache`; belongs to one thread."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ def decode_baseline(
 ) -> Pixels | None:
     """Decode a JPEG with `is_baseline` to the displayed pixels [H, W, C], in memory of `allocate`.
 
-    Return None if libjpeg warns: `decode_file` tells whether the image is corrupt.
+    Return None if libjpeg warns: `decode_file` decides whether the image is corrupt.
     """
     pixels_HWC = _decode_jpeg(data, header, allocate)
     return None if pixels_HWC is None else _orient(pixels_HWC, orientation(data, header))
@@ -61,7 +61,7 @@ def decode_file(
 ) -> Pixels:
     """Return the displayed pixels [H, W, C]; an upright JPEG's are in memory of `allocate`.
 
-    How long this takes is known for a JPEG with `is_baseline` only.
+    The time is predictable only for a JPEG with `is_baseline`.
 
     Raises:
         ImageUndecodable: the file is corrupt, or contradicts `header`.
@@ -78,10 +78,10 @@ def decode_file(
             raise ImageUndecodable("the image contradicts its own header", field="image")
         by_libjpeg = header.mime_type == "image/jpeg" and image.mode in _LIBJPEG_MODES
         pixels_HWC = _decode_jpeg(data, header, allocate) if by_libjpeg else None
-        if pixels_HWC is None:  # the warning is the same for a missing bit and for half an image
+        if pixels_HWC is None:  # a missing bit and half an image raise the same warning
             image.load()
             if _is_png_of_16_bits(data, header) and image.mode == "RGB":
-                # Pillow kept 8 bits of each sample: its comparison would hide other colours too.
+                # Pillow kept 8 bits of each sample: comparing them would hide other colours, too.
                 image.info.pop("transparency", None)
             pixels_HWC = np.asarray(_to_rgb(image))
         return _orient(pixels_HWC, orientation(data, header))
@@ -94,13 +94,13 @@ def decode_file(
 def decode_encoded(
     data: bytes | memoryview, *, max_pixels: int, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Decode a file. Raises as `inspect` and `decode_file`."""
+    """Decode a file; raise as `inspect` and `decode_file`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     return decode_file(data, header, allocate, max_pixels=max_pixels)
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
-    """SHA-256 in hex of the bytes, after the layout of raw pixels."""
+    """Return the hex SHA-256 of the bytes, preceded by the layout of raw pixels."""
     digest = hashlib.sha256()
     if raw is not None:
         digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())

@@ -35,13 +35,13 @@ from legato_engine.parent_process import bind_to_parent
 
 MAX_MESSAGE = 64 * 1024  # bytes of a job or a reply
 _STATM_SIZE, _STATM_DATA = 0, 5  # fields of /proc/self/statm
-_MAX_FILES = 16  # one of them for a moment: Python duplicates what it maps
+_MAX_FILES = 16  # one of them temporarily: Python duplicates a mapped descriptor
 _LOADED_LATE = (MpoImagePlugin, TiffImagePlugin, WebPImagePlugin)
 """Modules that Pillow loads at the first image that needs them, which a confined process cannot."""
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An image file at the start of the shared memory, whose pixels belong at `pixels_at`."""
+    """Image file at the start of the shared memory; its pixels are written at `pixels_at`."""
 
     header: ImageHeader
     num_bytes: int  # of the file
@@ -49,18 +49,18 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     memory_size: int  # of the shared memory
     max_pixels: int
     max_seconds: float  # of CPU time
-    max_memory: int  # bytes besides the shared memory
+    max_memory: int  # bytes in addition to the shared memory
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """The pixels are written; the sides are those displayed."""
+    """Result of a decoded image, with its displayed sides."""
 
     height: int
     width: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The image could not be decoded."""
+    """Result of an image that could not be decoded."""
 
     error: ErrorValue
 
@@ -144,7 +144,7 @@ def _decode(job: Job, memory: memoryview) -> tuple[int, int]:
 
 
 def _limit_memory(statm: int, job: Job) -> None:
-    """Limit private memory, and with it and the shared memory the whole."""
+    """Limit private memory and the total including shared memory."""
     pages = [int(field) for field in os.pread(statm, 200, 0).split()]
     for kind, used, more in (
         (resource.RLIMIT_DATA, pages[_STATM_DATA], job.max_memory),

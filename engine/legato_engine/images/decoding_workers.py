@@ -34,13 +34,12 @@ _WALL_FACTOR = 30.0
 priority: only one that is stopped takes longer."""
 
 _BYTES, _BYTES_PER_PIXEL, _BYTES_PER_BYTE = 64 * 1024 * 1024, 24, 4
-"""Memory for an image besides its file and its pixels; the most hungry format, WebP, takes 20 bytes
-for each pixel."""
+"""Memory for an image in addition to its file and pixels; WebP takes most, 20 bytes per pixel."""
 
 _MAX_LOGGED = 4096  # bytes of an event
 _KEPT_BYTES = 16 * 1024 * 1024  # of shared memory between images; more is given back
 _ATTEMPTS = 2
-_MOMENT = 0.5  # seconds for a process that has closed its connection to be gone
+_EXIT_TIMEOUT = 0.5  # seconds for a process that has closed its connection to exit
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _COMMAND = (sys.executable, "-m", "legato_engine.images.decoding_worker")
 _log = structlog.get_logger()
@@ -104,7 +103,7 @@ class DecodingWorkers:
             )
             if worker.timed_out or code == -signal.SIGPROF:
                 raise _too_slow(seconds)
-            if code != -signal.SIGKILL:  # which came from outside and tells nothing of the image
+            if code != -signal.SIGKILL:  # sent from outside; says nothing about the image
                 break
         raise ImageUndecodable("the image crashes its decoder", field="image")
 
@@ -122,7 +121,7 @@ class DecodingWorkers:
     def _run(
         self, worker: _Worker, job: Job, data: memoryview, allocate: Allocate
     ) -> Pixels | None:
-        """Return None if the worker has died or must."""
+        """Return the reply, or None if the worker has died or must be killed."""
         try:
             reply = worker.run(job, data, job.max_seconds * self._wall_factor)
             worker.log_stderr()
@@ -159,7 +158,7 @@ class DecodingWorkers:
         return worker
 
     def _discard(self, worker: _Worker) -> int:
-        """End a worker and free what is its own; return its exit code."""
+        """Kill a worker, free its resources and return its exit code."""
         with self._lock:
             self._all.discard(worker)
         return worker.end()
@@ -177,7 +176,7 @@ class _Worker:
 
     def __init__(self, nice: int) -> None:
         self._memory = os.memfd_create("legato-decoding", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Shrunken by the other process, the memory would end this one with SIGBUS.
+        # Sealed: if the other process shrank the memory, this one would get a SIGBUS.
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._mapping: mmap.mmap | None = None
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -226,7 +225,7 @@ class _Worker:
         return pixels_HWC
 
     def trim(self) -> None:
-        """Give memory of a large image back."""
+        """Free the memory of a large image."""
         if self._mapping is not None and len(self._mapping) > _KEPT_BYTES:
             self._mapping.madvise(mmap.MADV_REMOVE, _KEPT_BYTES, len(self._mapping) - _KEPT_BYTES)
 
@@ -237,7 +236,7 @@ class _Worker:
         """Kill the process unless it has died; return its exit code."""
         if not self.timed_out:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_MOMENT)  # it may be dying
+                self._process.wait(_EXIT_TIMEOUT)  # it may be dying
         self._process.kill()
         code = self._process.wait()
         if self._memory >= 0:
@@ -249,7 +248,7 @@ class _Worker:
         return code
 
     def log_stderr(self) -> None:
-        """Log what the process has written: warnings of libraries, the stacks of a crash."""
+        """Log the process's stderr: library warnings and crash stacks."""
         while written := self._stderr.read(_MAX_LOGGED):
             _log.info("image_decoder_stderr", pid=self.pid, text=written.decode(errors="replace"))
 

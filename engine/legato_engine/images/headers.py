@@ -150,9 +150,7 @@ _BLOCKS: dict[str, Callable[[memoryview], Iterator[_Block]]] = {
 
 # ---------------------------------------------------------------- headers
 
-# Headers of image files, and the limits that they are held to.
-#
-# A check takes two milliseconds at most, whatever the file: what is walked is counted.
+# Every walk over a file is bounded, so a check takes at most two milliseconds.
 
 MAX_SIDE = 65_535
 """Pixels of a side. No JPEG or WebP has more, and a decoder's work for a row of one pixel is that
@@ -213,7 +211,7 @@ class ImageHeader(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The pixels of a baseline JPEG that takes as long to decode, estimated."""
+        """Return the estimated pixels of a baseline JPEG that takes as long to decode."""
         if self.is_baseline:
             return self.num_pixels
         return self.num_pixels * (_SCANS_COST if self.has_scans else _INFLATE_COST)
@@ -289,7 +287,7 @@ def _too_many(limit: int, unit: str) -> ImageTooLarge:
 
 
 def _parse(data: bytes | memoryview) -> tuple[ImageHeader, int]:
-    """Return the header, and the fewest bytes that a file of its size can have."""
+    """Return the header and the minimum bytes of a file with these dimensions."""
     head = bytes(data[:32])
     if head.startswith(b"\xff\xd8\xff"):
         return _parse_jpeg(data)
@@ -340,7 +338,7 @@ def _parse_jpeg(data: bytes | memoryview) -> tuple[ImageHeader, int]:
         has_scans=not is_baseline,
         has_metadata=has_metadata,
     )
-    return header, _least_jpeg_bytes(frame)
+    return header, _min_jpeg_bytes(frame)
 
 
 def jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
@@ -376,8 +374,8 @@ def _read_frame(data: bytes | memoryview, marker: int, start: int) -> _Frame:
     return _Frame(marker, precision, width, height, samplings)
 
 
-def _least_jpeg_bytes(frame: _Frame) -> int:
-    """A block of a channel takes two Huffman codes, in a progressive file one."""
+def _min_jpeg_bytes(frame: _Frame) -> int:
+    """Return the minimum bytes: two Huffman codes per block, or one in a progressive file."""
     if frame.marker not in (*_BASELINE, _PROGRESSIVE) or not frame.samplings:
         return 0
     most_h = max(h for h, _ in frame.samplings)

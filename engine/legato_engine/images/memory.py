@@ -68,10 +68,8 @@ class ByteQuota:
 
 # ---------------------------------------------------------------- pixel memory
 
-# Reused memory for decoded pixels.
-#
-# The page faults of new memory cost a third to the whole of the decoding time (half a million
-# pixels), so the process keeps a slab. The device reads from a page-locked slab without a copy.
+# Page faults of new memory cost a third to the whole of the decoding time (half a million pixels),
+# so the process reuses a slab. The device reads from a page-locked slab without a copy.
 #
 # Shape legend: H and W pixels, C channels, N bytes.
 
@@ -90,7 +88,7 @@ class _Extent(NamedTuple):
 
 
 class PixelMemory:
-    """Allocates arrays in a slab and frees them with their last view; thread-safe.
+    """Allocator of arrays in a slab, freed with their last view; thread-safe.
 
     Takes the lowest free extent, so that the slab touches few pages.
     """
@@ -103,7 +101,7 @@ class PixelMemory:
         self._freed: collections.deque[_Extent] = collections.deque()
 
     def allocate(self, shape: tuple[int, int, int]) -> Pixels:
-        """Return an uninitialised array [H, W, C], if need be outside of the slab."""
+        """Return an uninitialised array [H, W, C], outside of the slab if that is full."""
         num_bytes = math.prod(shape)
         extent = self._take(-(-num_bytes // PAGE) * PAGE)
         if extent is None:

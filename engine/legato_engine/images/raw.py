@@ -25,19 +25,19 @@ _CHANNELS = {  # bytes of a pixel, and indices of red, green and blue
     PixelFormat.MONO8: (1, (0, 0, 0)),
 }
 _EVEN_SIDES = {PixelFormat.YUYV: ("width",), PixelFormat.NV12: ("width", "height")}
-_FRACTION_BITS = 5  # the most that keep every channel's sum within int16
+_FRACTION_BITS = 5  # maximum that keeps every channel's sum within int16
 _ROWS_AT_A_TIME = 64  # even, and few enough that the sums stay in the CPU cache
 
 
 def row_bytes(form: PixelFormat, width: int) -> int:
-    """Bytes of a row without padding; for NV12, of a row of either plane."""
+    """Return the bytes of a row without padding; for NV12, of a row of either plane."""
     if form is PixelFormat.NV12:
         return width
     return width * (2 if form is PixelFormat.YUYV else _CHANNELS[form][0])
 
 
 def num_bytes(form: PixelFormat, width: int, height: int, row_stride: int) -> int:
-    """Bytes of the image, its last row without padding."""
+    """Return the bytes of the image, its last row without padding."""
     rows = height + height // 2 if form is PixelFormat.NV12 else height
     return (rows - 1) * row_stride + row_bytes(form, width)
 
@@ -137,7 +137,7 @@ _GREEN_OF_V = _level_table(-_CHROMA * (1 - _RED) * _RED / _GREEN, 128)
 
 
 def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """Planes of Y and of U V pairs, one pair per 2 by 2 pixels."""
+    """Decode planes of Y and of U V pairs, one pair per 2 by 2 pixels."""
     height, width = raw.height, raw.width
     luma_HW = _rows(bytes_N, (height, width, 1), raw.row_stride)[:, :, 0]
     chroma_N = bytes_N[height * raw.row_stride :]
@@ -146,14 +146,14 @@ def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
 
 
 def _decode_yuyv(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """Y U Y V for each pair of pixels in a row."""
+    """Decode Y U Y V for each pair of pixels in a row."""
     pairs_HwC = _rows(bytes_N, (raw.height, raw.width // 2, 4), raw.row_stride)
     luma_HW = _rows(bytes_N, (raw.height, raw.width, 2), raw.row_stride)[:, :, 0]
     _to_rgb(luma_HW, pairs_HwC[:, :, 1], pairs_HwC[:, :, 3], pixels_HWC)
 
 
 def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels, pixels_HWC: Pixels) -> None:
-    """A chroma sample covers two columns and one or two rows."""
+    """Convert to RGB; a chroma sample covers two columns and one or two rows."""
     height = luma_HW.shape[0]
     rows_per_sample = height // u_hw.shape[0]
     for top in range(0, height, _ROWS_AT_A_TIME):

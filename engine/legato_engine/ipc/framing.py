@@ -8,8 +8,8 @@ import struct
 
 _LENGTH = struct.Struct("<I")
 _READ_SIZE = 256 * 1024
-_WRITE_SIZE = 1024 * 1024  # joined for one system call
-_FEW_PIECES = 32  # joined without adding up their sizes
+_WRITE_SIZE = 1024 * 1024  # bytes joined for one system call
+_FEW_PIECES = 32  # joined without checking their total size
 
 
 class FrameWriter:
@@ -56,7 +56,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Splits bytes into messages."""
+    """Splitter of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer: bytes | bytearray = b""
@@ -80,7 +80,7 @@ class FrameReader:
         if self._buffer:
             self._buffer += data
         else:
-            self._buffer = data  # the usual case, without a copy: reads end with a message
+            self._buffer = data  # usually a read ends with a message: no copy
         return bool(data)
 
     def take(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The engine's heartbeat thread, which also ends the engine process with its service."""
+"""Heartbeat thread, which also ends the engine process when its service is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFRESH_TIME = 0.01  # seconds before a heartbeat
 
 
 class Vitals:
-    """The next heartbeat, written by the main thread and sent by the heartbeat thread.
+    """Next heartbeat, written by the main thread and sent by the heartbeat thread.
 
     The heartbeat thread sets `due` shortly before it sends; a busy main thread renews `beat` only
     then, so that other steps cost nothing. Fields are replaced, never mutated.
@@ -28,7 +28,7 @@ class Vitals:
 
 
 class HeartbeatThread:
-    """Sends a heartbeat every `interval` seconds until `stop`, and to new connections at once.
+    """Thread that sends a heartbeat every `interval` seconds and to new connections at once.
 
     Calls `orphaned` when `parent` is no longer this process's parent.
     """

@@ -26,7 +26,7 @@ SHORT_REQUEST = 0.025
 
 
 class BusyPoll:
-    """Keeps the running loop from sleeping."""
+    """Busy polling: keeps the running event loop from sleeping."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic seconds
@@ -51,9 +51,7 @@ class BusyPoll:
 
 # ---------------------------------------------------------------- latency policy
 
-# The latency policy of a process: how much CPU time it spends to respond sooner.
-
-_MANY_CORES = 8  # of so many, the others hardly miss one
+_MANY_CORES = 8  # with this many cores, one may be spent on polling
 
 
 class LatencyPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +130,8 @@ def setting_in(arguments: Sequence[str]) -> str:
     return given if given in LATENCY_POLICIES else "auto"
 
 
-def end_batch_scheduling() -> None:
-    """End SCHED_BATCH, which a process and its threads inherit from its service."""
-    for thread in map(int, os.listdir("/proc/self/task")):  # numpy has some after its import
+def reset_batch_scheduling() -> None:
+    """Reset SCHED_BATCH, which a process and its threads inherit from its service."""
+    for thread in map(int, os.listdir("/proc/self/task")):  # importing numpy starts some
         if os.sched_getscheduler(thread) == os.SCHED_BATCH:
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

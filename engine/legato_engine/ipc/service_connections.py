@@ -1,4 +1,4 @@
-"""The engine's end of its connections."""
+"""Connections of the engine to the service processes: many service processes, one engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from legato_engine.types import WITH_BLOB, RequestKey
 
 
 class WakeReason(enum.Enum):
-    """Reason for the end of a wait."""
+    """Reason that a wait ended."""
 
     STOP = enum.auto()
     CONNECTION = enum.auto()
@@ -84,8 +84,6 @@ class Subscribers:
 
 # ---------------------------------------------------------------- service connections
 
-# The engine's end of its connections: many service processes, one engine.
-
 _MAX_EVENTS = 64
 _MAX_WAIT_MS = 24 * 3600 * 1000  # epoll takes at most 2^31 - 1, a deadline may be years away
 
@@ -98,7 +96,7 @@ class _ServiceConnection:
     incoming: FrameReader = dataclasses.field(default_factory=FrameReader)
     unsent: FrameWriter = dataclasses.field(default_factory=FrameWriter)
     open: dict[RequestKey, bool] = dataclasses.field(default_factory=dict)
-    """Its requests under way, and whether `Stop` ends each."""
+    """The open requests of the process, and whether `Stop` ends each."""
 
     is_full: bool = False  # EPOLLOUT is awaited
     namespace: str = ""  # of its blobs; empty before the first
@@ -128,7 +126,7 @@ class ServiceConnections:
         self._posted: set[_ServiceConnection] = set()
         self._watching: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
-        self._alone = b""  # the frame of the present `RunningAlone`
+        self._alone = b""  # frame of the current `RunningAlone`
         self._events: list[tuple[int, int]] = []
         self._poll_until = 0.0  # monotonic seconds; 0 before the first `Expect`
         self._poller = select.epoll()
@@ -155,7 +153,7 @@ class ServiceConnections:
         return bool(self._events)
 
     def pause(self, seconds: float) -> bool:
-        """Block as `wait` does, but without polling, and for parts of a millisecond."""
+        """Block as `wait` does, but without polling, and for fractions of a millisecond."""
         if not self._events and select.select((self._poller,), (), (), seconds)[0]:
             self._events = self._poller.poll(0, _MAX_EVENTS)
         return bool(self._events)
@@ -207,7 +205,7 @@ class ServiceConnections:
         return commands
 
     def _checked(self, command: Command, connection: _ServiceConnection) -> Sequence[Command]:
-        """Drop commands by which a process would take over or end another's request."""
+        """Return the commands without those that target another process's request."""
         match command:
             case Submit(request=request):
                 if not connection.namespace and isinstance(request.image, WITH_BLOB):
@@ -274,7 +272,7 @@ class ServiceConnections:
     # ------------------------------------------------------------ outputs
 
     def broadcast(self, status: Loading | Ready) -> None:
-        """Send a status to all, later connections included."""
+        """Send a status to all current and later connections."""
         self._status = status
         frame = encode(status)
         for connection in self._connections.values():
@@ -283,7 +281,7 @@ class ServiceConnections:
         self._accept()
 
     def announce(self, alone: RunningAlone) -> None:
-        """Send to all what runs alone, to later connections while it does."""
+        """Send `RunningAlone` to all connections, and to later ones while it is true."""
         frame = encode(alone)
         self._alone = b"" if alone.request_id is None else frame
         for connection in self._connections.values():
@@ -323,7 +321,7 @@ class ServiceConnections:
                 self._flush(connection)
 
     def flush(self) -> None:
-        """Send what the sockets take; `receive` sends the rest."""
+        """Send what the sockets take; `receive` sends the remainder."""
         for connection in self._posted:
             if not connection.is_full:
                 self._flush(connection)
@@ -348,7 +346,7 @@ class ServiceConnections:
         self._listener.close()
 
     def _flush(self, connection: _ServiceConnection) -> None:
-        """A broken connection drops its outputs; reading notices the end."""
+        """Write to a connection; a broken one drops its outputs, and reading detects the end."""
         failpoints.hit("ipc.send")
         try:
             is_full = not connection.unsent.write_to(connection.socket)

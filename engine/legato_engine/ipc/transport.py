@@ -27,7 +27,7 @@ from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_mes
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import OwnerLock, sweep_folders
 
-_READS_PER_TURN = 16  # then other callbacks get their turn
+_READS_PER_TURN = 16  # then other callbacks run
 _REQUESTS, _VITALS = "requests", "vitals"
 _BACKLOG = 128
 
@@ -50,7 +50,7 @@ def _unusable(parent: pathlib.Path, error: OSError) -> str:
 
 
 class ListeningSockets:
-    """The two listening sockets, in a private folder that `close` removes."""
+    """Pair of listening sockets, in a private folder that `close` removes."""
 
     def __init__(self) -> None:
         """Listen.
@@ -69,7 +69,7 @@ class ListeningSockets:
 
     @property
     def filenos(self) -> tuple[int, ...]:
-        """The descriptors that an engine inherits: of `requests`, then of `vitals`."""
+        """Return the descriptors that an engine inherits: of `requests`, then of `vitals`."""
         return tuple(each.fileno() for each in self._sockets)
 
     def reject_pending(self) -> None:
@@ -90,7 +90,7 @@ class ListeningSockets:
 
     @staticmethod
     def sweep() -> int:
-        """Remove the folders that dead service processes left; return how many."""
+        """Remove the folders of dead service processes; return how many."""
         parent = pathlib.Path(tempfile.gettempdir())
         return sweep_folders(parent, _FOLDER_NAME, _LOCK_NAME, (_REQUESTS, _VITALS))
 
@@ -109,7 +109,7 @@ class ListeningSockets:
 
 
 class EngineTransport:
-    """A service process's two connections to one engine, driven by the running asyncio loop.
+    """Pair of connections to one engine, driven by the running asyncio loop.
 
     `on_end` is called once, after the engine has closed `requests` and all its messages were
     delivered; not after `close`.
@@ -128,7 +128,7 @@ class EngineTransport:
         self._loop = asyncio.get_running_loop()
         self._unsent = FrameWriter()
         self._flush_due = False
-        self._is_full = False  # the loop calls `_write` when it is not
+        self._is_full = False  # if so, the loop calls `_write` when there is room
         self._requests = _connect(endpoint, _REQUESTS)
         self._incoming = {
             self._requests: FrameReader(),
@@ -139,9 +139,9 @@ class EngineTransport:
         self._closed = False
 
     def send(self, command: Command, *, at_once: bool = False) -> None:
-        """Enqueue a command; never blocks. Commands of one turn of the loop are sent together.
+        """Enqueue a command without blocking; commands of one loop iteration are sent together.
 
-        `at_once` sends all now.
+        With `at_once`, send all now.
         """
         if self._closed:
             return
@@ -172,7 +172,7 @@ class EngineTransport:
             return
         try:
             is_full = not self._unsent.write_to(self._requests)
-        except OSError:  # the engine is gone, which reading notices
+        except OSError:  # the engine is gone; reading detects it
             self._unsent.clear()
             is_full = False
         if is_full == self._is_full:

@@ -1,4 +1,4 @@
-"""The KV cache manager."""
+"""KV cache manager: pages, rows and adapter slots of sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from legato_engine.sequence import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """The prefix to compute, the page to copy and the adapter to write.
+    """Prefix to compute, page to copy and adapter to write.
 
     Crops `[0, first_crop)` were encoded earlier. An encode continues with `[first_crop,
     stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
@@ -27,16 +27,14 @@ class PrefillWork:
 
 
 NO_PREFILL_WORK = PrefillWork()
-"""Of decodes, and of prefills whose cache hit ends on a page boundary."""
+"""Nothing to compute or copy: decodes and page-aligned cache hits."""
 
 
 # ---------------------------------------------------------------- page budget
 
-# Page arithmetic.
-
 
 class PageBudget:
-    """The pages available to sequences: free ones, and idle ones that the tree would evict."""
+    """Budget of pages available to sequences: free ones, and idle ones that can be evicted."""
 
     def __init__(self, pool: PagePool, tree: RadixTree, page_size: int) -> None:
         self._pool = pool
@@ -55,11 +53,11 @@ class PageBudget:
         return -(-length // self._page_size)
 
     def first_pages(self, sequence: Sequence) -> int:
-        """Pages for the known tokens and the next one."""
+        """Return the pages for the known tokens and the next one."""
         return self.pages_for(min(sequence.length + 1, sequence.max_length))
 
     def missing_pages(self, sequence: Sequence, match: Match | None) -> int:
-        """Private pages to allocate, and an image prefix's that is not cached."""
+        """Return the private pages to allocate, plus those of an uncached image prefix."""
         first = self.first_pages(sequence)
         if match is not None:
             return first - match.node.length // self._page_size
@@ -69,7 +67,7 @@ class PageBudget:
         return first - image // self._page_size + self.pages_for(image)
 
     def fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
-        """Return whether `available` pages suffice, less the idle ones that `match` acquires."""
+        """Return whether `available` pages suffice after `match` has acquired idle ones."""
         if match is not None:
             needed = {*match.node.path, match.source or match.node}
             available -= sum(len(node.pages) for node in needed if node.ref_count == 0)
@@ -78,12 +76,10 @@ class PageBudget:
 
 # ---------------------------------------------------------------- counters
 
-# Counters of the KV cache.
-
 
 @dataclasses.dataclass(slots=True)
 class KVCacheCounters:
-    """Counters since the start."""
+    """Counters of the KV cache since the start."""
 
     found_positions: int = 0  # by first admissions
     computed_positions: int = 0  # for first admissions
@@ -123,11 +119,9 @@ class KVCacheCounters:
 
 # ---------------------------------------------------------------- manager
 
-# The KV cache manager.
-
 
 class KVCacheManager:
-    """Gives sequences pages, rows and adapter slots, shares equal content, and takes pages back.
+    """Allocator of pages, rows and adapter slots, which shares pages of equal content.
 
     A page is free, owned by the tree, or owned by one sequence; `check` asserts it. The tree gets
     pages when their content is known and enqueued: full pages of a prompt when its prefill is
@@ -143,7 +137,10 @@ class KVCacheManager:
         *,
         num_adapter_slots: int = 0,
     ) -> None:
-        """`num_pages` includes the scratch page; `max_context` is the model's, in positions."""
+        """Create an empty cache.
+
+        `num_pages` includes the scratch page; `max_context` is the model's, in positions.
+        """
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
         self._budget = PageBudget(self._pool, self._tree, page_size)
@@ -160,7 +157,7 @@ class KVCacheManager:
 
     @property
     def num_rows(self) -> int:
-        """The largest batch."""
+        """Return the number of rows, which is the largest batch."""
         return self._rows.num_slots
 
     @property
@@ -169,7 +166,7 @@ class KVCacheManager:
 
     @property
     def pages_available(self) -> int:
-        """Free, or held by nothing but the cache of prefixes."""
+        """Return the pages that are free or held by the prefix cache only."""
         return self._budget.num_available
 
     @property
@@ -190,7 +187,7 @@ class KVCacheManager:
 
     @property
     def pages_used(self) -> int:
-        """Includes zombies; counts shared pages once."""
+        """Return the pages of all sequences, including zombies; shared pages count once."""
         return self._pool.num_usable - self._budget.num_available
 
     @property
@@ -207,7 +204,7 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ admission
 
-    def fits_ever(self, sequence: Sequence) -> bool:
+    def can_ever_fit(self, sequence: Sequence) -> bool:
         """Return whether the sequence fits an empty pool and the model's context."""
         if sequence.max_length > self.max_length:
             return False
@@ -225,7 +222,7 @@ class KVCacheManager:
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         available = self._budget.num_available - self._num_growing()
-        if available <= sequence.pages.refused_at:
+        if available <= sequence.pages.free_pages_when_refused:
             return False
         match = self._prefix_cache.match(sequence)
         if match is not None and not match.node.ready:
@@ -235,18 +232,18 @@ class KVCacheManager:
             and self._budget.fits(sequence, self._prefix_cache.without_copy(match), available)
         )
         if not fits:
-            sequence.pages.refused_at = available
+            sequence.pages.free_pages_when_refused = available
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Return whether its adapter gets no slot until another sequence is released."""
         return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
-    def finds_image_prefix(self, sequence: Sequence) -> bool:
+    def has_image_prefix(self, sequence: Sequence) -> bool:
         return not sequence.image_prefix_length or self._prefix_cache.has_image_prefix(sequence)
 
     def admit(self, sequence: Sequence) -> PrefillWork:
-        """Give it a row, its adapter's slot, and pages for the known tokens and the next."""
+        """Allocate a row, an adapter slot, and pages for the known tokens and the next."""
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
         sequence.row = self._rows.allocate()
@@ -273,7 +270,7 @@ class KVCacheManager:
         ownership.private.update(private)
         self._owned[sequence] = ownership
         pages = sequence.pages
-        pages.refused_at = 0
+        pages.free_pages_when_refused = 0
         pages.ids = shared + private
         pages.capacity = len(pages.ids) * self._page_size
         self._counters.count_admission(sequence, 0 if match is None else match.length)
@@ -290,20 +287,20 @@ class KVCacheManager:
             return match
         return self._prefix_cache.without_copy(match)
 
-    def planned(self, sequence: Sequence) -> None:
+    def mark_planned(self, sequence: Sequence) -> None:
         """Let sequences planned later, even for the same launch, use its image prefix."""
-        self._prefix_cache.planned(self._owned[sequence])
+        self._prefix_cache.mark_planned(self._owned[sequence])
 
-    def launched(self, sequence: Sequence) -> None:
-        """Note that the prefill is enqueued: later launches may read its pages and adapter."""
-        self._prefix_cache.launched(sequence, self._owned[sequence])
+    def mark_launched(self, sequence: Sequence) -> None:
+        """Let later launches read the pages and the adapter of a prefill that is enqueued."""
+        self._prefix_cache.mark_launched(sequence, self._owned[sequence])
         if sequence.adapter.key:
-            self._adapters.launched(sequence.adapter.key)
+            self._adapters.mark_ready(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
     def grow(self, sequence: Sequence) -> bool:
-        """Extend the capacity by one page; False when none is available."""
+        """Extend the capacity by one page; return False if none is available."""
         ownership = self._owned[sequence]
         if ownership.draft:
             page = ownership.draft.pop(0)
@@ -320,14 +317,14 @@ class KVCacheManager:
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
         """Allocate draft pages for positions `[capacity, length)`, all or none.
 
-        They evict cached pages, but leave a page to each sequence that still grows.
+        Cached pages are evicted, but each sequence that still grows keeps a page available.
         """
         missing = self._budget.pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
         max_length = sequence.max_length
         assert length <= max_length, f"{length} positions of at most {max_length}"
-        if missing + self._num_growing(besides=sequence) > self._budget.num_available:
+        if missing + self._num_growing(excluding=sequence) > self._budget.num_available:
             return False
         pages = self._budget.allocate(missing)
         self._owned[sequence].draft.extend(pages)
@@ -365,18 +362,18 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ release
 
-    def frees_pages(self, sequence: Sequence) -> bool:
+    def would_free_pages(self, sequence: Sequence) -> bool:
         ownership = self._owned[sequence]
         if ownership.private:
             return True
         return ownership.node is not None and ownership.node.ref_count == 1
 
     def invalidate(self, sequence: Sequence, length: int = 0) -> None:
-        """Remove its positions `[length, end)` from lookup; their values may be wrong."""
+        """Remove positions `[length, end)` from lookup; their values may be wrong."""
         self._prefix_cache.invalidate(self._owned[sequence], length)
 
     def release(self, sequence: Sequence) -> None:
-        """Take back all resources; known content stays cached."""
+        """Release all resources; known content stays cached."""
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
         self.commit_to(sequence, 0)
         ownership = self._owned.pop(sequence)
@@ -397,9 +394,9 @@ class KVCacheManager:
     def check(self) -> None:
         check_ownership(self._pool, self._tree, self._owned, self._page_size)
 
-    def _num_growing(self, besides: Sequence | None = None) -> int:
+    def _num_growing(self, excluding: Sequence | None = None) -> int:
         return sum(
             each.pages.capacity < each.max_length
             for each in self._owned
-            if not each.finalized and each is not besides
+            if not each.finalized and each is not excluding
         )

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 SCRATCH_PAGE = 0
-"""Written by the padding rows of a batch; never allocated."""
+"""Page that the padding rows of a batch write; never allocated."""
 
 
 class PagePool:
-    """Allocates the page ids `[1, num_pages)`."""
+    """Allocator of the page ids `[1, num_pages)`."""
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 2, f"{num_pages} pages leave none beside the scratch page"
@@ -46,11 +46,9 @@ class PagePool:
 
 # ---------------------------------------------------------------- slot pool
 
-# A pool of numbered slots: batch rows, adapter slots.
-
 
 class SlotPool:
-    """Allocates the slots `[0, num_slots)`."""
+    """Allocator of the slots `[0, num_slots)`."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 1, f"a pool of {num_slots} slots"
@@ -84,10 +82,8 @@ class SlotPool:
 
 # ---------------------------------------------------------------- adapter slots
 
-# Adapter slots on the device.
-
 NO_ADAPTER = 0
-"""Never allocated."""
+"""Slot without an adapter; never allocated."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -97,7 +93,7 @@ class AdapterEntry:
     key: str
     slot: int
     ref_count: int = 0  # sequences
-    ready: bool = False  # its write is enqueued
+    ready: bool = False  # its write to the device is enqueued
 
 
 class AdapterSlots:
@@ -124,15 +120,15 @@ class AdapterSlots:
         return self._pool.can_allocate() or bool(self._idle)
 
     def acquire(self, key: str) -> AdapterEntry:
-        """Add a reference, having checked `can_acquire`; the caller writes an unready entry."""
+        """Add a reference; the caller has checked `can_acquire` and writes an unready entry."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = AdapterEntry(key, self._take_slot())
+            entry = self._entries[key] = AdapterEntry(key, self._allocate_slot())
         self._idle.pop(key, None)
         entry.ref_count += 1
         return entry
 
-    def launched(self, key: str) -> None:
+    def mark_ready(self, key: str) -> None:
         self._entries[key].ready = True
 
     def release(self, key: str) -> None:
@@ -146,7 +142,7 @@ class AdapterSlots:
         else:
             self._evict(entry)
 
-    def _take_slot(self) -> int:
+    def _allocate_slot(self) -> int:
         if not self._pool.can_allocate():
             assert self._idle, f"all {self._pool.num_slots - 1} adapter slots are in use"
             self._evict(self._idle.popitem(last=False)[1])

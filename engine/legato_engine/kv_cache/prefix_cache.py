@@ -12,7 +12,7 @@ from legato_engine.sequence import Sequence
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PageOwnership:
-    """The owners of a sequence's pages, by position:
+    """Owners of a sequence's pages, by position.
 
     - `[0, node.length)`: the tree, or the sequence if it computed the same content at the same time
     - `[node.length, capacity)`: the sequence (`private`)
@@ -21,11 +21,11 @@ class PageOwnership:
     The sequence references `node` and `source`.
     """
 
-    node: Node | None = None  # deepest with the sequence's content; None if it shares nothing
+    node: Node | None = None  # deepest node with the sequence's content; None if it shares nothing
     private: set[int] = dataclasses.field(default_factory=set)
     draft: list[int] = dataclasses.field(default_factory=list)
-    source: Node | None = None  # of the copy in the first private page, until that is enqueued
-    copied: Node | None = None  # then the same node, without a reference
+    source: Node | None = None  # copied to the first private page; None once the copy is enqueued
+    copied: Node | None = None  # `source` after the copy, without a reference
     invalid: bool = False  # positions after `node` must not be published
 
 
@@ -43,7 +43,7 @@ def check_ownership(
         detached.update(each for node in acquired for each in node.path if each not in nodes)
         _check_table(sequence, ownership, page_size)
     owners += [page for node in detached for page in node.pages]
-    assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has not one owner"
+    assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has no owner or several"
 
 
 def _check_table(sequence: Sequence, ownership: PageOwnership, page_size: int) -> None:
@@ -56,11 +56,9 @@ def _check_table(sequence: Sequence, ownership: PageOwnership, page_size: int) -
 
 # ---------------------------------------------------------------- prefix cache
 
-# What sequences share with the radix tree.
-
 
 class PrefixCache:
-    """Finds, acquires and publishes cached pages. Only `add_root` allocates pages."""
+    """Lookup, acquisition and publication of cached pages; only `add_root` allocates pages."""
 
     def __init__(self, tree: RadixTree, pool: PagePool, page_size: int) -> None:
         self._tree = tree
@@ -72,10 +70,9 @@ class PrefixCache:
     # ------------------------------------------------------------ lookup
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Find its cached part, without the last position, which is sampled from.
+        """Find the cached part of a sequence, without the last position, which is sampled from.
 
-        Admission asks twice, first whether it is possible; the second answer is the first one's
-        unless the sequence or the tree has changed.
+        Memoised until the sequence or the tree changes, because admission asks twice.
         """
         asked = sequence, sequence.length, self._tree.num_changes
         if asked != self._asked:
@@ -97,12 +94,12 @@ class PrefixCache:
         return sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
 
     def without_copy(self, match: Match) -> Match:
-        """Drop an optional copy, whose source needs a page beside the copy."""
+        """Drop the optional copy of a match; its source occupies an additional page."""
         tail = match.node.length % self._page_size > 0
         return Match(match.node, match.node.length, match.node if tail else None)
 
     def full_pages(self, node: Node | None) -> tuple[int, ...]:
-        """A path's pages, without an image prefix's partial last page."""
+        """Return a path's pages, without an image prefix's partial last page."""
         if node is None:
             return ()
         *below, root = node.path
@@ -125,17 +122,17 @@ class PrefixCache:
 
     # ------------------------------------------------------------ publishing
 
-    def planned(self, ownership: PageOwnership) -> None:
+    def mark_planned(self, ownership: PageOwnership) -> None:
         if ownership.node is not None:
             for node in ownership.node.path:
                 node.ready = True
 
-    def launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
+    def mark_launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
         if ownership.source is not None:
-            source = ownership.source  # nothing is known yet of how this sequence's drafts do
+            source = ownership.source  # this sequence's draft acceptance is unknown yet
             self._tree.release(source, sequence.request.priority, source.acceptance)
             ownership.copied, ownership.source = ownership.source, None
-        self.planned(ownership)
+        self.mark_planned(ownership)
         self.publish(sequence, ownership)
 
     def publish(
@@ -168,7 +165,7 @@ class PrefixCache:
     def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
         """Free tree pages that only this sequence references and has computed itself.
 
-        Without them, `KVCacheManager.fits_ever` counts all pages of a sequence that runs alone.
+        Without them, `KVCacheManager.can_ever_fit` counts all pages of a sequence that runs alone.
         """
         path = [] if ownership.node is None else list(ownership.node.path)[:-1]
         duplicates = [

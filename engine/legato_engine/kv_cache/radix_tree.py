@@ -12,14 +12,14 @@ from legato_engine.kv_cache.pools import PagePool
 from legato_engine.sequence import Keys, Sequence
 
 UNKNOWN_RATE = 0.8
-"""Of requests that verified no draft tokens: what the block policies begin with."""
+"""Acceptance rate of requests that verified no draft tokens, as in the block policies."""
 
 Rank = tuple[int, float, int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """A request that holds pages, or a cached prefix."""
+    """Request that holds pages, or a cached prefix."""
 
     candidate_id: int
     priority: int
@@ -28,7 +28,7 @@ class EvictionCandidate:
 
 
 def eviction_rank(candidate: EvictionCandidate) -> Rank:
-    """The lowest is evicted first."""
+    """Return a rank; the lowest is evicted first."""
     return (
         candidate.priority,
         candidate.ema_acceptance_rate,
@@ -38,25 +38,23 @@ def eviction_rank(candidate: EvictionCandidate) -> Rank:
 
 
 def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Sort by rank; a request whose pages are all borrowed is no candidate."""
+    """Sort by rank; a request whose pages are all borrowed is not a candidate."""
     return sorted(candidates, key=eviction_rank)
 
 
 # ---------------------------------------------------------------- radix tree
 
-# A radix tree of KV pages by the tokens that they hold.
-
 MIN_COPIED = 2
-"""Fewest positions worth a copy, beyond an image prefix's."""
+"""Minimum positions worth a copy, beyond an image prefix."""
 
 MAX_SCANNED_CHILDREN = 16
-"""Children, newest first, that are compared to find the best page to copy."""
+"""Maximum children, newest first, that are compared to find the best page to copy."""
 
 
 class Namespace(NamedTuple):
     """A separate key space of the tree; `image` is "" without one, `tenant` on an open server.
 
-    Tenants share no page, so that neither counts nor times tell one what another sent.
+    Tenants share no pages: neither counts nor times reveal what another tenant sent.
     """
 
     adapter: str
@@ -123,7 +121,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied."""
+    """Cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied."""
 
     node: Node
     length: int
@@ -150,7 +148,7 @@ class RadixTree:
         self._time = 0
         self._idle_leaves: list[_IdleLeaf] = []  # a heap, stale entries included
         self._num_nodes = 0
-        self.num_changes = 0  # of what a lookup may find
+        self.num_changes = 0  # changes of what a lookup may find
         self.idle_pages = 0  # of nodes without a reference
         self.shared_pages = 0  # of nodes with several references
 
@@ -169,13 +167,13 @@ class RadixTree:
         return self._with_copy(node, sequence, min(stop, end))
 
     def _with_copy(self, node: Node, sequence: Sequence, stop: int) -> Match:
-        """Add the page that shares the most positions."""
+        """Extend a match by the page that shares the most positions."""
         ends_in_page = node.length % self._page_size > 0  # an image prefix or a leaf
         source, most = (node, 0) if ends_in_page else (None, MIN_COPIED - 1)
         if node.length < stop and node.children:
             keys = sequence.keys(node.length, stop)
             for child in itertools.islice(reversed(node.children.values()), MAX_SCANNED_CHILDREN):
-                # No more than `most` are common unless the next one is; hardly any child has it.
+                # A child can beat `most` only if it shares the next position, too; hardly any does.
                 if child.keys[most : most + 1] != keys[most : most + 1]:
                     continue
                 count = _num_common(child.keys, keys)
@@ -199,7 +197,7 @@ class RadixTree:
         return root
 
     def extend(self, node: Node, keys: Keys, page: int) -> Node:
-        """The child with these tokens; a new one takes ownership of `page`."""
+        """Return the child with these tokens; a new one takes ownership of `page`."""
         assert node.attached, f"node {node.node_id} is detached"
         partial = node.parent is not None and node.length % self._page_size
         assert not partial, f"node {node.node_id} ends inside a page, at {node.length}"
@@ -219,7 +217,7 @@ class RadixTree:
     # ------------------------------------------------------------ references
 
     def acquire(self, node: Node, above: Node | None = None) -> None:
-        """Reference a node and its ancestors, up to `above`, which is already referenced."""
+        """Add a reference to a node and its ancestors, below the referenced `above`."""
         for each in node.path:
             if each is above:
                 return

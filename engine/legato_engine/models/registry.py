@@ -45,7 +45,7 @@ def tokenizer_path(name: str, weights: str, tokenizer: str, models: str = "") ->
     if tokenizer:
         return Path(tokenizer)
     if name in store.MODELS and not weights:
-        return store.folder_of(models, name) / "tokenizer.json"
+        return store.model_folder(models, name) / "tokenizer.json"
     return Path(weights) / "tokenizer.json" if Path(weights).is_dir() and weights else None
 
 

@@ -56,7 +56,7 @@ _RGB = 3  # bytes of a pixel
 
 
 class NullImages:
-    """The cache and the leases of images."""
+    """Cache and leases of images."""
 
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
@@ -71,7 +71,7 @@ class NullImages:
 
     @property
     def totals(self) -> ImageTotals:
-        """An image that is inspected counts as decoded."""
+        """Return the totals; an inspected image counts as decoded."""
         return ImageTotals(
             decoded=self._num_loaded,
             found=self._num_found,
@@ -80,7 +80,7 @@ class NullImages:
         )
 
     def find_or_load(self, source: ImageSource, *, tenant: str, keep: bool) -> ImageInfo:
-        """Return an image and take its blob. Raises as `Preprocessor.start`."""
+        """Return an image and read its blob; raise as `Preprocessor.start`."""
         if isinstance(source, CachedImage):
             cached = self._cached(ImageKey(tenant, source.image_id))
             if cached is None:
@@ -89,7 +89,7 @@ class NullImages:
         return self._load(source, self._blobs.take(source.blob), tenant=tenant, keep=keep)
 
     def hold(self, command: HoldImage) -> ImageHeld:
-        """Lease an image. Raises as `find_or_load`, and `BytesExceeded`."""
+        """Lease an image; raise as `find_or_load`, or `BytesExceeded`."""
         view = self._blobs.take(command.image.blob)
         if command.sha256 and command.sha256 != (actual := content_key(view)):
             raise InvalidField(
@@ -105,7 +105,7 @@ class NullImages:
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def drop(self, command: DropImage) -> None:
-        """Raises as `ImageLeases.drop`."""
+        """End a lease; raise as `ImageLeases.drop`."""
         key = ImageKey(command.request_id.tenant, command.image_id)
         self.leases.drop(key, command.owner)
 
@@ -138,11 +138,9 @@ class NullImages:
 
 # ---------------------------------------------------------------- engine
 
-# An engine without a model.
-
 
 class NullEngine:
-    """Has the interface, the queue and the limits of `EngineCore`.
+    """Engine without a model, with the interface, queue and limits of `EngineCore`.
 
     A step adds a token to every running request. Steps are `config.null_step_ms` apart. If that is
     0, a request without deltas ends in its first step.
@@ -176,7 +174,7 @@ class NullEngine:
             max_waiting_per_tenant=config.max_waiting_per_tenant,
         )
         self._next_step = 0.0
-        self._next_deadline = math.inf  # no request has an earlier one
+        self._next_deadline = math.inf  # lower bound of all deadlines
         self.steps_committed = 0
 
     # ------------------------------------------------------------ commands
@@ -224,7 +222,7 @@ class NullEngine:
         if request is None:
             return
         if request_id not in self._running:
-            self._queue.take(request)
+            self._queue.dequeue(request)
             self._start(request, now)
         self._finish(request, FinishReason.CANCELLED, now)
 
@@ -234,7 +232,7 @@ class NullEngine:
             return
         if self._running.pop(request_id, None) is None:
             self._queue.remove(request)
-        self._queue.settle(request)
+        self._queue.refund(request)
 
     def hold(self, command: HoldImage) -> None:
         try:
@@ -310,7 +308,7 @@ class NullEngine:
             self._admit(now)
 
     def _advance_watched(self, timeline: TimelineStream, now: float) -> None:
-        """Without a device, a step is the host's commit alone."""
+        """Advance while the timeline is watched; without a device a step is the commit alone."""
         start, tokens = time.perf_counter_ns(), 0
         running = list(self._running.values())
         for request in running:
@@ -339,9 +337,9 @@ class NullEngine:
     def _finish(self, running: NullRequest, finish_reason: FinishReason, now: float) -> None:
         request, output = running.request, running.output
         del self._running[request.request_id], self._requests[request.request_id]
-        self._queue.settle(running)
+        self._queue.refund(running)
         if finish_reason is not FinishReason.CANCELLED:
-            self._admission.completed(now - running.started)
+            self._admission.record_completion(now - running.started)
         num_tokens = running.num_tokens
         self._send(
             Done(
@@ -364,14 +362,14 @@ class NullEngine:
 
     def _make_room(self, tenant: str, priority: int = 0) -> None:
         """Make room as `EngineCore` does; no request is in preparation."""
-        displaced = self._admission.displaced_by(tenant, priority, time.monotonic())
+        displaced = self._admission.choose_displaced(tenant, priority, time.monotonic())
         if isinstance(displaced, NullRequest):
             self.abort(displaced.request.request_id)
-            self._fail(displaced.request, self._admission.displacement())
+            self._fail(displaced.request, self._admission.displaced_error())
 
     def _admit(self, now: float) -> None:
         while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
-            self._queue.take(waiting)
+            self._queue.dequeue(waiting)
             self._start(waiting, now)
 
     def _start(self, waiting: NullRequest, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The null model: made-up answers of made-up requests."""
+"""Null model: scripted answers without weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMAGE_TOKENS = 729
 
 
 class NullRequest(msgspec.Struct, eq=False):
-    """A request with its output; times are monotonic seconds, 0 until they are known."""
+    """Request with its scripted output; times are monotonic seconds, 0 while unknown."""
 
     request: Request
     output: ScriptedOutput
@@ -88,8 +88,6 @@ class NullRequest(msgspec.Struct, eq=False):
 
 # ---------------------------------------------------------------- model
 
-# The null model: a name, a length of context, and made-up answers.
-
 NAME = "null"
 _NAMES = ("", NAME)
 _MAX_CONTEXT = 8192  # positions, unless configured
@@ -113,14 +111,14 @@ def info(config: EngineConfig) -> ModelInfo:
 
 
 class NullModel:
-    """Checks requests and answers them."""
+    """Null model: checks requests and answers them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._max_context = config.max_context or _MAX_CONTEXT
         self._num_objects = config.null_objects
 
     def check(self, request: Request) -> None:
-        """Check what a request names.
+        """Check the names of the model and the adapter.
 
         Raises:
             ModelNotFound: another model.
@@ -147,7 +145,7 @@ class NullModel:
 
 
 def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
-    """A token's id is its number."""
+    """Check resumed tokens; a token's id is its index."""
     count = min(len(resumed.token_ids), len(output.events))
     for index, token_id in enumerate(resumed.token_ids):
         if index >= count or token_id != index:
@@ -158,7 +156,7 @@ def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
 def _scripted(
     task: TaskSpec, sampling: SamplingParams, has_image: bool, num_objects: int, max_context: int
 ) -> tuple[int, ScriptedOutput]:
-    """Return the length of the prompt and the output, cut to the context as by a model.
+    """Return the prompt's length and the output, truncated to the context as by a model.
 
     The prompt is BOS, the image, and a token for each word.
 

@@ -1,4 +1,4 @@
-"""Made-up outputs, equal for equal requests."""
+"""Scripted outputs, equal for equal requests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _CONFIDENCES = (
     0.375,
     0.8125,
     0.5625,
-)  # of objects one behind the other, again and again
+)  # of consecutive objects, cyclic
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScriptedOutput:
-    """The events of a request, one per token.
+    """Events of a request, one per token.
 
     The first `num_thoughts` events are reasoning. The task's own text has `num_words`.
     """

@@ -20,7 +20,7 @@ from legato_engine.runtime.decode_slot import DraftState, Resources
 from legato_engine.runtime.descriptors import DESCRIPTOR, EXACT, STARTS, WORDS
 from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.staging import bucket_for
-from legato_engine.scheduler.interfaces import NoTokens, sleep
+from legato_engine.scheduler.interfaces import LoopPoll, sleep
 from legato_engine.sequence import Descriptor
 from legato_engine.speculative.policy import INITIAL_RATE, CostTable
 
@@ -230,7 +230,7 @@ class LoopTimes:
             loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs, common)
             ended = compute.record()
             num_steps = 0
-            while loops.next_outputs(_SLOT, ended, sleep) is not NoTokens.LEFT:
+            while loops.next_outputs(_SLOT, ended, sleep) is not LoopPoll.FINISHED:
                 num_steps += 1
             loops.restore(_SLOT)
         finally:

@@ -278,9 +278,9 @@ class KernelBackend:
         self._kernels = kernels
         self._encoder_runner = _encoder_runner(resources)
         self.encodes_images = self._encoder_runner is not None
-        cut_tokens = min(MAX_PASSES * max_tokens, model.max_context)
+        chunk_above = min(MAX_PASSES * max_tokens, model.max_context)
         self._long = None
-        if model.has_prefill_chunks and cut_tokens < model.max_context:
+        if model.has_prefill_chunks and chunk_above < model.max_context:
             self._long = LongPrompts(resources)
         self.limits = BatchLimits(
             slots[0].max_prompts,
@@ -289,8 +289,8 @@ class KernelBackend:
             images=slots[0].max_images if self.encodes_images else 1,
             min_queue_length=_MIN_QUEUE_LENGTH,
             pass_tokens=max_tokens,
-            cut_tokens=cut_tokens,
-            long_tokens=0 if self._long is None else CHUNK,
+            chunk_above=chunk_above,
+            long_chunk_tokens=0 if self._long is None else CHUNK,
         )
         self._works = StepWorks(kernels, resources)
 

@@ -31,7 +31,7 @@ from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import Resources
 from legato_engine.runtime.drafting import DraftLaunches
 from legato_engine.runtime.graphs import Work
-from legato_engine.scheduler.interfaces import NoTokens, Pause
+from legato_engine.scheduler.interfaces import LoopPoll, Pause
 from legato_engine.scheduler.loops import MAX_STEPS
 
 _POLL_SECONDS = 2e-5
@@ -224,13 +224,13 @@ class DecodeLoops:
         """Stop the slot's loop after its current step."""
         self._rings[slot].stop()
 
-    def worthwhile_steps(self, slot: int) -> int:
+    def break_even_steps(self, slot: int) -> int:
         """Return the steps needed to amortise the overhead of a loop like the slot's latest."""
         return _MIN_MEGAKERNEL_STEPS if self._in_megakernel[slot] else _MIN_CAPTURED_STEPS
 
     def next_outputs(
         self, slot: int, end: Event, pause: Pause
-    ) -> Mapping[str, np.ndarray] | NoTokens:
+    ) -> Mapping[str, np.ndarray] | LoopPoll:
         """Wait for the next step's outputs; none are left once the loop's `end` has completed."""
         ring, pauses = self._rings[slot], self._poll_timer.pauses()
         while True:
@@ -241,9 +241,9 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                return NoTokens.LEFT
+                return LoopPoll.FINISHED
             if pause(next(pauses)):
-                return NoTokens.YET
+                return LoopPoll.PENDING
 
     def restore(self, slot: int) -> bool:
         """After a timeout in the megakernel, restore the rows to the last step in the ring.

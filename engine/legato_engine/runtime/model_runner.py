@@ -30,8 +30,8 @@ from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.sampler import constraint_table, successor_table
 from legato_engine.runtime.staging import StepStaging, upload_step
 from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, ScheduledSequence
-from legato_engine.scheduler.interfaces import LaunchTimes, NoTokens, Pause, RowTokens
-from legato_engine.scheduler.loops import pages_begun
+from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
+from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.scheduler import NUM_SLOTS
 from legato_engine.speculative.policy import BlockPolicy, TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
@@ -70,7 +70,7 @@ def allocate(
             vocab_size=model.vocab_size,
             dtype=model.dtype,
             max_drafting=0 if drafts is None else max_running,
-            max_grown=pages_begun(max_running, kv.page_size, max_block) if loops else 0,
+            max_grown=max_new_pages(max_running, kv.page_size, max_block) if loops else 0,
         )
         for _ in range(NUM_SLOTS)
     )
@@ -302,13 +302,13 @@ class ModelRunner:
             changes = self._staging.changes(slot, launch.plan)
             upload_step(slot, changes, compute)
             self._backend.prepare(launch.slot, changes)
-            if not launch.plan.loops:  # else its steps begin when the constraints are there
+            if not launch.plan.is_loop:  # else its steps begin when the constraints are there
                 self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
                 assert self._refine is not None, "a refinement without a refiner"
-                self._refine.forward(launch.slot, launch.plan.refinement.given)
+                self._refine.forward(launch.slot, launch.plan.refinement.inputs)
             elif launch.plan.kind is LaunchKind.ENCODE:
                 self._backend.encode(launch.slot, rows[0])
             else:
@@ -330,10 +330,10 @@ class ModelRunner:
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
             compute.wait_event(events.copy_end)
-        if launch.plan.loops:
+        if launch.plan.is_loop:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
-        if rows and not (launch.plan.loops or self._is_void(launch)):
+        if rows and not (launch.plan.is_loop or self._is_void(launch)):
             needs = events.needs = needs_of(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
@@ -343,7 +343,7 @@ class ModelRunner:
                 )
         events.sample_end = compute.record(events.sample_end)
         copy.wait_event(events.sample_end)
-        if rows and not launch.plan.loops:
+        if rows and not launch.plan.is_loop:
             slot.outputs.download(copy)
             if events.needs.alternatives:
                 slot.alternatives.download(copy)
@@ -372,8 +372,8 @@ class ModelRunner:
         if self._is_void(launch):
             return None
         if launch.plan.refinement is not None and self._refine is not None:
-            launch.plan.refinement.answer = self._refine.answer(launch.slot)
-        if not rows or launch.plan.loops:
+            launch.plan.refinement.result = self._refine.answer(launch.slot)
+        if not rows or launch.plan.is_loop:
             return []
         return self._sampled(self._slots[launch.slot].outputs.host, launch)
 
@@ -386,24 +386,24 @@ class ModelRunner:
         tokens = sampled_tokens(outputs, slot, num_rows, needs)
         return [RowTokens((token,)) for token in tokens]
 
-    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
+    def poll_loop(self, launch: Launch, pause: Pause) -> list[RowTokens] | LoopPoll:
         assert self._loops is not None, "a loop on a runner without loops"
         end = self._events[launch.slot].copy_end
         outputs = self._loops.next_outputs(launch.slot, end, pause)
-        if not isinstance(outputs, NoTokens):
+        if not isinstance(outputs, LoopPoll):
             return self._sampled(outputs, launch)
-        if outputs is NoTokens.LEFT and self._loops.restore(launch.slot):
+        if outputs is LoopPoll.FINISHED and self._loops.restore(launch.slot):
             self._events[1 - launch.slot].is_void = True
         return outputs
 
-    def worthwhile_steps(self, launch: Launch) -> int:
+    def break_even_steps(self, launch: Launch) -> int:
         assert self._loops is not None, "a loop on a runner without loops"
-        return self._loops.worthwhile_steps(launch.slot)
+        return self._loops.break_even_steps(launch.slot)
 
     def _is_void(self, launch: Launch) -> bool:
         return launch.plan.kind is LaunchKind.DECODE and self._events[launch.slot].is_void
 
-    def end_loop(self, launch: Launch) -> None:
+    def stop_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"
         self._loops.stop(launch.slot)
 

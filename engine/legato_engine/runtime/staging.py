@@ -240,7 +240,7 @@ class StepStaging:
         grown: Sequence[tuple[EngineSequence, int]] = ()
         if not drafts:
             grown = self._begun(decodes, plan.num_steps)
-        elif plan.loops or plan.kind is not LaunchKind.DECODE:
+        elif plan.is_loop or plan.kind is not LaunchKind.DECODE:
             grown = self._unstaged(decodes)
         if grown:
             self._stage_grown(slot.grown.host, grown)
@@ -287,7 +287,7 @@ class StepStaging:
         staged["room"][:count] = room_S
         staged["reach"][:count] = [row.reach(plan.num_steps) for row in rows]
         staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
-        self._stage_grown(staged, () if plan.loops else self._unstaged(rows))
+        self._stage_grown(staged, () if plan.is_loop else self._unstaged(rows))
         return self.bucket(most)
 
     def _unstaged(self, rows: Sequence[ScheduledSequence]) -> Sequence[tuple[EngineSequence, int]]:

@@ -17,7 +17,7 @@ class LaunchKind(enum.StrEnum):
     ENCODE = "encode"  # crops of one image, before its PREFILL
     PREFILL = "prefill"
     DECODE = "decode"
-    REFINE = "refine"  # of a finished request; names no sequence
+    REFINE = "refine"  # for a finished request; names no sequence
 
 
 class Phase(enum.StrEnum):
@@ -29,7 +29,7 @@ class Phase(enum.StrEnum):
 
 
 class ScheduledSequence(NamedTuple):
-    """The part of one sequence in a launch; a tuple because every decode creates one per sequence.
+    """Part of one sequence in a launch; a tuple because every decode creates one per sequence.
 
     Its input is `[position, position + num_tokens)`; the sampled token follows. A prefill starts
     after the cached positions, a decode with the newest token, which it reads on the device. An
@@ -49,17 +49,18 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end (exclusive) of the positions that it may write; each needs a page."""
+        """Return the exclusive end of the positions that it may write; each needs a page."""
         return self.end_after(1)
 
     def end_after(self, num_steps: int) -> int:
-        """The end in a loop of up to so many steps, which ends before if they take more."""
+        """Return the end in a loop of up to `num_steps` steps, at most the sequence's maximum."""
         end = self.position + self.slack + self.num_tokens + self.num_drafts + num_steps - 1
         return min(end, self.sequence.max_length)
 
     def reach(self, num_steps: int) -> int:
-        """The end of the positions that a loop with drafts may write after its first step: as many
-        as are counted as in flight, from the first position that it may start at.
+        """Return the end of the positions that a loop with drafts may write after its first step.
+
+        That is the number of tokens counted as in flight, from the first possible start.
         """
         end = self.position + self.num_tokens + self.num_drafts + num_steps - 1
         return min(end, self.sequence.max_length)
@@ -69,21 +70,21 @@ class ScheduledSequence(NamedTuple):
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
     def new_pages(self, page_size: int, num_steps: int = 1) -> range:
-        """Indices into `pages.ids` that no earlier launch can have used."""
+        """Return the indices into `pages.ids` that no earlier launch can have used."""
         start, end = self.position + self.slack, self.end_after(num_steps)
         return range(-(-start // page_size), -(-end // page_size))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Refinement:
-    """The input of a REFINE launch, opaque here, and its result.
+    """Input of a REFINE launch, opaque here, and its result.
 
-    The runner sets `answer`; then `done` is called on the scheduler's thread.
+    The runner sets `result`; then `done` is called on the scheduler's thread.
     """
 
-    given: Any
+    inputs: Any
     done: Callable[[Refinement], None]
-    answer: Any = None
+    result: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,14 +92,17 @@ class Plan:
     """The batch of one launch.
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
-    then the others. After the last row of one that `has_part`, later launches compute the rest of
-    its prompt. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
-    full. A loop is a decode of at most `num_steps` steps, more than one, with positions for so many
-    tokens a row; the host follows them. `after` has the index of each of its rows among the tokens
-    of the launch in flight before it, or -1: on the device the row's constraint follows that token.
-    `behind` are the indices of the decodes in the loop that is in flight before them; one that
-    ended in it, because its positions did, is padding. With speculation the device knows where
-    every row is.
+    then the others. With `has_partial_prefill`, the last row is a chunk of a prompt, which later
+    launches continue. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
+    full.
+
+    A loop is a decode launch of up to `num_steps` (> 1) steps; the host streams their tokens. It
+    has positions for `num_steps` tokens per row. `after` holds, per row, its index in the tokens of
+    the previous launch, or -1: the device advances the row's constraint by that token. () if it
+    cannot.
+
+    `behind` holds the decodes' indices in the loop in flight before them; a row that ended in that
+    loop is padding. With speculation the device knows each row's position.
     """
 
     kind: LaunchKind
@@ -109,10 +113,10 @@ class Plan:
     num_steps: int = 1
     after: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    has_part: bool = False
+    has_partial_prefill: bool = False
 
     @property
-    def loops(self) -> bool:
+    def is_loop(self) -> bool:
         return self.num_steps > 1
 
     @property
@@ -129,8 +133,8 @@ class Plan:
 
     @property
     def counted_rows(self) -> tuple[ScheduledSequence, ...]:
-        """Return the rows whose sampled token is kept, i.e. not of a partial prefill."""
-        return self.rows[:-1] if self.has_part else self.sampled_rows
+        """Return the rows whose sampled token is kept (not a partial prefill)."""
+        return self.rows[:-1] if self.has_partial_prefill else self.sampled_rows
 
     @property
     def constrained(self) -> bool:
@@ -140,12 +144,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
+    """Limits of a shared prefill launch. With one prompt nothing is shared, not even decodes.
 
     Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
-    `pass_tokens` has several passes over the weights; 0: its time grows with every token. A prompt
-    that computes more tokens than `cut_tokens` has passes of `long_tokens`, which decodes cannot
-    join.
+    `pass_tokens` makes several passes over the weights; 0: its time grows with every token. A
+    prompt that computes more tokens than `chunk_above` is prefilled in chunks of
+    `long_chunk_tokens`, which decodes cannot join.
     """
 
     prompts: int = 1
@@ -154,16 +158,16 @@ class BatchLimits:
     images: int = 1  # to compute, while at least `min_queue_length` sequences wait
     min_queue_length: int = 0
     pass_tokens: int = 0
-    cut_tokens: int = 0
-    long_tokens: int = 0  # 0: it is never cut
+    chunk_above: int = 0
+    long_chunk_tokens: int = 0  # 0: it is not chunked
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Return whether an admitted sequence's prompt computes more than `cut_tokens` tokens."""
-        return 0 < self.cut_tokens < sequence.num_prompt_computed
+        """Return whether an admitted sequence's prompt computes more than `chunk_above` tokens."""
+        return 0 < self.chunk_above < sequence.num_prompt_computed
 
 
 ALONE = BatchLimits()
-"""Every prompt has a launch of its own."""
+"""Limits that give every prompt its own launch."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -179,8 +183,6 @@ class Launch:
 
 # ---------------------------------------------------------------- step record
 
-# Host times of a launch.
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRecord:
@@ -195,13 +197,13 @@ class StepRecord:
     wait_start: int = 0
     wait_end: int = 0
     commit_end: int = 0
-    num_followed: int = 0  # steps of a loop
+    num_steps_read: int = 0  # of a loop
     zombies: int = 0  # rows whose sequence had ended before this commit
     tokens: int = 0  # committed, of the other rows
     drafted: int = 0  # draft tokens
-    accepted: int = 0  # of them, those after a sequence's end included
-    rejected: int = 0  # wrong ones that ended a block; `accepted + rejected` were tried
-    blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens of each row and step
+    accepted: int = 0  # draft tokens, including those after a sequence's end
+    rejected: int = 0  # draft tokens that ended a block; `accepted + rejected` were tried
+    blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens per row and step
 
     @property
     def plan_ns(self) -> int:

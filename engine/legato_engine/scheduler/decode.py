@@ -14,9 +14,10 @@ from legato_engine.speculative.policy import PRESSURE_RATIO, BlockSizes
 
 
 class RunningSequences:
-    """Sequences with a row, zombies excluded. Those that begin with the same page are neighbours,
-    as attention of the megakernel reads leading pages once for neighbours that have them in
-    common; otherwise in order of admission.
+    """Sequences with a row, zombies excluded, mostly in order of admission.
+
+    Sequences that begin with the same page are neighbours, because attention in the megakernel
+    reads the leading pages that neighbours share only once.
 
     When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
     waits again. One with no lower-ranked victim stalls until another finishes.
@@ -50,22 +51,22 @@ class RunningSequences:
         if sequence.inflight_refs == 0:
             self._manager.release(sequence)
 
-    def settle(self, sequence: Sequence) -> None:
-        """Release a sequence that no launch in flight names any more."""
+    def release_or_requeue(self, sequence: Sequence) -> None:
+        """Release a finalized sequence or requeue a preempted one that no launch names."""
         if sequence.finalized:
             self._manager.release(sequence)
         else:
             self._requeue(sequence)
 
     def grow(self, short: Iterable[Sequence]) -> None:
-        """Give each a page while pages last, highest rank first."""
+        """Give each sequence a page while pages last, highest rank first."""
         for sequence in sorted(short, key=preemption_rank, reverse=True):
             while sequence in self._members and not sequence.preempted:
                 if self._manager.grow(sequence) or not self._preempt_for(sequence):
                     break
 
     def _preempt_for(self, sequence: Sequence) -> bool:
-        """Preempt the lowest-ranked sequence below `sequence`; whether pages became free.
+        """Preempt the lowest-ranked sequence below `sequence`; return whether pages became free.
 
         While launches in flight name the victim, no other is preempted.
         """
@@ -82,7 +83,7 @@ class RunningSequences:
 
     def _victims(self) -> Iterator[Sequence]:
         for sequence in self._members:
-            if sequence.progress.last_position >= 0 and self._manager.frees_pages(sequence):
+            if sequence.progress.last_position >= 0 and self._manager.would_free_pages(sequence):
                 yield sequence
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -95,17 +96,15 @@ class RunningSequences:
 
 
 def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
-    """Unique; the lowest is preempted first."""
+    """Return a unique rank; the lowest is preempted first."""
     return (sequence.request.priority, -sequence.timing.arrival, -sequence.seq_id)
 
 
 # ---------------------------------------------------------------- decode planner
 
-# The batch of the next decode.
-
 
 class DecodePlanner:
-    """Batches all running sequences; each has a row, so they always fit.
+    """Planner of decodes: a batch of all running sequences, which always fit, as each has a row.
 
     A sequence may be planned before its last token is committed, because the forward pass reads
     that token on the device. Sequences without a page for their position are skipped.
@@ -135,8 +134,8 @@ class DecodePlanner:
         return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
 
     @property
-    def streaming(self) -> bool:
-        """Includes sequences without a next page."""
+    def is_streaming(self) -> bool:
+        """Return whether a decoding sequence streams, even if it lacks a next page."""
         return any(
             sequence.request.deltas
             and sequence.progress.last_position >= 0
@@ -146,7 +145,7 @@ class DecodePlanner:
         )
 
     def _ready(self) -> list[Sequence]:
-        """Prefilled, with a page, tokens to launch and a free reference."""
+        """Return the prefilled sequences with a page, tokens to launch and a free reference."""
         return [
             sequence
             for sequence in self._running
@@ -168,24 +167,26 @@ class DecodePlanner:
     def _schedule_drafts(
         self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
     ) -> tuple[ScheduledSequence, ...]:
-        """Reserve pages for the most draft tokens: the device chooses how many it drafts."""
+        """Reserve pages for the maximum of draft tokens; the device chooses how many it drafts."""
         rows = []
         for sequence, bound in zip(batch, _bounds(batch, block_sizes, under_pressure), strict=True):
             progress, max_length = sequence.progress, sequence.max_length
             start = progress.last_position + progress.inflight_drafts
-            most = min(bound, sequence.task.max_tokens - progress.num_launched - 1)
-            while not self._manager.reserve_draft(sequence, min(start + 1 + most, max_length)):
-                most = most // 2 if most else -1  # halved until there are pages for them
-                if most < 0:
+            max_drafts = min(bound, sequence.task.max_tokens - progress.num_launched - 1)
+            while not self._manager.reserve_draft(
+                sequence, min(start + 1 + max_drafts, max_length)
+            ):
+                max_drafts = max_drafts // 2 if max_drafts else -1
+                if max_drafts < 0:
                     break
             else:
-                fields = (sequence, progress.last_position, 1, NO_PREFILL_WORK, most)
+                fields = (sequence, progress.last_position, 1, NO_PREFILL_WORK, max_drafts)
                 rows.append(ScheduledSequence._make((*fields, progress.inflight_drafts)))
         return tuple(rows)
 
 
 def _bounds(batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool) -> Iterable[int]:
-    """The most draft tokens of each sequence."""
+    """Return the maximum draft tokens of each sequence."""
     drafting = [sequence for sequence in batch if sequence.may_draft]
     if len(drafting) == len(batch):
         return block_sizes.allot(batch, under_pressure=under_pressure)

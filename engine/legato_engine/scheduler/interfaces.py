@@ -27,8 +27,6 @@ class Clock:
 
 # ---------------------------------------------------------------- runner
 
-# The scheduler's interface to the device.
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchTimes:
@@ -53,29 +51,30 @@ class RowTokens(NamedTuple):
 
 
 Pause = Callable[[float], bool]
-"""Sleeps for so many seconds, or until the caller has something else to do: then it returns True,
-and the wait that it is part of ends.
+"""Sleep for the given seconds; return True to end the surrounding wait early.
+
+It does so when the caller has something else to do.
 """
 
 
 def sleep(seconds: float) -> bool:
-    """A `Pause` that nothing cuts short."""
+    """Sleep without interruption, as a `Pause`."""
     time.sleep(seconds)
     return False
 
 
-class NoTokens(enum.Enum):
-    """Reason that a loop's next step has no tokens."""
+class LoopPoll(enum.Enum):
+    """Result of polling a loop that returned no tokens."""
 
-    YET = enum.auto()
+    PENDING = enum.auto()
     """A pause was cut short."""
 
-    LEFT = enum.auto()
+    FINISHED = enum.auto()
     """The loop has ended, and all of its steps were returned."""
 
 
 class Runner(Protocol):
-    """Runs launches on the device.
+    """Executor of launches on the device.
 
     Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
     slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.
@@ -93,32 +92,32 @@ class Runner(Protocol):
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens] | None:
-        """Wait for the copy; set a refinement's answer.
+        """Wait for the copy; set a refinement's result.
 
-        None for decodes that do not count: they ran behind a loop that timed out where none but the
-        loop itself knew how far its rows were.
+        Return None for decodes that must be rolled back: they ran behind a loop that aborted, so
+        their positions are unknown.
         """
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:
-        """Valid after `collect`, until the slot's next `forward`."""
+        """Return the device times; valid after `collect`, until the slot's next `forward`."""
         ...
 
 
 class LoopRunner(Protocol):
     """Runner that can also run loops; `collect` returns no tokens of a loop."""
 
-    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
-        """Wait for the next step of a loop, by pauses.
+    def poll_loop(self, launch: Launch, pause: Pause) -> list[RowTokens] | LoopPoll:
+        """Poll for the next step of a loop, pausing between polls.
 
-        A loop may have given up before its steps were run, even before the first.
+        A loop may abort before all of its steps were run, even before the first.
         """
         ...
 
-    def worthwhile_steps(self, launch: Launch) -> int:
-        """The fewest steps that made up for a loop's start and end."""
+    def break_even_steps(self, launch: Launch) -> int:
+        """Return the steps needed to amortise the loop's overhead."""
         ...
 
-    def end_loop(self, launch: Launch) -> None:
-        """Let a loop end after the step that it is in."""
+    def stop_loop(self, launch: Launch) -> None:
+        """Stop a loop after its current step."""
         ...

@@ -20,7 +20,7 @@ from legato_engine.types import Event, FinishReason
 
 
 class Sink(Protocol):
-    """Receives a request's events in order: `started`, `delta`*, then `done` or `failed`.
+    """Receiver of a request's events in order: `started`, `delta`*, then `done` or `failed`.
 
     A request may fail before it started. An aborted request has no further events. Calls are made
     inside `Scheduler.step` or `stop` and may call `Scheduler.abort`.
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 class SilentSink:
-    """Ignores events and raises failures."""
+    """Sink that ignores events and raises failures."""
 
     def started(self, sequence: Sequence) -> None:
         pass
@@ -55,8 +55,6 @@ class SilentSink:
 
 # ---------------------------------------------------------------- output processor
 
-# Commits tokens to tasks, emits events and finishes sequences.
-
 NOT_FINITE = -1
 """The token id of non-finite logits."""
 
@@ -64,7 +62,7 @@ _log = structlog.get_logger()
 
 
 class OutputProcessor:
-    """Processes tokens in the order of the commits."""
+    """Processor of tokens in the order of the commits."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class OutputProcessor:
         *,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """`finalize` ends a sequence, before the sink is told."""
+        """Create a processor; `finalize` ends a sequence and is called before the sink."""
         self._manager = manager
         self._admission = admission
         self._clock = clock
@@ -86,7 +84,7 @@ class OutputProcessor:
         self.num_tokens = 0
 
     def process_launch(self, record: StepRecord, outputs: list[RowTokens]) -> None:
-        """Process what a launch that is no loop has sampled, and count it in its record."""
+        """Process the tokens of a launch that is not a loop; count them in its record."""
         plan = record.launch.plan
         num_tokens, num_decodes = self.num_tokens, len(plan.decodes)
         num_counted = len(plan.counted_rows)
@@ -104,24 +102,24 @@ class OutputProcessor:
                 self.process(sequence, token)
         record.tokens = self.num_tokens - num_tokens
 
-    def take_back(self, record: StepRecord, *, loops: bool) -> None:
-        """Take back decodes that do not count.
+    def roll_back(self, record: StepRecord, *, before_loop: bool) -> None:
+        """Uncount decodes that ran behind an aborted loop.
 
-        `loops`: the launch behind is a loop, which ends one position later than it would have
+        `before_loop`: the next launch is a loop, which ends one position later than it would have
         without them.
         """
         plan = record.launch.plan
         for row in plan.rows:
             sequence = row.sequence
-            sequence.take_back()  # also where it has ended: what it wrote may be cached
+            sequence.roll_back_decode()  # also if it has ended: its pages may be cached
             if sequence.finalized:
                 record.zombies += 1
             elif self._block_sizes is not None:
-                sequence.settle_drafts(row.num_drafts - loops, 0)
+                sequence.commit_drafts(row.num_drafts - before_loop, 0)
                 self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
 
     def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Note a prefill's commit, before its token is processed."""
+        """Update the status and the timing at a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
             self._manager.invalidate(sequence)
@@ -129,11 +127,11 @@ class OutputProcessor:
             sequence.timing.first_token = self._clock.now()
 
     def process_block(
-        self, record: StepRecord, row: ScheduledSequence, output: RowTokens, num_settled: int
+        self, record: StepRecord, row: ScheduledSequence, output: RowTokens, num_committed: int
     ) -> None:
         """Commit a decode's accepted draft tokens, its own token and their pages.
 
-        `num_settled` of the launch's draft tokens are in flight no longer, accepted or not.
+        `num_committed` of the launch's draft tokens are no longer in flight, accepted or not.
         """
         pressed = record.launch.plan.under_pressure
         sequence, num_accepted = row.sequence, len(output.tokens) - 1
@@ -142,7 +140,7 @@ class OutputProcessor:
         record.drafted += output.num_drafted
         record.accepted += num_accepted
         record.rejected += num_accepted < output.num_drafted
-        sequence.settle_drafts(num_settled, num_accepted)
+        sequence.commit_drafts(num_committed, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, output)
         for token in output.tokens:
@@ -152,10 +150,10 @@ class OutputProcessor:
         self.commit_pages(sequence, row.num_drafts, pressed=pressed)
 
     def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
-        """Give back pages of draft tokens that no launch in flight may write."""
+        """Free pages of draft tokens that no launch in flight may write."""
         end = sequence.progress.last_position
         reserved = end + sequence.progress.inflight_drafts
-        if not pressed:  # nor are the pages of the launch after it worth freeing
+        if not pressed:  # keep the next launch's pages, too: freeing them is not worth it
             reserved += 1 + num_drafts
         self._manager.commit_to(sequence, end, reserved=reserved)
 
@@ -186,5 +184,5 @@ class OutputProcessor:
         if sequence.finalized:  # aborted by the sink, during `delta`
             return
         self._finalize(sequence)
-        self._admission.completed(self._clock.now() - sequence.timing.prefill_start)
+        self._admission.record_completion(self._clock.now() - sequence.timing.prefill_start)
         self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)

@@ -1,7 +1,7 @@
 """Prefill planning with chunked prefill.
 
-Decodes run in the last pass over the weights of their launch, or not at all beside a long prompt.
-So a launch with many tokens makes them wait.
+Decodes run in the last pass over the weights of their launch and cannot share one with a long
+prompt, so a launch with many tokens makes them wait.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from legato_engine.scheduler.batch import ALONE, BatchLimits, LaunchKind, Plan, 
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
-_FEW_MORE_PASSES = 4 / 3
-"""Passes of a prompt in parts, to those of the whole."""
+_MAX_EXTRA_PASSES = 4 / 3
+"""Chunked passes / unchunked passes, at most."""
 
 
-def shared_part(
-    num_tokens: int, num_beside: int, limits: BatchLimits, *, others_wait: bool, may_join: bool
+def chunk_size(
+    num_tokens: int, num_decodes: int, limits: BatchLimits, *, others_wait: bool, may_join: bool
 ) -> int:
-    """Tokens of the next launch, of a prompt of so many; 0: it is not cut.
+    """Return the tokens of a prompt's next chunk, or 0 to launch all `num_tokens`.
 
-    `num_beside` decodes share the launch; 0: all decodes have one of their own after it.
+    `num_decodes` decodes share the launch; 0: all decodes run in a launch of their own after it.
 
-    Parts beside decodes are the smallest that add few passes, or none while other prompts wait,
-    which these delay. If all add more, a prompt too long to share a launch has the largest, and any
-    other is whole; so it is where another `may_join` it.
+    Chunks beside decodes have the smallest size that adds few passes over the weights, or none
+    while other prompts wait, because extra passes delay them. If every size adds more, a prompt too
+    long to share a launch gets the largest chunks, and any other stays whole; it also stays whole
+    if another prompt may join.
     """
     size = limits.pass_tokens
-    fits = num_tokens + num_beside <= limits.tokens
-    if not size or num_tokens + num_beside <= size or (fits and (may_join or not num_beside)):
+    fits = num_tokens + num_decodes <= limits.tokens
+    if not size or num_tokens + num_decodes <= size or (fits and (may_join or not num_decodes)):
         return 0
-    largest = limits.tokens // size * size - num_beside
-    if not num_beside:
+    largest = limits.tokens // size * size - num_decodes
+    if not num_decodes:
         return largest
-    most: float = -(-(num_tokens + num_beside if fits else num_tokens) // size)
-    most *= 1 if others_wait else _FEW_MORE_PASSES
-    for room in range(size - num_beside, min(largest + 1, num_tokens), size):
-        if _num_passes(num_tokens, room, num_beside, size) <= most:
+    max_passes: float = -(-(num_tokens + num_decodes if fits else num_tokens) // size)
+    max_passes *= 1 if others_wait else _MAX_EXTRA_PASSES
+    for room in range(size - num_decodes, min(largest + 1, num_tokens), size):
+        if _num_passes(num_tokens, room, num_decodes, size) <= max_passes:
             return room
     return 0 if fits else largest
 
 
-def _num_passes(num_tokens: int, room: int, num_beside: int, size: int) -> int:
+def _num_passes(num_tokens: int, room: int, num_decodes: int, size: int) -> int:
     """Count the passes of `size` tokens for a prompt chunked by `room` tokens beside decodes."""
-    num_parts, rest = divmod(num_tokens, room)
-    last = -(-(rest + num_beside) // size) if rest else 0
-    return num_parts * ((room + num_beside) // size) + last
+    num_chunks, rest = divmod(num_tokens, room)
+    last = -(-(rest + num_decodes) // size) if rest else 0
+    return num_chunks * ((room + num_decodes) // size) + last
 
 
 # ---------------------------------------------------------------- prefill planner
 
-# The next prefill.
-
 _SHORT_ANSWER = 8
-"""Tokens; shorter answers may be delayed by launches with several images."""
+"""Tokens; launches with several images may delay shorter answers only."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Admitted:
-    """An admitted sequence, computed up to `position`; after a preemption its answer is computed,
-    too.
+    """An admitted sequence whose prompt is computed up to `position`.
+
+    After a preemption its answer is computed, too.
     """
 
     sequence: Sequence
@@ -70,21 +70,21 @@ class _Admitted:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute, with BOS."""
+        """Return the tokens to compute, including BOS."""
         return self.sequence.length - self.position + self.num_bos
 
     @property
     def num_prompt_left(self) -> int:
-        """Without an answer before a preemption."""
+        """Return the prompt tokens to compute, without an answer from before a preemption."""
         return self.num_left - self.sequence.num_committed
 
     @property
     def num_bos(self) -> int:
-        """BOS is computed with the prompt, but is no token of it."""
+        """Return 1 if BOS must be computed, which is not a token of the prompt."""
         return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
-        """The next `num_tokens` of `num_left`."""
+        """Schedule the next `num_tokens` of `num_left`."""
         num_scheduled = num_tokens - self.num_bos
         return ScheduledSequence(self.sequence, self.position, num_scheduled, self.work)
 
@@ -111,7 +111,7 @@ class _Batch:
     def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
         num_images = len(self.images) + computes_image
         num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
-        if num_prompts > self.limits.prompts or not self.has_room(_most_tokens(sequence)):
+        if num_prompts > self.limits.prompts or not self.has_room(_max_tokens(sequence)):
             return False
         return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
 
@@ -126,20 +126,20 @@ class _Batch:
 
 
 class PrefillPlanner:
-    """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
+    """Planner of prefills: admits sequences that fit, in the order of the `WaitingQueue`.
 
-    Between the encodes of an image and its prefill no other sequence is planned, because the device
-    has one feature buffer; nor between the parts of a prompt.
+    No other sequence is planned between the encodes of an image and its prefill, because the device
+    has one feature buffer, nor between the chunks of a prompt.
 
-    Decodes wait for the passes of a prompt over the weights. So a prompt of several passes may be
-    cut into parts, one for each launch.
+    Chunked prefill: decodes wait while a prompt passes over the weights, so a prompt of several
+    passes may be split into chunks, one per launch.
 
-    Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
-    earlier request waits for it.
+    Short prompts share a launch within `limits`. An image to compute comes first in its launch, so
+    that no earlier request waits for it.
 
     Several images share a launch only while many requests wait: each delays the whole launch but
-    saves queued requests part of a pass over the weights. None joins the decodes of a long answer,
-    because it would delay each of its tokens.
+    saves queued requests part of a pass over the weights. An additional image never joins the
+    decodes of a long answer, because it would delay each of their tokens.
     """
 
     def __init__(
@@ -148,30 +148,30 @@ class PrefillPlanner:
         self._manager = manager
         self._limits = limits
         self._queue = queue
-        self._begun: _Admitted | None = None  # its image is encoded in part, or its prompt computed
-        self._found_none = False  # when it last looked for a sequence to admit
+        self._partial: _Admitted | None = None  # its image or prompt is partly computed
+        self._nothing_fits = False  # at the last admission
 
     def __len__(self) -> int:
-        """Count the waiting sequences, without the one that has begun."""
+        """Return the number of waiting sequences, without a partly computed one."""
         return len(self._queue)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue) or self._begun is not None
+        return bool(self._queue) or self._partial is not None
 
     @property
     def expects_plan(self) -> bool:
         """Return whether `plan` will probably return a plan; much cheaper than planning."""
-        may_admit = bool(self._queue) and self._manager.rows_free > 0 and not self._found_none
-        return self._begun is not None or may_admit
+        may_admit = bool(self._queue) and self._manager.rows_free > 0 and not self._nothing_fits
+        return self._partial is not None or may_admit
 
     def add(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence before all of its prefill is planned; the caller releases it."""
-        if self._begun is not None and self._begun.sequence is sequence:
-            self._begun = None
+        if self._partial is not None and self._partial.sequence is sequence:
+            self._partial = None
         else:
             self._queue.remove(sequence)
 
@@ -182,26 +182,26 @@ class PrefillPlanner:
         *,
         streaming: bool = False,
     ) -> Plan | None:
-        """Admit sequences and plan their prefill, or a part of one, or encode a part of an image.
+        """Admit sequences and plan their prefill, a chunk of one, or an encode of part of an image.
 
         An admission takes a row and pages, so the plan must be launched.
 
         Args:
-            max_crops: most crops per encode; 0 leaves the rest of the image to the prefill.
+            max_crops: maximum crops per encode; 0 leaves the rest of the image to the prefill.
             decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: a decode streams; then at most one image is computed.
         """
-        first = self._begun or self._admit_next()
+        first = self._partial or self._admit_next()
         if first is None:
             return None
         if _is_split(first, max_crops):
             return self._encode(first, max_crops)
-        self._begun = None
-        self._manager.planned(first.sequence)
+        self._partial = None
+        self._manager.mark_planned(first.sequence)
         if self._limits.is_long(first.sequence):
-            return self._long_prompt(first, others_decode=bool(decodes))
-        if (part := self._shared_part(first, decodes)) is not None:
-            return part
+            return self._plan_long_prompt(first, others_decode=bool(decodes))
+        if (chunk := self._plan_shared_chunk(first, decodes)) is not None:
+            return chunk
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
         if not batch.has_room(first.num_left):
             batch = dataclasses.replace(batch, decodes=())
@@ -210,45 +210,48 @@ class PrefillPlanner:
         return batch.plan()
 
     def _fill(self, batch: _Batch) -> None:
-        while self._limits.prompts > 1 and (sequence := self._next()) is not None:
-            cached = self._manager.finds_image_prefix(sequence)
+        while self._limits.prompts > 1 and (sequence := self._peek()) is not None:
+            cached = self._manager.has_image_prefix(sequence)
             if not batch.accepts(sequence, computes_image=not cached):
                 return
             batch.add(self._admit(sequence), computes_image=not cached)
             if not cached:
-                self._manager.planned(sequence)
+                self._manager.mark_planned(sequence)
 
-    def _long_prompt(self, first: _Admitted, *, others_decode: bool) -> Plan:
-        """The whole in a launch of its own, or a pass of it while others decode."""
-        size = self._limits.long_tokens
+    def _plan_long_prompt(self, first: _Admitted, *, others_decode: bool) -> Plan:
+        """Plan a long prompt in a launch of its own, or a chunk of it while others decode."""
+        size = self._limits.long_chunk_tokens
         if others_decode and 0 < size < first.num_prompt_left:
-            return self._part(first, (), size)
+            return self._plan_chunk(first, (), size)
         return Plan(LaunchKind.PREFILL, (first.schedule(first.num_left),))
 
-    def _shared_part(self, first: _Admitted, decodes: tuple[ScheduledSequence, ...]) -> Plan | None:
-        """A part beside the decodes, or in turns with them if they are too many; None: the rest is
-        one launch.
+    def _plan_shared_chunk(
+        self, first: _Admitted, decodes: tuple[ScheduledSequence, ...]
+    ) -> Plan | None:
+        """Plan a chunk beside the decodes, or without them if they are too many.
+
+        Return None if the rest of the prompt is one launch.
         """
         if not decodes:
             return None
-        beside = decodes if len(decodes) < self._limits.sampled else ()
-        num_tokens = shared_part(
+        shared = decodes if len(decodes) < self._limits.sampled else ()
+        num_tokens = chunk_size(
             first.num_left,
-            len(beside),
+            len(shared),
             self._limits,
             others_wait=bool(self._queue),
             may_join=bool(self._queue) or _computes_image(first),
         )
-        return self._part(first, beside, num_tokens) if num_tokens > first.num_bos else None
+        return self._plan_chunk(first, shared, num_tokens) if num_tokens > first.num_bos else None
 
-    def _part(
+    def _plan_chunk(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
     ) -> Plan:
-        """The rest is planned next."""
+        """Plan a chunk; the rest of the prompt is planned next."""
         row = first.schedule(num_tokens)
         first.work, first.position = NO_PREFILL_WORK, first.position + row.num_tokens
-        self._begun = first
-        return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_part=True)
+        self._partial = first
+        return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_partial_prefill=True)
 
     def _max_images(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
@@ -261,25 +264,25 @@ class PrefillPlanner:
         all_short = all(row.sequence.progress.num_launched < _SHORT_ANSWER for row in decodes)
         return self._limits.images if enough_wait and all_short else 0
 
-    def _next(self) -> Sequence | None:
+    def _peek(self) -> Sequence | None:
         if self._manager.rows_free == 0:
             return None
         return self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
 
     def _admit_next(self) -> _Admitted | None:
-        sequence = self._next()
-        self._found_none = sequence is None
+        sequence = self._peek()
+        self._nothing_fits = sequence is None
         return None if sequence is None else self._admit(sequence)
 
     def _admit(self, sequence: Sequence) -> _Admitted:
-        self._queue.take(sequence)
+        self._queue.dequeue(sequence)
         work = self._manager.admit(sequence)
         position = max(sequence.pages.cached_length, sequence.prefix_length)
         return _Admitted(sequence, work, position)
 
     def _encode(self, admitted: _Admitted, max_crops: int) -> Plan:
         sequence, work = admitted.sequence, admitted.work
-        self._begun = admitted
+        self._partial = admitted
         stop = min(work.first_crop + max_crops, sequence.num_crops)
         admitted.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
@@ -298,6 +301,6 @@ def _computes_image(admitted: _Admitted) -> bool:
     return admitted.sequence.image_prefix_length > 0 and bool(admitted.work.compute_pages)
 
 
-def _most_tokens(sequence: Sequence) -> int:
+def _max_tokens(sequence: Sequence) -> int:
     """Return the maximum tokens its prompt computes if at most the image is cached."""
     return sequence.length - sequence.image_prefix_length

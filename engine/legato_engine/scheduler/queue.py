@@ -21,7 +21,7 @@ SMOOTHING = 0.1
 
 
 class WaitEstimate:
-    """Predicts waits from moving averages of service times and of the time between starts.
+    """Estimate of waits by moving averages of service times and of the time between starts.
 
     Either rows or prefills are the bottleneck: a request waits for a row, or for the prompts and
     images that are computed before its own while rows are free.
@@ -29,24 +29,24 @@ class WaitEstimate:
 
     def __init__(self) -> None:
         self._service: float | None = None  # seconds; None until a request has completed
-        self._interval: float | None = None  # seconds a start while requests wait
+        self._interval: float | None = None  # seconds between starts while requests wait
         self._last_start: float | None = None  # None: nothing waited after it
 
-    def completed(self, seconds: float) -> None:
+    def record_completion(self, seconds: float) -> None:
         """Add the seconds from prefill to end."""
         self._service = _smoothed(self._service, seconds)
 
-    def started(self, count: int, waiting: int, now: float) -> None:
-        """Add a launch that `count` requests start with, while `waiting` others remain."""
+    def record_start(self, count: int, waiting: int, now: float) -> None:
+        """Add a launch that starts `count` requests while `waiting` others remain."""
         if self._last_start is not None:
             self._interval = _smoothed(self._interval, (now - self._last_start) / count)
         self._last_start = now if waiting else None
 
     def predict(self, waiting: int, rows_free: int, num_rows: int) -> float | None:
-        """Seconds until one more request would start, None while unknown.
+        """Return the seconds until one more request would start, None while unknown.
 
         One of `num_rows` parallel requests ends every `service / num_rows` seconds. A shortage of
-        pages is seen only by the time between starts.
+        pages shows only in the time between starts.
         """
         if self._service is None:
             return None
@@ -60,8 +60,6 @@ def _smoothed(mean: float | None, value: float) -> float:
 
 # ---------------------------------------------------------------- waiting queue
 
-# The waiting requests, served fairly by tenant.
-
 
 class Waiting(Protocol):
     """A request that can wait."""
@@ -71,22 +69,22 @@ class Waiting(Protocol):
 
     @property
     def arrival(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         ...
 
     @property
     def adapter_key(self) -> str:
-        """Empty without an adapter."""
+        """Return the adapter's key, empty without one."""
         ...
 
     @property
     def max_cost(self) -> int:
-        """Positions computed at most, of prompt and output."""
+        """Return the maximum positions to compute, of prompt and output."""
         ...
 
     @property
     def cost(self) -> int:
-        """Positions computed so far, if it has run."""
+        """Return the positions computed so far, if it has run."""
         ...
 
     @property
@@ -102,11 +100,11 @@ WaitingT = TypeVar("WaitingT", bound=Waiting)
 class _Entry(Generic[WaitingT]):
     item: WaitingT
     rank: tuple[float, int]  # ascending order of service within the tenant; unique
-    num_overtaken: int = 0  # by later ones
+    num_overtaken: int = 0  # times that a later one was served
 
 
 _MAX_TENANTS = 4096
-"""Beyond them, idle tenants are forgotten with what they owe."""
+"""Idle tenants beyond this number are forgotten with their charges."""
 
 _RANK = attrgetter("rank")
 _Key = tuple[float, float, tuple[float, int]]
@@ -114,12 +112,12 @@ _Key = tuple[float, float, tuple[float, int]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Tenant(Generic[WaitingT]):
-    """The waiting requests of a tenant and the cost of what it was served."""
+    """Waiting requests of a tenant, and the cost of the requests it was served."""
 
     served: float
     turn: float = 0.0  # when it was last served
     entries: list[_Entry[WaitingT]] = dataclasses.field(default_factory=list)  # by rank
-    num_charged: int = 0  # taken, and not settled
+    num_charged: int = 0  # dequeued and not refunded
 
 
 class WaitingQueue(Generic[WaitingT]):
@@ -129,15 +127,15 @@ class WaitingQueue(Generic[WaitingT]):
     earlier. So these ranks never change, and low priorities do not starve.
 
     Among tenants, the highest priority is next; of equal ones, the tenant that was served the least
-    cost. `take` charges the greatest possible cost, and `settle` corrects it to the actual one. A
-    tenant that had nothing waiting is not owed for that time. For each `priority_seconds` that a
+    cost. `dequeue` charges the maximum cost, and `refund` returns what was not used. A tenant gets
+    no credit for time without waiting requests. For each `priority_seconds` that a
     tenant has waited for its turn its priority rises by one, up to the highest that waits.
 
-    A request that does not fit may be overtaken `max_overtakes` times; then it blocks all later
+    A request that does not fit may be bypassed `max_overtakes` times; then it blocks all later
     ones. A search skips at most `max_overtakes` requests.
 
-    One without an adapter slot is overtaken without limit by requests without adapters, which keep
-    no slots in use, and is not counted as skipped.
+    Requests waiting for an adapter slot may be bypassed freely by requests without an adapter,
+    which occupy no slots; they do not count as skipped.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
@@ -147,9 +145,9 @@ class WaitingQueue(Generic[WaitingT]):
         self._priority_seconds = priority_seconds
         self._tenants: dict[str, _Tenant[WaitingT]] = {}
         self._waiting: dict[str, _Tenant[WaitingT]] = {}  # those with entries
-        self._charged: dict[WaitingT, int] = {}  # cost; taken, and not settled
+        self._charged: dict[WaitingT, int] = {}  # cost of requests dequeued and not refunded
         self._num_waiting = 0
-        self._least_served = 0.0  # of the waiting tenants, at the last `take`
+        self._least_served = 0.0  # of the waiting tenants, at the last `dequeue`
         self._now = 0.0  # the latest arrival
         self._added = count()
 
@@ -192,14 +190,17 @@ class WaitingQueue(Generic[WaitingT]):
         return None
 
     def serve(self, item: WaitingT) -> None:
-        """Serve a request that does not wait, as `add` and `take` would; nothing else waits."""
-        assert not self._num_waiting, "it would overtake what waits"
+        """Charge a request that starts at once, as `add` and `dequeue` would.
+
+        The queue must be empty.
+        """
+        assert not self._num_waiting, "it would overtake waiting requests"
         self._now = max(self._now, item.arrival)
         tenant = self._joining(item.request.tenant)
         self._least_served = tenant.served
         self._charge(item, tenant)
 
-    def take(self, item: WaitingT) -> None:
+    def dequeue(self, item: WaitingT) -> None:
         """Remove a request to serve it; it overtakes all before it."""
         for entry in self._ordered():
             if entry.item is item:
@@ -209,8 +210,8 @@ class WaitingQueue(Generic[WaitingT]):
         self._least_served = max(self._least_served, least)
         self._charge(item, self._pop(item))
 
-    def settle(self, item: WaitingT) -> None:
-        """Charge a request that has ended only what it cost; ignore one that was not taken."""
+    def refund(self, item: WaitingT) -> None:
+        """Refund an ended request's unused cost; ignore a request that was not dequeued."""
         charged = self._charged.pop(item, None)
         if charged is None:
             return
@@ -228,9 +229,9 @@ class WaitingQueue(Generic[WaitingT]):
         return next(index for index, entry in enumerate(self._ordered()) if entry.item is item)
 
     def num_ahead(self, item: WaitingT) -> int:
-        """About how many would be before a request that is not queued yet.
+        """Estimate how many requests would precede one that is not queued yet.
 
-        Of each other tenant as many as of its own, and itself: as if all cost the same.
+        Assumes equal costs: each other tenant has as many turns as the request's own tenant.
         """
         tenant = self._waiting.get(item.request.tenant)
         own = 0
@@ -248,18 +249,18 @@ class WaitingQueue(Generic[WaitingT]):
 
     # ------------------------------------------------------------ a full queue
 
-    def most_over_share(self, tenant: str, counts: Mapping[str, int]) -> str | None:
-        """The tenant of most requests, if one of them should make room for one of `tenant`.
+    def tenant_over_share(self, tenant: str, counts: Mapping[str, int]) -> str | None:
+        """Return the tenant with the most requests, if it should give up one for `tenant`.
 
-        `counts` are of all requests that take a place, by tenant.
+        `counts` are the requests that count toward the queue limit, by tenant.
         """
-        most = max(counts, key=counts.__getitem__, default=None)
-        if most is None or counts[most] <= counts.get(tenant, 0) + 1:
+        largest = max(counts, key=counts.__getitem__, default=None)
+        if largest is None or counts[largest] <= counts.get(tenant, 0) + 1:
             return None
-        return most
+        return largest
 
     def last_of(self, tenant: str) -> WaitingT | None:
-        """The tenant's last request that has not started."""
+        """Return the tenant's last request that has not started."""
         waiting = self._waiting.get(tenant)
         entries = waiting.entries if waiting is not None else []
         return next((each.item for each in reversed(entries) if not each.item.was_started), None)
@@ -267,7 +268,7 @@ class WaitingQueue(Generic[WaitingT]):
     def last_below(
         self, tenant: str, priority: int, arrival: float, counts: Mapping[str, int]
     ) -> WaitingT | None:
-        """The last request, if one of this priority and arrival would be before it.
+        """Return the last request, if one of this priority and arrival would precede it.
 
         Tenants with fewer requests than `tenant` are spared.
         """
@@ -281,11 +282,11 @@ class WaitingQueue(Generic[WaitingT]):
     # ------------------------------------------------------------ order
 
     def _ordered(self) -> Iterable[_Entry[WaitingT]]:
-        """The order of service from here on, if every request fits and no other arrives."""
+        """Return the order of service if every request fits and no other arrives."""
         tenants = list(self._waiting.values())
-        return tenants[0].entries if len(tenants) == 1 else self._in_turns(tenants)
+        return tenants[0].entries if len(tenants) == 1 else self._interleave(tenants)
 
-    def _in_turns(self, tenants: Sequence[_Tenant[WaitingT]]) -> Iterator[_Entry[WaitingT]]:
+    def _interleave(self, tenants: Sequence[_Tenant[WaitingT]]) -> Iterator[_Entry[WaitingT]]:
         priorities = [_priorities(tenant.entries) for tenant in tenants]
         highest = max((each[0] for each in priorities), default=0)
 
@@ -305,8 +306,8 @@ class WaitingQueue(Generic[WaitingT]):
                 continue
             item = entries[index].item
             served += 0 if item in self._charged else item.max_cost
-            following = key(number, index + 1, served, self._now)
-            heapq.heapreplace(heap, (following, number, index + 1))
+            next_key = key(number, index + 1, served, self._now)
+            heapq.heapreplace(heap, (next_key, number, index + 1))
 
     def _aged(self, priority: int, since: float, highest: int) -> float:
         if not self._priority_seconds:
@@ -323,7 +324,7 @@ class WaitingQueue(Generic[WaitingT]):
         return index
 
     def _joining(self, name: str) -> _Tenant[WaitingT]:
-        """A tenant of which nothing waited; it is not owed for that time."""
+        """Return a tenant without waiting requests; it gets no credit for that time."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(self._least_served)
@@ -348,7 +349,7 @@ class WaitingQueue(Generic[WaitingT]):
         return tenant
 
     def _forget(self, name: str) -> None:
-        """Forget a tenant that owes nothing, and all when nothing waits or runs."""
+        """Forget an idle tenant without excess charges, and all when nothing waits or runs."""
         if not (self._num_waiting or self._charged):
             self._tenants.clear()
             self._least_served = 0.0
@@ -372,14 +373,12 @@ def _priorities(entries: Sequence[_Entry[WaitingT]]) -> list[int]:
 
 # ---------------------------------------------------------------- admission
 
-# Admission to the waiting queue.
-
 
 class Admission(Generic[WaitingT]):
-    """Refuses requests that exceed the queue or cannot start in time.
+    """Admission control: refuses requests that exceed the queue or cannot start in time.
 
-    A full queue gives up a request for one with a better claim: of a tenant with fewer requests, or
-    of a higher priority. A request that has started keeps its place.
+    A full queue displaces a request for one of a tenant with fewer requests or of a higher
+    priority, but never a request that has started.
     """
 
     def __init__(
@@ -392,7 +391,7 @@ class Admission(Generic[WaitingT]):
         max_waiting: int,
         max_waiting_per_tenant: int,
     ) -> None:
-        """`max_waiting_per_tenant` 0: no limit."""
+        """Create an admission control; `max_waiting_per_tenant` 0 means no limit."""
         self._num_rows = num_rows
         self._rows_free = rows_free
         self._clock = clock
@@ -401,16 +400,16 @@ class Admission(Generic[WaitingT]):
         self._max_per_tenant = max_waiting_per_tenant
         self._wait = WaitEstimate()
 
-    def displaced_by(
+    def choose_displaced(
         self, tenant: str, priority: int, arrival: float, preparing: Collection[str] = ()
     ) -> WaitingT | str | None:
-        """Return what has to end so that the queue takes another request; None if there is room.
+        """Choose what must end so that the queue accepts another request; None if there is room.
 
-        That is a waiting request or, where the requests in preparation fill the queue, the tenant
-        of one of them. `preparing` are their tenants.
+        That is a waiting request or, if the requests in preparation fill the queue, the tenant of
+        one of them. `preparing` are their tenants.
 
         Raises:
-            QueueFull: `max_waiting` requests wait or are prepared, all with as good a claim.
+            QueueFull: `max_waiting` requests wait or are prepared, none of which may be displaced.
             QuotaExceeded: `max_waiting_per_tenant` of them are the tenant's.
         """
         queue = self._queue
@@ -419,11 +418,11 @@ class Admission(Generic[WaitingT]):
         if len(queue) + len(preparing) < self._max_waiting:
             return None
         counts = queue.num_by_tenant() + Counter(preparing)
-        greedy = queue.most_over_share(tenant, counts)
-        if greedy is not None:
-            displaced = queue.last_of(greedy)
-            if displaced is not None or greedy in preparing:
-                return displaced or greedy
+        over_share = queue.tenant_over_share(tenant, counts)
+        if over_share is not None:
+            displaced = queue.last_of(over_share)
+            if displaced is not None or over_share in preparing:
+                return displaced or over_share
         lower = queue.last_below(tenant, priority, arrival, counts)
         if lower is None:
             raise self.queue_full("the waiting queue is full")
@@ -432,8 +431,8 @@ class Admission(Generic[WaitingT]):
     def queue_full(self, message: str) -> QueueFull:
         return QueueFull(message, limit=self._max_waiting, retry_after_ms=self._retry_after_ms())
 
-    def displacement(self) -> QueueFull:
-        """The error of a request that ends for another."""
+    def displaced_error(self) -> QueueFull:
+        """Return the error of a displaced request."""
         return self.queue_full("the waiting queue is full, and another request has a better claim")
 
     def check_deadline(self, item: WaitingT) -> None:
@@ -452,13 +451,13 @@ class Admission(Generic[WaitingT]):
                 estimated_wait_ms=round(wait * 1000),
             )
 
-    def started(self, count: int) -> None:
-        """Add a launch that `count` requests start with; they have left the queue."""
-        self._wait.started(count, len(self._queue), self._clock.now())
+    def record_start(self, count: int) -> None:
+        """Add a launch that starts `count` requests; they have left the queue."""
+        self._wait.record_start(count, len(self._queue), self._clock.now())
 
-    def completed(self, seconds: float) -> None:
+    def record_completion(self, seconds: float) -> None:
         """Add the seconds from the prefill to the end of a request."""
-        self._wait.completed(seconds)
+        self._wait.record_completion(seconds)
 
     def estimated_wait(self) -> float:
         """Return the estimated wait in seconds; 0 while unknown."""

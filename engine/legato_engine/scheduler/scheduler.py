@@ -1,4 +1,9 @@
-"""The scheduler: plan, launch, commit."""
+"""The scheduler: plan, launch, commit.
+
+A request enters by `Scheduler.submit` and waits in the queue. Each `Scheduler.step` launches the
+next batch that `Planner` plans and commits the oldest of the launches in `Pipeline`, until the
+request's last token is committed.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,8 @@ from legato_engine.scheduler.batch import (
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
 from legato_engine.scheduler.interfaces import (
     Clock,
+    LoopPoll,
     LoopRunner,
-    NoTokens,
     Pause,
     Runner,
     sleep,
@@ -44,7 +49,10 @@ FREE = 0
 
 
 class Scheduler:
-    """Runs sequences through the pipeline. Single-threaded; owns all of its state."""
+    """Single-threaded scheduler of sequences; it owns all of its state.
+
+    Every live sequence ends in `_finalize`, as a zombie while launches in flight name it.
+    """
 
     def __init__(
         self,
@@ -69,18 +77,20 @@ class Scheduler:
     ) -> None:
         """Create a scheduler; with `block_sizes` the runner must support drafts.
 
-        With `loops`, which is the runner, decodes of several steps are one launch where no row
-        needs the host. `step` waits for tokens of such a launch by `pause`, and returns without
-        them when that is cut short.
+        With `loops`, which is the runner, decodes of several steps are one launch if no row needs
+        the host. `step` polls for tokens of such a launch, with `pause` between polls, and returns
+        without tokens when a pause is cut short.
         """
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
-        self._depth = pipeline.depth  # that the pipeline is to have
+        self._target_depth = pipeline.depth
         self._clock = clock
         self._sink = sink
         self._observer = observer
         self._recorder = recorder
+        self._live: dict[RequestKey, Sequence] = {}
+        self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self._queue = WaitingQueue[Sequence](
             max_overtakes=max_overtakes, priority_seconds=priority_seconds
         )
@@ -106,19 +116,10 @@ class Scheduler:
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
-        self._requests = LiveRequests(
-            manager,
-            self._queue,
-            self._prefill,
-            self._running,
-            clock=clock,
-            sink=sink,
-            recorder=recorder,
-        )
         self._outputs = OutputProcessor(
-            manager, self._admission, clock, sink, block_sizes, finalize=self._requests.finalize
+            manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
-        self._records: deque[StepRecord] = deque()
+        self._records: deque[StepRecord] = deque()  # of the launches in flight
         self.steps_committed = 0
 
     # ------------------------------------------------------------ requests
@@ -133,79 +134,89 @@ class Scheduler:
             QuotaExceeded: too many requests of its tenant wait.
             DeadlineUnreachable: the predicted wait is longer than the time left.
         """
-        self._requests.check(sequence)
+        self._check_can_run(sequence)
         request = sequence.request
         if not request.was_admitted:
-            displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
+            displaced = self.make_room_for(
+                request.tenant, request.priority, sequence.timing.arrival
+            )
             assert displaced is None, "nothing is being prepared"
             self._admission.check_deadline(sequence)
-        self._requests.add(sequence)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        self._live[request.request_id] = sequence
+        self._prefill.add(sequence)
+        if self._recorder is not None:
+            self._recorder.submitted(sequence)
 
-    def abort(self, request_id: RequestKey) -> None:
-        """End a request without further events; ignore unknown ids."""
-        self._requests.abort(request_id)
+    def _check_can_run(self, sequence: Sequence) -> None:
+        assert sequence.prompt, f"sequence {sequence.seq_id} has no prompt token to sample from"
+        assert sequence.task.max_tokens > 0, f"sequence {sequence.seq_id} may not sample a token"
+        if sequence.request.request_id in self._live:
+            raise InvalidField("request id is in use", field="request_id")
+        if not self._manager.can_ever_fit(sequence):
+            raise PromptTooLong(
+                "prompt and max_tokens do not fit the context",
+                limit=self._manager.max_length,
+                actual=sequence.max_length,
+            )
 
-    def stop(self, request_id: RequestKey) -> None:
-        """End a request with the result so far; ignore unknown ids."""
-        self._requests.stop(request_id)
-
-    def set_depth(self, depth: int) -> None:
-        """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
-        self._depth = depth
-
-    def refine(self, refinement: Refinement) -> None:
-        """No request can abort it."""
-        self._planner.refine(refinement)
-
-    def displaced_by(
+    def make_room_for(
         self, tenant: str, priority: int, arrival: float, preparing: Collection[str] = ()
     ) -> str | None:
         """Make room for another request if the queue is full.
 
-        Returns the tenant of a request in preparation that the caller has to end for it, or None.
-        `preparing` are the tenants of all of them. Raises as `Admission.displaced_by`.
+        `preparing` are the tenants of all requests in preparation. Return the tenant of one that
+        the caller must end, or None. Raises as `Admission.choose_displaced`.
         """
-        displaced = self._admission.displaced_by(tenant, priority, arrival, preparing)
+        displaced = self._admission.choose_displaced(tenant, priority, arrival, preparing)
         if isinstance(displaced, Sequence):
-            self._outputs.fail(displaced, self.displacement())
+            self._outputs.fail(displaced, self.displaced_error())
             return None
         return displaced
 
-    def displacement(self) -> QueueFull:
-        return self._admission.displacement()
+    def displaced_error(self) -> QueueFull:
+        return self._admission.displaced_error()
 
-    # ------------------------------------------------------------ state
+    def abort(self, request_id: RequestKey) -> None:
+        """End a request without further events; ignore unknown ids."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._finalize(sequence)
 
-    @property
-    def idle(self) -> bool:
-        return not (self._requests or self._planner.has_refinements or len(self._pipeline))
+    def stop(self, request_id: RequestKey) -> None:
+        """End a request with the result so far; ignore unknown ids.
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._prefill)
+        The sink receives `started`, unless it has, and `done`.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return
+        now = self._clock.now()
+        if sequence.num_committed == 0:
+            sequence.timing.first_token = now
+        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
+            sequence.timing.prefill_start = now
+            self._sink.started(sequence)
+        if not sequence.finalized:
+            self._finalize(sequence)
+            self._sink.done(sequence, FinishReason.CANCELLED)
 
-    def position(self, sequence: Sequence) -> int:
-        return self._queue.position(sequence)
+    def refine(self, refinement: Refinement) -> None:
+        """Queue a refinement. It is not tied to a request, so it cannot be aborted."""
+        self._planner.refine(refinement)
 
-    def estimated_wait(self) -> float:
-        return self._admission.estimated_wait()
+    def set_depth(self, depth: int) -> None:
+        """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
+        self._target_depth = depth
 
-    def load(self) -> Load:
-        """`images_cached` is not set."""
-        return Load(
-            running=len(self._running),
-            waiting=len(self._prefill),
-            inflight=len(self._pipeline),
-            pipeline_depth=self._pipeline.depth,
-            rows_used=self._manager.rows_used,
-            pages_used=self._manager.pages_used,
-            prefix_pages=self._manager.prefix_pages,
-            pages_total=self._manager.pages_total,
-            adapters_used=self._manager.adapters_used,
-            kv=self._manager.stats(),
-        )
+    # ------------------------------------------------------------ step
 
-    # ------------------------------------------------------------ the step
+    def drain(self) -> None:
+        """Step until no work is left."""
+        while not self.idle:
+            progressed = self.step()
+            assert progressed or self.idle, f"{len(self._live)} live sequences, none can run"
 
     def step(self) -> bool:
         """Return whether anything was launched or committed.
@@ -214,12 +225,12 @@ class Scheduler:
         with constrained rows is sampled after that commit, which its constraints depend on.
         """
         self._expire()
-        launch = self._launch() if self._has_its_depth() else None
+        launch = self._launch() if self._reach_target_depth() else None
         if launch is not None and not (launch.plan.constrained and len(self._pipeline) > 1):
             self._sample(launch)
         oldest = self._pipeline.oldest()
-        if oldest is not None and oldest.plan.loops:
-            if launch is None and self._follow() is NoTokens.LEFT:
+        if oldest is not None and oldest.plan.is_loop:
+            if launch is None and self._poll_loop() is LoopPoll.FINISHED:
                 self._commit(oldest)
         elif oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
             self._commit(oldest)
@@ -228,25 +239,29 @@ class Scheduler:
             self._sample(unsampled)  # its constraints are current now
         return oldest is not None
 
-    def _is_behind_loop(self, launch: Launch) -> bool:
-        oldest = self._pipeline.oldest()
-        return oldest is not None and oldest is not launch and oldest.plan.loops
-
-    def _has_its_depth(self) -> bool:
-        """A step leaves a slot free for the next launch; a shorter pipeline must leave one, too."""
-        if self._pipeline.depth != self._depth and len(self._pipeline) < self._depth:
-            self._pipeline.resize(self._depth)
-        return self._pipeline.depth == self._depth
-
-    def drain(self) -> None:
-        while not self.idle:
-            progressed = self.step()
-            assert progressed or self.idle, f"{len(self._requests)} live sequences, none can run"
-
     def _expire(self) -> None:
-        for sequence in self._requests.expired():
-            if not sequence.finalized:
+        now = self._clock.now()
+        if now < self._next_deadline:
+            return
+        expired, next_deadline = [], math.inf
+        for sequence in self._live.values():
+            if sequence.request.ends_by <= now:
+                expired.append(sequence)
+            else:
+                next_deadline = min(next_deadline, sequence.request.ends_by)
+        self._next_deadline = next_deadline
+        for sequence in expired:
+            if not sequence.finalized:  # the sink may abort others
                 self._outputs.fail(sequence, DeadlineExceeded("the deadline passed"))
+
+    def _reach_target_depth(self) -> bool:
+        """Resize the pipeline when enough launches are committed; return whether it is resized.
+
+        A step leaves a slot free for the next launch; a shorter pipeline must leave one, too.
+        """
+        if self._pipeline.depth != self._target_depth and len(self._pipeline) < self._target_depth:
+            self._pipeline.resize(self._target_depth)
+        return self._pipeline.depth == self._target_depth
 
     def _launch(self) -> Launch | None:
         """Plan and enqueue the next forward pass; every step leaves a slot free for it."""
@@ -261,7 +276,7 @@ class Scheduler:
             self._recorder.launching(launch, plan_start)
         failpoints.hit("engine.launch")
         self._runner.forward(launch)
-        counted = () if plan.loops else plan.counted_rows  # steps of loops count when they are read
+        counted = () if plan.is_loop else plan.counted_rows  # a loop's steps count as they are read
         for sequence, position, num_tokens, _, num_drafts, _ in counted:
             progress = sequence.progress
             progress.num_launched += 1
@@ -275,55 +290,45 @@ class Scheduler:
 
     def _plan(self) -> Plan | None:
         oldest, loops = self._pipeline.oldest(), self._loops
-        if oldest is not None and oldest.plan.loops:
-            plan = self._plan_behind() if len(self._pipeline) < self._pipeline.depth else None
+        if oldest is not None and oldest.plan.is_loop:
+            plan = self._plan_behind_loop() if len(self._pipeline) < self._pipeline.depth else None
         else:
             plan = self._planner.plan()
             if plan is not None and loops is not None:
                 before = None if oldest is None else oldest.plan
                 plan = loops.extend(plan, before, only_decodes=self._planner.only_decodes)
         if plan is not None and loops is not None:
-            loops.launched(plan)
+            loops.record_launch(plan)
         return plan
 
-    def _plan_behind(self) -> Plan | None:
+    def _plan_behind_loop(self) -> Plan | None:
         """Plan the launch that ends the loop in flight, if there is any.
 
-        The loop is told first: it takes up to a step to end, and the launch about as long to be
-        planned and enqueued. Told in vain it is followed by another loop.
+        The loop is stopped first: it takes up to a step to end, and the launch about as long to be
+        planned and enqueued. If nothing gets launched, the next plan just starts another loop.
         """
-        assert self._loops is not None, "a loop without loops"
+        assert self._loops is not None, "loop launch, but loops are disabled"
         record = self._records[0]
-        ends = self._loops.is_ending(record)
-        if not ends and not self._planner.has_others:
+        is_ending = self._loops.is_ending(record)
+        if not is_ending and not self._planner.has_non_decode_work:
             return None
-        if self._planner.expects_other:
-            self._loops.end(record)
-        plan = self._planner.plan_behind(self._loops.behind(record), ends=ends)
+        if self._planner.expects_non_decode_launch:
+            self._loops.stop(record)
+        plan = self._planner.plan_behind(self._loops.plan_behind(record), is_ending=is_ending)
         if plan is not None:
-            self._loops.end(record)
+            self._loops.stop(record)
         return plan
 
-    def _follow(self) -> NoTokens | None:
-        """Process a step of the loop in flight, if there is one."""
-        assert self._loops is not None, "a loop without loops"
-        newest = self._records[-1].launch.plan
-        blocks = self._pipeline.depth == 1 and bool(self._prefill)
-        ends = blocks or self._pipeline.depth != self._depth
-        is_cut = ends or newest.kind is not LaunchKind.DECODE
-        missing = self._loops.follow(self._records[0], self._outputs, ends=ends, is_cut=is_cut)
-        self.steps_committed += missing is None
-        return missing
-
     def _start_prefills(self, plan: Plan) -> None:
+        """Count the launched prefills; report the sequences whose first launch this is."""
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
         if plan.kind is LaunchKind.PREFILL:
             for row in plan.counted_rows[plan.num_mixed_decodes :]:
-                self._manager.launched(row.sequence)
+                self._manager.mark_launched(row.sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
         if starting:
-            self._admission.started(len(starting))
+            self._admission.record_start(len(starting))
         for sequence in starting:
             sequence.status = SequenceStatus.PREFILLING
             self._running.add(sequence)
@@ -343,6 +348,23 @@ class Scheduler:
         self._pipeline.mark_sampled(launch)
         record.sample_end = self._clock.perf_ns()
 
+    def _is_behind_loop(self, launch: Launch) -> bool:
+        oldest = self._pipeline.oldest()
+        return oldest is not None and oldest is not launch and oldest.plan.is_loop
+
+    def _poll_loop(self) -> LoopPoll | None:
+        """Process the next step of the loop in flight; return why there is none, or None."""
+        assert self._loops is not None, "loop launch, but loops are disabled"
+        newest = self._records[-1].launch.plan
+        blocks_prefill = self._pipeline.depth == 1 and bool(self._prefill)
+        stop = blocks_prefill or self._pipeline.depth != self._target_depth
+        is_interrupted = stop or newest.kind is not LaunchKind.DECODE
+        poll = self._loops.poll(
+            self._records[0], self._outputs, stop=stop, is_interrupted=is_interrupted
+        )
+        self.steps_committed += poll is None
+        return poll
+
     def _commit(self, launch: Launch) -> None:
         record = self._records.popleft()
         failpoints.hit("engine.commit")
@@ -351,13 +373,13 @@ class Scheduler:
         record.wait_end = self._clock.perf_ns()
         behind = self._records[0].launch.plan if self._records else None
         if outputs is None:
-            self._outputs.take_back(record, loops=behind is not None and behind.loops)
-        elif not launch.plan.loops:
+            self._outputs.roll_back(record, before_loop=behind is not None and behind.is_loop)
+        elif not launch.plan.is_loop:
             self._outputs.process_launch(record, outputs)
         elif self._loops is not None:
-            self._loops.settle(record, behind, self._outputs)
+            self._loops.roll_back(record, behind, self._outputs)
         for sequence in self._pipeline.commit(launch):
-            self._running.settle(sequence)
+            self._running.release_or_requeue(sequence)
         refinement = launch.plan.refinement
         if refinement is not None:
             refinement.done(refinement)
@@ -366,14 +388,58 @@ class Scheduler:
         if self._observer is not None:
             self._observer(record)
 
+    def _finalize(self, sequence: Sequence) -> None:
+        """End a sequence; release it unless a launch in flight names it."""
+        assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
+        sequence.finalized = True
+        del self._live[sequence.request.request_id]
+        self._queue.refund(sequence)
+        if sequence.progress.last_position < 0:
+            self._prefill.remove(sequence)
+        if sequence.status is not SequenceStatus.WAITING:
+            self._running.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        if self._recorder is not None:
+            self._recorder.ended(sequence)
+        sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def idle(self) -> bool:
+        return not (self._live or self._planner.has_refinements or len(self._pipeline))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._prefill)
+
+    def position(self, sequence: Sequence) -> int:
+        return self._queue.position(sequence)
+
+    def estimated_wait(self) -> float:
+        return self._admission.estimated_wait()
+
+    def load(self) -> Load:
+        """Return the current load; `images_cached` is not set."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._prefill),
+            inflight=len(self._pipeline),
+            pipeline_depth=self._pipeline.depth,
+            rows_used=self._manager.rows_used,
+            pages_used=self._manager.pages_used,
+            prefix_pages=self._manager.prefix_pages,
+            pages_total=self._manager.pages_total,
+            adapters_used=self._manager.adapters_used,
+            kv=self._manager.stats(),
+        )
+
 
 # ---------------------------------------------------------------- planner
 
-# Turns between prefills and decodes.
-
 
 class Planner:
-    """Alternates between decodes and other launches while there is work for both.
+    """Planner that alternates between decodes and other launches while there is work for both.
 
     At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
     Refinements go first, because they create no further work.
@@ -401,20 +467,20 @@ class Planner:
         self._crops_per_launch = crops_per_launch
         self._refinements: deque[Refinement] = deque()
         self._num_since_decode = 0
-        self.only_decodes = False  # no other launch was possible at the last plan
+        self.only_decodes = False  # at the last plan, no other launch was possible
 
     @property
     def has_refinements(self) -> bool:
         return bool(self._refinements)
 
     @property
-    def has_others(self) -> bool:
+    def has_non_decode_work(self) -> bool:
         """Return whether work other than decodes is waiting."""
         return bool(self._refinements) or self._prefill.has_work
 
     @property
-    def expects_other(self) -> bool:
-        """Return whether such a launch is probably possible now."""
+    def expects_non_decode_launch(self) -> bool:
+        """Return whether such work can probably be launched now."""
         return bool(self._refinements) or self._prefill.expects_plan
 
     def refine(self, refinement: Refinement) -> None:
@@ -424,36 +490,36 @@ class Planner:
         """Plan the next launch; a plan must be launched."""
         decode = self._decode.plan()
         plan = decode
-        others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
-        if others_turn:
-            plan = self._plan_other(decode) or decode
-        self.only_decodes = plan is decode and (others_turn or not self.has_others)
+        is_others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
+        if is_others_turn:
+            plan = self._plan_non_decode(decode) or decode
+        self.only_decodes = plan is decode and (is_others_turn or not self.has_non_decode_work)
         if plan is not None:
             self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
         return plan
 
-    def plan_behind(self, decode: Plan | None, *, ends: bool) -> Plan | None:
+    def plan_behind(self, decode: Plan | None, *, is_ending: bool) -> Plan | None:
         """Plan a launch behind a loop in flight; it must be launched.
 
         Args:
-            decode: the loop's rows that go on; they join the launch as in `plan`.
-            ends: the loop ends by itself, so that they are a launch if no other is possible.
+            decode: the loop's rows that continue; they join the launch as in `plan`.
+            is_ending: the loop ends by itself; `decode` is launched alone if nothing else can be.
         """
-        plan = self._plan_other(decode)
+        plan = self._plan_non_decode(decode)
         if plan is None:
-            plan = decode if ends else None
+            plan = decode if is_ending else None
         elif decode is not None and plan.decodes:
             plan = dataclasses.replace(plan, behind=decode.behind)
         if plan is not None:
             self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
         return plan
 
-    def _plan_other(self, decode: Plan | None) -> Plan | None:
+    def _plan_non_decode(self, decode: Plan | None) -> Plan | None:
         if self._refinements:
             return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
         if not self._prefill.has_work:
             return None
-        streaming = self._decode.streaming
+        streaming = self._decode.is_streaming
         return self._prefill.plan(
             self._crops_per_launch if streaming else 0,
             decode.rows if decode is not None else (),
@@ -463,13 +529,11 @@ class Planner:
 
 # ---------------------------------------------------------------- pipeline
 
-# The launches in flight.
-
 NUM_SLOTS = 2
 
 
 class Pipeline:
-    """Launches in flight, first in, first out, at most `depth`, which `resize` changes.
+    """FIFO of at most `depth` launches in flight.
 
     A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
     one is not sampled yet.
@@ -511,7 +575,7 @@ class Pipeline:
         return self._inflight[0] if self._inflight else None
 
     def unsampled(self) -> Launch | None:
-        """Always the newest launch."""
+        """Return the launch that is not sampled yet, if any: always the newest."""
         if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
             return self._inflight[-1]
         return None
@@ -540,120 +604,3 @@ class Pipeline:
 def _checked(depth: int) -> int:
     assert 1 <= depth <= NUM_SLOTS, f"depth {depth} is not 1 (blocking) or 2 (pipelined)"
     return depth
-
-
-# ---------------------------------------------------------------- live requests
-
-# Requests from their submission to their end.
-
-
-class LiveRequests:
-    """Sequences that have not ended, by request id.
-
-    Every sequence ends in `finalize`, as a zombie while launches in flight name it.
-    """
-
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        queue: WaitingQueue[Sequence],
-        prefill: PrefillPlanner,
-        running: RunningSequences,
-        *,
-        clock: Clock,
-        sink: Sink,
-        recorder: Recorder | None,
-    ) -> None:
-        self._manager = manager
-        self._queue = queue
-        self._prefill = prefill
-        self._running = running
-        self._clock = clock
-        self._sink = sink
-        self._recorder = recorder
-        self._live: dict[RequestKey, Sequence] = {}
-        self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def check(self, sequence: Sequence) -> None:
-        """Refuse what can never run.
-
-        Raises:
-            InvalidField: its request id is in use.
-            PromptTooLong: it does not fit the context or the KV cache.
-        """
-        assert sequence.prompt, f"sequence {sequence.seq_id} has no prompt token to sample from"
-        assert sequence.task.max_tokens > 0, f"sequence {sequence.seq_id} may not sample a token"
-        if sequence.request.request_id in self._live:
-            raise InvalidField("request id is in use", field="request_id")
-        if not self._manager.fits_ever(sequence):
-            raise PromptTooLong(
-                "prompt and max_tokens do not fit the context",
-                limit=self._manager.max_length,
-                actual=sequence.max_length,
-            )
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that was checked."""
-        request = sequence.request
-        if request.deadline is not None:
-            self._next_deadline = min(self._next_deadline, request.deadline)
-        self._live[request.request_id] = sequence
-        self._prefill.add(sequence)
-        if self._recorder is not None:
-            self._recorder.submitted(sequence)
-
-    def abort(self, request_id: RequestKey) -> None:
-        """End a request without further events; ignore unknown ids."""
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            self.finalize(sequence)
-
-    def stop(self, request_id: RequestKey) -> None:
-        """End a request with the result so far; ignore unknown ids.
-
-        The sink receives `started`, unless it has, and `done`.
-        """
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            return
-        now = self._clock.now()
-        if sequence.num_committed == 0:
-            sequence.timing.first_token = now
-        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
-            sequence.timing.prefill_start = now
-            self._sink.started(sequence)
-        if not sequence.finalized:
-            self.finalize(sequence)
-            self._sink.done(sequence, FinishReason.CANCELLED)
-
-    def expired(self) -> list[Sequence]:
-        """Return those whose deadline has passed; ending one may end others."""
-        now = self._clock.now()
-        if now < self._next_deadline:
-            return []
-        late, left = [], math.inf
-        for sequence in self._live.values():
-            if sequence.request.ends_by <= now:
-                late.append(sequence)
-            else:
-                left = min(left, sequence.request.ends_by)
-        self._next_deadline = left
-        return late
-
-    def finalize(self, sequence: Sequence) -> None:
-        """End a sequence; release it unless a launch in flight names it."""
-        assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
-        sequence.finalized = True
-        del self._live[sequence.request.request_id]
-        self._queue.settle(sequence)
-        if sequence.progress.last_position < 0:
-            self._prefill.remove(sequence)
-        if sequence.status is not SequenceStatus.WAITING:
-            self._running.remove(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        if self._recorder is not None:
-            self._recorder.ended(sequence)
-        sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence

@@ -1,4 +1,4 @@
-"""The engine's side of image bytes."""
+"""Reader of image bytes in shared memory, the engine's side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from legato_engine.types import BlobRef
 
 
 class BlobReader:
-    """Takes blobs whose namespaces begin with `namespace`; thread-safe.
+    """Reader of blobs whose namespaces begin with `namespace`; thread-safe.
 
     A retired segment stays mapped until another segment is mapped, or until `forget`.
     """
@@ -88,7 +88,7 @@ class _MappedSegment:
         return self._header[RETIRED] != 0
 
     def take(self, ref: BlobRef) -> memoryview:
-        """The end of the last view releases the content to the service."""
+        """Return a view; the content is released to the service with the last view."""
         if ref.generation <= self._taken or ref.generation != self._header[GENERATION]:
             raise InternalError(f"generation {ref.generation} of blob {ref.name!r} is gone")
         if ref.size > min(self._header[SIZE], len(self._mapping) - HEADER_SIZE):

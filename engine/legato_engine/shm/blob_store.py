@@ -149,7 +149,7 @@ def _is_private_file(path: pathlib.Path) -> bool:
 
 
 def _is_private(path: pathlib.Path, mode: int) -> bool:
-    """Return whether it is this user's and of this type and mode; a link is followed nowhere."""
+    """Return whether a file is this user's and has this type and mode; follow no links."""
     try:
         found = path.stat(follow_symlinks=False)
     except OSError:
@@ -159,19 +159,15 @@ def _is_private(path: pathlib.Path, mode: int) -> bool:
 
 # ---------------------------------------------------------------- segment pool
 
-# A pool of shared-memory segments that are reused for image after image.
+# Segments are reused, because a new file per image costs several times the copy of its bytes: the
+# kernel clears its pages, and both processes fault them in. The first reader unlinks a segment's
+# file, so the kernel frees the memory when both processes have ended, however they end.
 #
-# A new file per image costs several times the copy of its bytes: the kernel clears its pages, and
-# both processes fault them in. The first reader unlinks a segment's file, so that its memory is
-# freed
-# with the two processes however they end.
-#
-# The engine writes `RELEASED`, the last generation that it has released, the service the other
-# words.
-# The service overwrites released content only.
+# The engine writes `RELEASED`, the last generation that it has released; the service writes the
+# other header fields and overwrites released content only.
 
 HEADER_SIZE = 64
-GENERATION, SIZE, RELEASED, RETIRED = range(4)  # words of the header
+GENERATION, SIZE, RELEASED, RETIRED = range(4)  # 8-byte fields of the header
 """`GENERATION` 0: never written. `RELEASED` 0: never released."""
 
 SMALLEST, LARGEST = 64 * 1024, 4 * 1024 * 1024
@@ -232,7 +228,7 @@ class _Segment:
         return self._content[:size].toreadonly()
 
     def retire(self) -> None:
-        """Give the segment up; its memory is freed when the engine has unmapped it."""
+        """Retire the segment; its memory is freed when the engine has unmapped it."""
         self._header[RETIRED] = 1
         self._header.release()
         self._content.release()
@@ -327,13 +323,9 @@ class SegmentPool:
 
 # ---------------------------------------------------------------- blob store
 
-# The service's side of image bytes: writes blobs to shared memory.
-#
-# Most images use pooled segments (`segment_pool`). Large images and the uploads of a `BlobWriter`
-# are
-# files of their own, which the engine unlinks. The service unlinks blobs that the engine did not
-# take
-# when their request ends.
+# Most images use pooled segments. Large images and the uploads of a `BlobWriter` are files of their
+# own, which the engine unlinks. The service unlinks blobs that the engine did not read when their
+# request ends.
 
 _MAX_APPEND = 4 * 1024 * 1024  # bytes per system call, which takes a few milliseconds
 
@@ -362,7 +354,7 @@ def own_namespace(namespace: str) -> OwnerLock:
 
 
 def private_path(namespace: str, name: str) -> pathlib.Path:
-    """The path of a file that is no blob; it is swept with the namespace."""
+    """Return the path of a file that is not a blob; it is swept with the namespace."""
     return blob_folder() / f".{namespace}-{name}"
 
 
@@ -436,7 +428,7 @@ class BlobStore:
         yield view
 
     def discard(self, ref: BlobRef) -> None:
-        """Give up a blob, taken or not. Idempotent."""
+        """Discard a blob, whether read or not. Idempotent."""
         if self._live.get(ref.name) != ref.generation:
             return
         del self._live[ref.name]
@@ -467,7 +459,7 @@ class BlobStore:
 
 
 class BlobWriter:
-    """Gathers bytes in a file in shared memory; `publish` makes blobs of them.
+    """Writer of a file in shared memory; `publish` makes blobs of its bytes.
 
     The end of the last reference deletes the bytes. One thread at a time may write; another may
     close.

@@ -12,10 +12,9 @@ from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 
 class LookupProposer:
-    """Proposes what follows the latest earlier position that ends in the same n-gram.
+    """Proposer of the tokens after the latest earlier occurrence of the current n-gram.
 
-    Longer matches go first. A draft that reaches the newest token repeats from the matched
-    position.
+    Longer matches win. A draft that reaches the newest token repeats from the matched position.
     """
 
     sequential = False

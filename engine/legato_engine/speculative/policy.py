@@ -29,8 +29,6 @@ def f32(value: float) -> float:
 
 # ---------------------------------------------------------------- costs
 
-# Costs of a step, in seconds.
-
 _COUNT = operator.itemgetter(0)
 
 
@@ -59,7 +57,7 @@ class CostTable:
 
 
 NO_COSTS = CostTable(steps=((1, 1.0), (2, 2.0)), prefill=0.0)
-"""Before any step is timed."""
+"""Cost table to use before any step is timed."""
 
 H200_MOONDREAM2 = CostTable(
     steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
@@ -72,8 +70,6 @@ Measured up to 8 positions (benchmarks/results/h200), which cost what one does; 
 
 # ---------------------------------------------------------------- block policy
 
-# Block size policies.
-
 INITIAL_RATE = f32(0.8)
 """Before a request's first verification."""
 
@@ -81,7 +77,7 @@ ALPHA = 0.2
 """Weight of the newest verification in a request's average."""
 
 PRESSURE_RATIO = 0.85
-"""Share of the page pool in use above which it is under pressure."""
+"""Fraction of the page pool in use above which it is under pressure."""
 
 
 class BlockState(Protocol):
@@ -104,7 +100,7 @@ class BlockState(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedBlockPolicy:
-    """A constant block size. The average is kept for the eviction of pages."""
+    """Policy with a constant block size; the average only ranks pages for eviction."""
 
     block_size: int
 
@@ -124,7 +120,7 @@ class FixedBlockPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdaptiveBlockPolicy:
-    """The seed's rule: one of three sizes by a moving average."""
+    """Seed policy: one of three block sizes by a moving average."""
 
     first_block: int = 4
     min_block: int = 1
@@ -143,7 +139,7 @@ class AdaptiveBlockPolicy:
         update_block_size(self, request, accepted, proposed)
 
     def allot(self, requests: abc.Sequence[BlockState]) -> None:
-        """Each request's size depends on that request alone."""
+        """Do nothing: each request's size depends on that request alone."""
 
     def size(self, request: BlockState) -> int:
         average = request.ema_acceptance_rate
@@ -182,8 +178,6 @@ def update_average(alpha: float, request: BlockState, accepted: int, proposed: i
 
 # ---------------------------------------------------------------- budget policy
 
-# A block size policy by the worth of draft tokens to the batch.
-
 PRIOR_RATE = 0.8
 _PRIOR_WEIGHT = 16.0
 PROBE_EVERY = 32
@@ -193,7 +187,7 @@ LONGER = 1.02
 
 @dataclasses.dataclass(slots=True)
 class AcceptanceCounts:
-    """Tokens of all requests, older ones weighted less."""
+    """Token counts of all requests, decayed by age."""
 
     accepted_weight: float = PRIOR_RATE * _PRIOR_WEIGHT
     tried_weight: float = _PRIOR_WEIGHT
@@ -205,7 +199,7 @@ class AcceptanceCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenBudgetPolicy:
-    """Proposes a token as long as it is expected to bring the batch more than it costs.
+    """Policy that proposes a token while it is expected to gain the batch more than it costs.
 
     A verification that accepts n tokens and rejects the next has tried n + 1, whatever the block
     size. A request's acceptance rate is over the tokens it tried, with weights that decay by
@@ -224,7 +218,7 @@ class TokenBudgetPolicy:
     prior_weight: float = 8.0  # tokens
     common_decay: float = 0.999
     probe_every: int = PROBE_EVERY  # steps
-    worth: float = 0.01  # least relative gain that justifies a longer step
+    worth: float = 0.01  # minimum relative gain that justifies a longer step
     overall: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
@@ -306,23 +300,21 @@ verification, and `allot` revises the block sizes of requests that propose toget
 
 # ---------------------------------------------------------------- block sizes
 
-# Block policies applied to the engine's sequences.
-
 
 class BlockSizes:
-    """Bounds by a block policy how many tokens the device drafts for each sequence.
+    """Upper bounds of the tokens that the device drafts for each sequence, by a block policy.
 
-    The device decides by the launch in front, which the host has not read.
+    The device decides from the results of the previous launch, which the host has not read.
     """
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
     def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
-        """Return the most draft tokens that each of at least one sequence may have.
+        """Return the maximum draft tokens of each sequence; there is at least one.
 
-        The launch is planned `under_pressure`, and must be launched. Under pressure the budget caps
-        the launch's block, the adaptive rule the one after it.
+        The plan must be launched. Under pressure the budget caps this launch's block, the adaptive
+        rule the next one's.
         """
         policy, most = self._policy, self._policy.max_block
         if isinstance(policy, FixedBlockPolicy):
@@ -350,7 +342,7 @@ class BlockSizes:
 
 
 def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | None:
-    """The policy of a `--speculation` setting; `budget` goes by `costs`.
+    """Return the policy of a `--speculation` setting; `budget` uses `costs`.
 
     Raises:
         InvalidField: the setting is unknown.
@@ -366,7 +358,7 @@ def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | Non
 
 
 def block_sizes(setting: str) -> BlockSizes | None:
-    """The bounds of a `--speculation` setting.
+    """Return the block sizes of a `--speculation` setting.
 
     Raises:
         InvalidField: the setting is unknown.

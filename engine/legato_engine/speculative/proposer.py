@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 UNKNOWN = -1
-"""A position without a token id, or a draft token that was not proposed."""
+"""Token id of a position without one, or of a draft token that was not proposed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowHistory:
-    """The rows' tokens on the device, one step ahead of the host; ids are int64.
+    """Tokens of rows on the device, one step ahead of the host; ids are int64.
 
     `row_R` are all rows of the state or a subset. `tokens_RC` holds the prompt's and the committed
     ids by position, up to `position_R`, the newest; all else is `UNKNOWN`, the shared prefix
@@ -33,9 +33,9 @@ class RowHistory:
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens on the device, before the host has read the newest token.
+    """Proposer of draft tokens on the device, before the host has read the newest token.
 
-    A wrong one costs time and never changes a result.
+    A wrong token costs time and never changes a result.
     """
 
     @property

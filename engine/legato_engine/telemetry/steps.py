@@ -31,9 +31,9 @@ from legato_engine.telemetry.timeline import SpanMaker, Step
 
 
 def row_share(forward: float, forward_single: float, streams: int) -> float:
-    """The part of a forward that is due to its rows, 0..1.
+    """Return the fraction of a forward's time that is due to its rows, 0..1.
 
-    Both forwards have the same unit.
+    Both forward times have the same unit.
     """
     if streams == 1:
         return 1.0
@@ -50,8 +50,6 @@ def predicted_speedup(blocking: float, pipelined: float, tax: float) -> float:
 
 # ---------------------------------------------------------------- step stats
 
-# Statistics of the running engine's decode steps.
-#
 # Only a decode after a decode is measured: the engine does not sleep between the two.
 
 _INTERVAL = 0.5  # seconds between snapshots of a busy engine
@@ -59,7 +57,7 @@ _NS_PER_MS = 1e6
 
 
 class StepParts(NamedTuple):
-    """The parts of one step, in nanoseconds.
+    """Parts of one step, in nanoseconds.
 
     `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
     sampling, and commit; `wait` its wait for the copy. `idle` is the device's.
@@ -113,7 +111,7 @@ class StepStats:
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """Prefills and loops count only by their tokens; all figures are of one depth."""
+        """Add a step; prefills and loops add only tokens, and all figures are of one depth."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
@@ -128,7 +126,7 @@ class StepStats:
         self._num_steps += 1
 
     def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
-        """Renewed if it is `_INTERVAL` old or `fresh`; `now` is in seconds."""
+        """Return the snapshot, renewed if `_INTERVAL` old or `fresh`; `now` is in seconds."""
         if self._num_steps != self._latest_steps and (fresh or now >= self._due):
             self._latest = self.snapshot()
             self._latest_steps = self._num_steps
@@ -136,7 +134,7 @@ class StepStats:
         return self._latest
 
     def snapshot(self) -> PipelineStats | None:
-        """Medians over the window.
+        """Return medians over the window.
 
         The predicted gain is a lower bound, because its tax counts each zombie as a full row. The
         observed gain compares the time that all steps of the window took, stalls included, with the
@@ -176,19 +174,17 @@ class StepStats:
 
 
 def _is_decode(step: Step) -> bool:
-    """A loop has no pipeline to describe."""
+    """Return whether a launch is a single decode step; a loop has no pipeline to describe."""
     plan = step.record.launch.plan
-    return plan.kind is LaunchKind.DECODE and not plan.loops
+    return plan.kind is LaunchKind.DECODE and not plan.is_loop
 
 
 # ---------------------------------------------------------------- step totals
 
-# Totals over all launches since the engine's start.
-
 _NS = 1e-9
 
 
-class _Bins:
+class _Histogram:
     """A histogram of seconds with the bounds `SECONDS_BOUNDS`."""
 
     def __init__(self) -> None:
@@ -206,16 +202,16 @@ class _Bins:
 class StepCounter:
     """Counts of steps and tokens; `add` is a `timeline.StepListener`.
 
-    The time between two tokens of a request is that between the commits of two decodes, prefills of
-    other requests between them included; after a pause of the engine it begins with the prefill.
-    Tokens of one block share it.
+    The time between two tokens of a request is the time between the commits of two decodes,
+    including prefills of other requests in between; after a pause of the engine it starts with the
+    prefill. Tokens of one block share it.
     """
 
     def __init__(self) -> None:
         self._launches: collections.Counter[str] = collections.Counter()
         self._blocks: collections.Counter[int] = collections.Counter()
-        self._step_times = _Bins()
-        self._token_gaps = _Bins()
+        self._step_times = _Histogram()
+        self._token_gaps = _Histogram()
         self._tokens = self._drafted = self._accepted = 0
         self._decode_ns = self._idle_ns = 0
         self._previous: Step | None = None
@@ -243,7 +239,7 @@ class StepCounter:
         if previous.record.launch.plan.kind is not LaunchKind.DECODE:
             return
         period = step.record.commit_end - previous.record.commit_end
-        num_steps = step.record.num_followed or 1
+        num_steps = step.record.num_steps_read or 1
         self._step_times.add(period * _NS / num_steps, num_steps)
         self._decode_ns += period
         times = step.times
@@ -275,10 +271,8 @@ class StepCounter:
 
 # ---------------------------------------------------------------- timeline stream
 
-# The timeline as it happens, for service processes that watch it.
-
 PERIOD = 0.05
-"""Seconds of launches in a batch."""
+"""Seconds of launches in a `TimelineBatch`."""
 
 _PERIOD_NS = round(PERIOD * 1e9)
 
@@ -309,14 +303,14 @@ class TimelineStream:
         self.add_spans(self._maker.spans(step), step.record.commit_end)
 
     def add_spans(self, spans: Sequence[TimelineSpan], commit_end: int) -> None:
-        """Add those of the next launch, which was committed then."""
+        """Add the spans of the next launch, with the time of its commit."""
         self._spans += spans
         if commit_end - self._sent_at >= _PERIOD_NS:
             self._sent_at = commit_end
             self.flush()
 
     def flush(self) -> None:
-        """Send the spans that wait."""
+        """Send the buffered spans."""
         if self._spans:
             spans, self._spans = self._spans, []
             self._watchers.send_timeline(

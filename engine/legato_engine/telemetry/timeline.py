@@ -46,14 +46,13 @@ class Step:
 
 
 StepListener = Callable[[Step], None]
-"""Receives all steps in the order of their commits, on the scheduler's thread; must be quick."""
+"""Receives all steps in the order of their commits, on the scheduler's thread; must be fast."""
 
 
 class StepFeed:
-    """Reads a committed launch's device times once for all listeners.
+    """Observer that reads a launch's device times once for all listeners.
 
-    `committed` is a scheduler's observer: it runs on the scheduler's thread while the runner has
-    the launch's times, and must be fast.
+    `committed` runs on the scheduler's thread while the runner has the launch's times.
     """
 
     def __init__(
@@ -98,13 +97,13 @@ def timeline_path(pid: int) -> pathlib.Path:
 
 
 class SpanMaker:
-    """Makes the spans of steps, which must come in the order of their commits."""
+    """Converter of steps to spans; steps must be added in the order of their commits."""
 
     def __init__(self) -> None:
         self._previous: Step | None = None
 
     def spans(self, step: Step) -> list[TimelineSpan]:
-        """Return a span per part, and one per gap of the device while the host had work for it."""
+        """Return a span per part, plus one per device gap while the host had work for it."""
         record, times = step.record, step.times
         launch = record.launch
         previous, self._previous = self._previous, step
@@ -115,7 +114,7 @@ class SpanMaker:
         gaps = [(times.forward_end, times.sample_start)]
         if previous is not None:
             copy_start = max(copy_start, previous.times.copy_end)
-            # Else nothing was in flight, and only a decode had work to follow at once.
+            # Otherwise nothing was in flight, and only a decode could have followed at once.
             in_flight = record.plan_start <= previous.record.commit_end
             if in_flight or launch.plan.kind is LaunchKind.DECODE:
                 gaps.insert(0, (previous.times.sample_end, times.forward_start))
@@ -146,7 +145,7 @@ class SpanMaker:
 
 
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
-    """Chrome's trace format; times in microseconds."""
+    """Return the events in Chrome's trace format, in microseconds."""
     events: list[TraceEvent] = [
         {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
         for lane, name in enumerate(LANES)

@@ -382,7 +382,7 @@ class EngineGroup:
         first.adopt(stream, renew=False)
         return True
 
-    def saw(self, stream: RequestStream, output: Started | Done, number: int) -> None:
+    def record_image(self, stream: RequestStream, output: Started | Done, number: int) -> None:
         image = output.image
         if image is None or not image.image_id:
             return

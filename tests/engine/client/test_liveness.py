@@ -33,7 +33,7 @@ def test_silence_grows_until_a_heartbeat(clock):
         clock.now += TICK
         seen.tick()
     assert seen.silent == pytest.approx(10 * TICK)
-    seen.heard(beat())
+    seen.record_heartbeat(beat())
     assert seen.silent == 0
 
 
@@ -51,12 +51,12 @@ def test_an_engine_with_work_must_step(clock):
     for _ in range(10):
         clock.now += TICK
         seen.tick()
-        seen.heard(beat(step=1, waiting=1))
+        seen.record_heartbeat(beat(step=1, waiting=1))
     assert seen.silent == 0
     assert seen.unmoved == pytest.approx(9 * TICK)
-    seen.heard(beat(step=2, waiting=1))
+    seen.record_heartbeat(beat(step=2, waiting=1))
     assert seen.unmoved == 0
     clock.now += TICK
     seen.tick()
-    seen.heard(beat(step=2))
+    seen.record_heartbeat(beat(step=2))
     assert seen.unmoved == 0

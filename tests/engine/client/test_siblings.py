@@ -23,7 +23,7 @@ class FakeSiblings:
     def find_image(self, stream):
         return False
 
-    def saw(self, stream, output, number):
+    def record_image(self, stream, output, number):
         pass
 
 

@@ -53,7 +53,7 @@ STEP_UNTIL_A_COMMAND = """
 import sys
 from legato_engine.core import process
 from legato_engine.runtime.loops import DecodeLoops
-from legato_engine.scheduler.interfaces import NoTokens
+from legato_engine.scheduler.interfaces import LoopPoll
 waits = []
 def next_outputs(self, slot, end, pause, real=DecodeLoops.next_outputs):
     if waits:
@@ -61,7 +61,7 @@ def next_outputs(self, slot, end, pause, real=DecodeLoops.next_outputs):
     waits.append(slot)
     while not pause(0.01):
         pass
-    return NoTokens.YET
+    return LoopPoll.PENDING
 DecodeLoops.next_outputs = next_outputs
 sys.exit(process.main())
 """

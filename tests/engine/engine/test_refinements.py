@@ -265,7 +265,7 @@ def test_a_result_for_an_aborted_request_is_not_its_successors(world):
     world.core.abort(RequestKey("r"))
     ask(world, "r")
     (done,) = world.run("r")
-    assert first.answer is not None
+    assert first.result is not None
     assert not outline(done).coarse
     assert world.core._refinements.num_refined == 1
 

@@ -89,7 +89,7 @@ def test_a_second_pull_fetches_nothing_but_checks(hub, tmp_path):
     pulled(tmp_path)
     assert not hub.ranges("model.safetensors")
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS[::-1])
-    with pytest.raises(download.WrongContent, match=r"model.safetensors of maker/tiny"):
+    with pytest.raises(download.ContentMismatch, match=r"model.safetensors of maker/tiny"):
         pulled(tmp_path)
     pulled(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
@@ -99,7 +99,7 @@ def test_a_second_pull_fetches_nothing_but_checks(hub, tmp_path):
 def test_a_wrong_hash(hub, tmp_path, name):
     """Other bytes of the same size, in LFS or in git, are not kept."""
     hub.wrong.add(name)
-    with pytest.raises(download.WrongContent, match=name):
+    with pytest.raises(download.ContentMismatch, match=name):
         pulled(tmp_path)
     assert name not in names(tmp_path)
     assert store.read_manifest(tmp_path) is None
@@ -110,10 +110,10 @@ def test_a_wrong_hash(hub, tmp_path, name):
 def test_the_catalogue_is_believed_before_the_hub(hub, tmp_path):
     """A hub that is consistent in itself cannot replace what is pinned."""
     pulled(tmp_path / "right", tiny(sha=hashlib.sha256(WEIGHTS).hexdigest()))
-    with pytest.raises(download.WrongContent):
+    with pytest.raises(download.ContentMismatch):
         pulled(tmp_path / "wrong", tiny(sha="0" * 64))
     hub.commit = "f" * 40
-    with pytest.raises(download.WrongContent, match="asked for"):
+    with pytest.raises(download.ContentMismatch, match="asked for"):
         pulled(tmp_path / "other")
     branch = pulled(tmp_path / "branch", tiny(revision="main").__class__(
         "tiny", "llama", (Source(REPOSITORY, "main", ("config.json",)),), "", 1
@@ -163,7 +163,7 @@ def test_no_more_bytes_than_declared_are_written(hub, tmp_path):
         nonlocal largest
         largest = max([largest, *(path.stat().st_size for path in tmp_path.iterdir())])
 
-    with pytest.raises(download.WrongContent, match=r"longer than the 1000 bytes"):
+    with pytest.raises(download.ContentMismatch, match=r"longer than the 1000 bytes"):
         download.pull(tiny(), tmp_path, watch)
     assert largest <= 1000
     assert "legato.json" not in names(tmp_path)
@@ -208,7 +208,7 @@ def test_an_odd_index_is_no_index(hub, tmp_path, content):
         if isinstance(content, bytes)
         else (content if isinstance(content, str) else json.dumps(content)).encode()
     )
-    with pytest.raises(download.WrongContent, match=r"no index of shards|no file of weights"):
+    with pytest.raises(download.ContentMismatch, match=r"no index of shards|no file of weights"):
         pulled(tmp_path)
     assert "legato.json" not in names(tmp_path)
 
@@ -230,7 +230,7 @@ def test_an_odd_index_is_no_index(hub, tmp_path, content):
 def test_odd_records_of_a_file(hub, tmp_path, declared):
     """A record becomes part of a path only in the form that it must have."""
     hub.declared["model.safetensors"] = declared
-    with pytest.raises((download.WrongContent, download.NoRoom)):
+    with pytest.raises((download.ContentMismatch, download.DiskFull)):
         pulled(tmp_path / "models" / "tiny")
     assert {path.name for path in tmp_path.rglob("*")} <= {"models", "tiny"}
 
@@ -252,7 +252,7 @@ def test_odd_answers_of_a_hub(hub, tmp_path, capsys, monkeypatch, answer):
 def test_a_commit_must_be_one(hub, tmp_path):
     """A branch leads to a commit, which is written down."""
     hub.commit = "../../x"
-    with pytest.raises(download.WrongContent, match="asked for main"):
+    with pytest.raises(download.ContentMismatch, match="asked for main"):
         pulled(tmp_path, tiny("main"))
 
 
@@ -278,7 +278,7 @@ def test_a_disk_that_is_too_small(hub, tmp_path, monkeypatch):
     """It is said before anything large is fetched."""
     usage = types.SimpleNamespace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(download.NoRoom, match=r"has 0\.00 GB left"):
+    with pytest.raises(download.DiskFull, match=r"has 0\.00 GB left"):
         pulled(tmp_path)
     assert not hub.ranges("model.safetensors")
 
@@ -289,7 +289,7 @@ def test_a_disk_that_becomes_full(hub, tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
-        with pytest.raises(download.NoRoom, match="cannot write to"):
+        with pytest.raises(download.DiskFull, match="cannot write to"):
             pulled(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -28,7 +28,7 @@ def admit(manager: KVCacheManager, admitted: Sequence) -> PrefillWork:
 def launch(manager: KVCacheManager, admitted: Sequence) -> None:
     """Note that its prefill is enqueued."""
     admitted.progress.last_position = admitted.length
-    manager.launched(admitted)
+    manager.mark_launched(admitted)
     manager.check()
 
 

@@ -8,7 +8,7 @@ def take(slots: AdapterSlots, key: str) -> int:
     """Acquire and launch an adapter; return its slot."""
     assert slots.can_acquire(key)
     slot = slots.acquire(key).slot
-    slots.launched(key)
+    slots.mark_ready(key)
     return slot
 
 

@@ -55,20 +55,20 @@ def test_the_stats_count_found_positions() -> None:
     assert second.pages.cached_length == 12
 
 
-def test_a_partial_prefix_page_counts_for_fits_ever() -> None:
+def test_a_partial_prefix_page_counts_for_can_ever_fit() -> None:
     """A miss needs one extra page when its image prefix ends inside a page."""
     manager = KVCacheManager(7, PAGE, 1)
-    assert manager.fits_ever(sequence(0, 8, max_tokens=15))  # 24 positions, 6 pages
-    assert not manager.fits_ever(sequence(1, 9, max_tokens=14))  # 24 positions and a copy
-    assert manager.fits_ever(sequence(2, 9, max_tokens=10))  # 20 positions and a copy
-    assert manager.fits_ever(sequence(3, 9, None, max_tokens=14))  # 24 positions, no sharing
+    assert manager.can_ever_fit(sequence(0, 8, max_tokens=15))  # 24 positions, 6 pages
+    assert not manager.can_ever_fit(sequence(1, 9, max_tokens=14))  # 24 positions and a copy
+    assert manager.can_ever_fit(sequence(2, 9, max_tokens=10))  # 20 positions and a copy
+    assert manager.can_ever_fit(sequence(3, 9, None, max_tokens=14))  # 24 positions, no sharing
 
 
 def test_the_context_bounds_what_fits() -> None:
     """More positions than the model's context never fit, however large the pool."""
     manager = KVCacheManager(17, PAGE, 1, max_context=12)
-    assert manager.fits_ever(sequence(0, 8))
-    assert not manager.fits_ever(sequence(1, 8, max_tokens=4))
+    assert manager.can_ever_fit(sequence(0, 8))
+    assert not manager.can_ever_fit(sequence(1, 8, max_tokens=4))
 
 
 def test_rows_bound_admission() -> None:

@@ -182,7 +182,7 @@ def test_a_sequence_alone_can_use_the_whole_pool() -> None:
     """Duplicates of cached pages are freed before the sequence runs out of pages."""
     manager = KVCacheManager(5, PAGE, 2)
     first, second = sequence(0, 1, "", prompt=3), sequence(1, 1, "", prompt=3, max_tokens=13)
-    assert manager.fits_ever(second)
+    assert manager.can_ever_fit(second)
     admit(manager, first)
     admit(manager, second)
     release(manager, first)

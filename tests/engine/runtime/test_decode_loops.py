@@ -22,7 +22,7 @@ from legato_engine.kernels.decode_loop import (
 )
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
-from legato_engine.scheduler.interfaces import NoTokens, sleep
+from legato_engine.scheduler.interfaces import LoopPoll, sleep
 from legato_engine.tasks import Constraint, successor
 
 from benchmarks.decode.loops import Decodes, picture, question, randomly, recorded, skilled
@@ -279,6 +279,6 @@ def test_a_wait_for_a_step_ends_when_its_pause_is_cut_short(looping: Assembly) -
         pauses.append(seconds)
         return len(pauses) == 3
 
-    assert loops.next_outputs(0, Unfinished(), pause) is NoTokens.YET
+    assert loops.next_outputs(0, Unfinished(), pause) is LoopPoll.PENDING
     assert len(pauses) == 3
-    assert loops.next_outputs(0, looping.device.compute.record(), sleep) is NoTokens.LEFT
+    assert loops.next_outputs(0, looping.device.compute.record(), sleep) is LoopPoll.FINISHED

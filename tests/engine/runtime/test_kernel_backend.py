@@ -262,7 +262,7 @@ def captured(runner):
 
 def whole(runner, monkeypatch):
     """Let prompts be one launch, of several passes too."""
-    limits = dataclasses.replace(runner.limits, pass_tokens=0, long_tokens=0)
+    limits = dataclasses.replace(runner.limits, pass_tokens=0, long_chunk_tokens=0)
     monkeypatch.setattr(runner._backend, "limits", limits)
 
 
@@ -358,14 +358,14 @@ def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
         run.finish()
         given.append(run.answers)
     assert given[0] == given[1]
-    parts = [record.launch.plan for record in run.records if record.launch.plan.has_part]
+    parts = [record.launch.plan for record in run.records if record.launch.plan.has_partial_prefill]
     assert [len(plan.decodes) for plan in parts] == [2]
 
 
 def run_as_steps(assembly, monkeypatch, most):
     """Let prompts of up to so many tokens run as steps."""
     backend = assembly.runner._backend
-    limits = dataclasses.replace(backend.limits, cut_tokens=most)
+    limits = dataclasses.replace(backend.limits, chunk_above=most)
     monkeypatch.setattr(backend, "limits", limits)
 
 
@@ -391,8 +391,8 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
         plans.append([record.launch.plan for record in run.records])
     assert given[0] == given[1]
     whole, parts = ([plan for plan in each if plan.prefills] for each in plans)
-    assert [plan.has_part for plan in whole] == [False, False]
-    assert [plan.has_part for plan in parts] == [False, True, True, False]
+    assert [plan.has_partial_prefill for plan in whole] == [False, False]
+    assert [plan.has_partial_prefill for plan in parts] == [False, True, True, False]
     assert not any(plan.decodes for plan in parts)
     sizes = [row.num_tokens for plan in parts[1:] for row in plan.prefills]
     assert sizes[:2] == [31, 32], "BOS is computed with the first"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.runtime import calibration
 from legato_engine.speculative.proposer import UNKNOWN
 
@@ -15,7 +15,7 @@ def assembly():
     config = EngineConfig(
         model="random-tiny", device="cpu", threads=1, random_weights=True, max_running=3
     )
-    made = speculating(assemble(config), "budget")
+    made = with_speculation(assemble(config), "budget")
     yield made
     made.device.close()
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.interfaces import LaunchTimes, NoTokens, Pause, RowTokens
-from legato_engine.scheduler.loops import pages_begun
+from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
+from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.output import NOT_FINITE
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
@@ -86,7 +86,7 @@ class ReadingRunner:
         self._early: list[int] | None = None  # its constraints
         self.num_parts = self.num_long_parts = self.num_lone_parts = 0
         self.shared_tokens = 0  # what fits one launch
-        self.num_followed = 0  # rows of loops whose constraints follow a token in flight
+        self.num_advanced = 0  # rows of loops whose constraints advance by a token in flight
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
@@ -100,7 +100,7 @@ class ReadingRunner:
         assert launch.slot not in self._read, "a slot is reused before its commit"
         plan = launch.plan
         self.num_together += num_images(plan) > 1
-        if plan.loops:
+        if plan.is_loop:
             begun, self._loop_slot = 0, launch.slot
             for row in plan.rows:
                 known = row.slack == row.num_drafts == 0
@@ -110,7 +110,7 @@ class ReadingRunner:
                 table.update((index, ids[index]) for index in new)
                 begun += len(new)
             widest = max(row.num_drafts for row in plan.rows)
-            most = pages_begun(len(plan.rows), PAGE, widest)
+            most = max_new_pages(len(plan.rows), PAGE, widest)
             assert begun <= most, "more than a launch can stage"
             self._gave_up = False
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
@@ -126,7 +126,7 @@ class ReadingRunner:
 
     def _forward(self, launch: Launch) -> None:
         plan = launch.plan
-        if plan.has_part:
+        if plan.has_partial_prefill:
             sequence, position = plan.rows[-1].sequence, plan.rows[-1].position
             self.num_parts += 1
             self.num_long_parts += sequence.length - position > self.shared_tokens
@@ -136,7 +136,7 @@ class ReadingRunner:
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
-        if launch.plan.loops:
+        if launch.plan.is_loop:
             self._constraints = self._followed(launch, constraints)
             self._outputs[launch.slot] = []
             return
@@ -157,7 +157,7 @@ class ReadingRunner:
     def _followed(self, launch: Launch, constraints: Sequence[int]) -> list[int]:
         """Constraints after tokens of the launch before, which is in flight."""
         after = launch.plan.after or [-1] * len(constraints)
-        self.num_followed += sum(index >= 0 for index in after)
+        self.num_advanced += sum(index >= 0 for index in after)
         return [
             successor(TABLE, constraint, self._outputs[1 - launch.slot][index].tokens[-1].token_id)
             if index >= 0
@@ -171,7 +171,7 @@ class ReadingRunner:
         if launch is self._void:
             self.num_void += len(launch.plan.rows)
             return None
-        if launch.plan.loops:
+        if launch.plan.is_loop:
             behind, self._behind, self._loop_slot = self._behind, None, None
             if behind is not None:
                 self._check_rows(launch.plan, behind.plan)
@@ -191,22 +191,22 @@ class ReadingRunner:
             assert decoded == looped, "other rows than the loop's"
         self.num_behind += len(decoded)
 
-    def worthwhile_steps(self, launch: Launch) -> int:
+    def break_even_steps(self, launch: Launch) -> int:
         """The same for all."""
         return WORTHWHILE
 
-    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
+    def poll_loop(self, launch: Launch, pause: Pause) -> list[RowTokens] | LoopPoll:
         """Run a step of a loop for rows that may have ended meanwhile."""
         if self._steps == self._stop_at:
-            return NoTokens.LEFT
+            return LoopPoll.FINISHED
         if pause(0.0):
-            return NoTokens.YET
+            return LoopPoll.PENDING
         rate = STUCK_RATE if self._behind is None else STUCK_BEFORE_RATE
         if self.stuck is not None and self.stuck.random() < rate:
             self._stop_at, self.stuck = self._steps, None
             self._gave_up = True
             self.num_stuck += 1
-            return NoTokens.LEFT
+            return LoopPoll.FINISHED
         self.num_looped += 1
         self._steps += 1
         outputs = []
@@ -240,7 +240,7 @@ class ReadingRunner:
                 return True
         return not fed
 
-    def end_loop(self, launch: Launch) -> None:
+    def stop_loop(self, launch: Launch) -> None:
         """End it after up to two steps, which may be under way already."""
         if launch.launch_id != self._ended:
             self._ended = launch.launch_id
@@ -334,7 +334,7 @@ def alone(sequence: EngineSequence) -> list[int]:
         seed=task.sampling.seed or 0,
         max_tokens=task.max_tokens,
         constrained=task.constrained,
-        follows_table=task.follows_table,
+        uses_transition_table=task.uses_transition_table,
     )
     contents = prefix_contents(sequence)
     for token in sequence.prompt:

@@ -74,7 +74,7 @@ class Totals:
         self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
         self.void += world.runner.num_void
-        self.followed += world.runner.num_followed
+        self.followed += world.runner.num_advanced
         self.listed += world.runner.num_listed
         self.parts += world.runner.num_parts
         self.long_parts += world.runner.num_long_parts
@@ -116,8 +116,8 @@ class Schedule:
         self.loops = seed % 3 == 1
         self.cut = random.Random(f"cut {seed}") if passes else None  # longer prompts
         depth = draw.choice((1, 2, 2))
-        long_tokens = 10 if has_long and seed % 5 < 2 else 0
-        limits = self._limits(passes, 2 * passes if has_long else 24, long_tokens)
+        long_chunk_tokens = 10 if has_long and seed % 5 < 2 else 0
+        limits = self._limits(passes, 2 * passes if has_long else 24, long_chunk_tokens)
         self.runner.shared_tokens = limits.tokens
         self.scheduler = Scheduler(
             self.runner,
@@ -202,7 +202,7 @@ class Schedule:
             max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
             constrained=draw.random() < 0.4,
         )
-        task.follows_table = self.loops and task.constrained and len(self.sequences) % 3 > 0
+        task.uses_transition_table = self.loops and task.constrained and len(self.sequences) % 3 > 0
         task.prompt = tuple(prompt)
         sequence = make_sequence(
             len(self.sequences),
@@ -225,7 +225,7 @@ class Schedule:
             seed=before.sampling.seed or 0,
             max_tokens=before.max_tokens,
             constrained=before.constrained,
-            follows_table=before.follows_table,
+            uses_transition_table=before.uses_transition_table,
         )
         task.prompt = before.prompt
         again = make_sequence(
@@ -264,13 +264,13 @@ class Schedule:
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
 
-    def _limits(self, pass_tokens: int, tokens: int, long_tokens: int) -> BatchLimits:
+    def _limits(self, pass_tokens: int, tokens: int, long_chunk_tokens: int) -> BatchLimits:
         if self.bursts:
             return shared(self.draw.choice((2, 3)), 3, 40, pass_tokens)
         prompts = self.draw.choice((1, 1, 2, 3))
         if not pass_tokens:
             return shared(prompts, 1)
-        return shared(max(2, prompts), 1, tokens, pass_tokens, long_tokens)
+        return shared(max(2, prompts), 1, tokens, pass_tokens, long_chunk_tokens)
 
     def _pause(self, seconds: float) -> bool:
         del seconds

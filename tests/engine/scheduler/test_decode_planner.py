@@ -77,12 +77,12 @@ def test_a_stream_without_a_page_is_a_stream() -> None:
     """Images are split for a streaming sequence even if no page is free for its next token."""
     waiting = running(0, launched=2)
     waiting.pages.capacity = waiting.progress.last_position
-    assert plain(waiting).streaming
+    assert plain(waiting).is_streaming
     waiting.preempted = True
-    assert not plain(waiting).streaming
+    assert not plain(waiting).is_streaming
     whole = running(1, launched=2)
     whole.request = msgspec.structs.replace(whole.request, deltas=False)
-    assert not plain(whole, running(2, launched=8)).streaming
+    assert not plain(whole, running(2, launched=8)).is_streaming
 
 
 class Blocks(BlockSizes):
@@ -136,7 +136,7 @@ def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
     manager.admit(sequence)
     sequence.progress.num_launched, sequence.progress.last_position = 1, sequence.prompt_length
-    manager.launched(sequence)
+    manager.mark_launched(sequence)
     return sequence
 
 

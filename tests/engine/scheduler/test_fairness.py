@@ -88,7 +88,7 @@ class Served:
         key = RequestKey(str(next(self._numbers)), load.tenant)
         request = Request(request_id=key, task=CaptionTask(), priority=load.priority)
         try:
-            displaced = self.admission.displaced_by(load.tenant, load.priority, now)
+            displaced = self.admission.choose_displaced(load.tenant, load.priority, now)
         except QueueFull:
             self.refused[load.tenant] += 1
             return
@@ -101,7 +101,7 @@ class Served:
 
     def _fill(self) -> None:
         while self.rows_free and (job := self.queue.first(lambda _: True)) is not None:
-            self.queue.take(job)
+            self.queue.dequeue(job)
             job.start = self.clock.now()
             heapq.heappush(self.running, (job.start + job.seconds, next(self._numbers), job))
 
@@ -110,8 +110,8 @@ class Served:
         while self.running and self.running[0][0] <= moment:
             end, _, job = heapq.heappop(self.running)
             self.clock.advance(end - self.clock.now())
-            self.queue.settle(job)
-            self.admission.completed(job.seconds)
+            self.queue.refund(job)
+            self.admission.record_completion(job.seconds)
             self.ended.append(job)
             self._fill()
         self.clock.advance(moment - self.clock.now())
@@ -268,17 +268,17 @@ def test_a_request_that_starts_at_once_is_charged_as_one_that_waited(
                 queue.serve(job)
             else:
                 queue.add(job)
-                queue.take(job)
+                queue.dequeue(job)
             running.append(job)
             for each in running[:ended]:
-                queue.settle(each)
+                queue.refund(each)
             del running[:ended]
         for number, tenant in enumerate("cbacba"):
             request = Request(request_id=RequestKey(f"w{number}", tenant), task=CaptionTask())
             queue.add(Job(request, 100.0, 0.1))
         order = []
         while (served := queue.first(lambda _: True)) is not None:
-            queue.take(served)
+            queue.dequeue(served)
             order.append(served.request.request_id)
         orders.append(order)
     assert orders[0] == orders[1]

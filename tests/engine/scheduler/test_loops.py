@@ -45,15 +45,15 @@ class Keeping(ReadingRunner):
 
     def sample(self, launch: Launch, constraints: SequenceOf[int]) -> None:
         """As it is."""
-        if launch.plan.loops:
+        if launch.plan.is_loop:
             self.in_flight_at_samples.append(len(self._read))
         super().sample(launch, constraints)
 
-    def end_loop(self, launch: Launch) -> None:
+    def stop_loop(self, launch: Launch) -> None:
         """As it is."""
         self.plans_at_ends.append(len(self.plans))
         self.rows_at_ends.append(self.num_rows())
-        super().end_loop(launch)
+        super().stop_loop(launch)
 
 
 class Looping:
@@ -93,7 +93,7 @@ class Looping:
                 max_tokens=max_tokens,
                 num_prompt=num_prompt,
                 constrained=constrained,
-                follows_table=constrained,
+                uses_transition_table=constrained,
             )
             sequence = make_sequence(len(self.sequences), task, prefix_key="")
             if len(alone(sequence)) == max_tokens:
@@ -175,13 +175,13 @@ def test_after_a_short_loop_come_as_many_single_steps_as_one_is_worth() -> None:
     """A request that cut it short may be one of many."""
     world = Looping(random.Random(0))
     first = world.submit(60)
-    while not world.runner.plans[-1:] or not world.runner.plans[-1].loops:
+    while not world.runner.plans[-1:] or not world.runner.plans[-1].is_loop:
         world.scheduler.step()
     world.submit(30)
     world.until(first, 30)
     plans = iter(world.runner.plans)
     next(plan for plan in plans if plan.behind)
-    assert [plan.loops for plan in plans].index(True) == WORTHWHILE
+    assert [plan.is_loop for plan in plans].index(True) == WORTHWHILE
     world.drain()
 
 
@@ -197,7 +197,7 @@ def test_prompts_without_pages_end_one_loop_in_vain() -> None:
     assert ends
     world.until(first, 60)
     assert world.runner.plans_at_ends == ends
-    assert sum(plan.loops for plan in world.runner.plans) == 2
+    assert sum(plan.is_loop for plan in world.runner.plans) == 2
     world.drain()
 
 
@@ -209,7 +209,7 @@ def test_a_loop_goes_on_while_no_waiting_prompt_has_a_row() -> None:
     ends = list(world.runner.plans_at_ends)
     world.submit(5)
     world.until(last, 20)
-    assert world.runner.plans[-1].loops
+    assert world.runner.plans[-1].is_loop
     assert world.runner.plans_at_ends == ends
     world.drain()
 
@@ -247,7 +247,7 @@ def test_a_loop_begins_before_the_tokens_in_flight_are_read(constrained: bool) -
     world.submit(30)
     world.drain()
     assert world.runner.in_flight_at_samples[0] == 2
-    assert bool(world.runner.num_followed) == constrained
+    assert bool(world.runner.num_advanced) == constrained
 
 
 def test_nothing_is_launched_behind_a_lone_answer() -> None:
@@ -256,4 +256,4 @@ def test_nothing_is_launched_behind_a_lone_answer() -> None:
     world.submit(30)
     world.drain()
     assert world.behind() == []
-    assert sum(plan.loops for plan in world.runner.plans) == 1
+    assert sum(plan.is_loop for plan in world.runner.plans) == 1

@@ -139,7 +139,7 @@ def test_a_sequence_without_a_lower_ranked_victim_stalls() -> None:
     for sequence in both:
         manager.admit(sequence)
         sequence.progress.last_position = sequence.length
-        manager.launched(sequence)
+        manager.mark_launched(sequence)
         members.add(sequence)
     assert preemption_rank(both[1]) < preemption_rank(both[0])
     members.grow([both[1]])

@@ -24,7 +24,7 @@ def test_a_refinement_alone_is_a_launch_like_any_other(depth: int) -> None:
     world.drain()
     assert kinds(world) == [REFINE]
     assert world.refined == [0]
-    assert refinement.answer == ("better", 0)
+    assert refinement.result == ("better", 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

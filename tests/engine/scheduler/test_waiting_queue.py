@@ -32,7 +32,7 @@ def drained(queue: WaitingQueue[Sequence]) -> list[int]:
     """Return the order of service when every sequence fits."""
     order = []
     while (sequence := queue.first(any_fits)) is not None:
-        queue.take(sequence)
+        queue.dequeue(sequence)
         order.append(sequence.seq_id)
     return order
 
@@ -68,12 +68,12 @@ def test_going_first_by_priority_is_no_overtaking() -> None:
         return sequence is not large
 
     assert queue.first(fits) is small
-    queue.take(small)
+    queue.dequeue(small)
     queue.add(make_sequence(3))
     assert queue.first(fits) is None, "it was overtaken once, and blocks"
     queue.add(urgent)
     assert queue.first(fits) is urgent
-    queue.take(urgent)
+    queue.dequeue(urgent)
     assert queue.first(fits) is None
     assert queue.first(any_fits) is large
 
@@ -96,11 +96,11 @@ def test_a_missing_adapter_slot_blocks_only_adapters() -> None:
         return sequence.adapter.key == "x"
 
     assert queue.first(any_fits, lacks_slot) is served
-    queue.take(served)
+    queue.dequeue(served)
     other = make_sequence(5, adapter="y")
     queue.add(other)
     assert queue.first(any_fits, lacks_slot) is plain, "overtaken once, adapters wait"
-    queue.take(plain)
+    queue.dequeue(plain)
     assert queue.first(any_fits, lacks_slot) is None
     queue.add(make_sequence(6))
     assert queue.first(lambda s: s is not lacking[0], lacks_slot) is not None
@@ -182,7 +182,7 @@ def test_no_request_starves(flood: int, priority: int, every: float, large: bool
             assert passed_late <= 3
             return
         passed_late += chosen.timing.arrival > worth
-        queue.take(chosen)
+        queue.dequeue(chosen)
     raise AssertionError("the low one was never served")
 
 

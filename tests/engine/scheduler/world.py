@@ -22,10 +22,14 @@ from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
 def shared(
-    prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0, long_tokens: int = 0
+    prompts: int,
+    images: int = 3,
+    tokens: int = 16,
+    pass_tokens: int = 0,
+    long_chunk_tokens: int = 0,
 ) -> BatchLimits:
-    """Limits that only a long prompt or many rows exceed. With `long_tokens` all prompts that do
-    not share a launch have passes of their own kind.
+    """Limits that only a long prompt or many rows exceed. With `long_chunk_tokens` every
+    prompt that does not share a launch is chunked.
     """
     return BatchLimits(
         prompts,
@@ -34,8 +38,8 @@ def shared(
         images,
         min_queue_length=0,
         pass_tokens=pass_tokens,
-        cut_tokens=(tokens if long_tokens else 3 * tokens) if pass_tokens else 0,
-        long_tokens=long_tokens,
+        chunk_above=(tokens if long_chunk_tokens else 3 * tokens) if pass_tokens else 0,
+        long_chunk_tokens=long_chunk_tokens,
     )
 
 
@@ -158,7 +162,7 @@ class World:
     def refine(self) -> Refinement:
         """Submit a refinement of its own index."""
         number = len(self.refinements)
-        refinement = Refinement(number, lambda done: self.refined.append(done.given))
+        refinement = Refinement(number, lambda done: self.refined.append(done.inputs))
         self.refinements.append(refinement)
         self.scheduler.refine(refinement)
         return refinement
@@ -238,7 +242,7 @@ class World:
         assert load.inflight <= self.pipeline.depth
         assert self.refined == list(range(len(self.refined))), "refined out of order"
         for refinement in self.refinements[: len(self.refined)]:
-            assert refinement.answer == ("better", refinement.given)
+            assert refinement.result == ("better", refinement.inputs)
         assert load.adapters_used == len({s.adapter.key for s in admitted} - {""})
         assert load.pages_used >= len({page for s in admitted for page in s.pages.ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total

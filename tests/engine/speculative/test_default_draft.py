@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.assembly import assemble, with_speculation
 
 from benchmarks.speculation.run import Run
 from benchmarks.speculation.workloads import real_requests, sample_images
@@ -33,10 +33,10 @@ def asked(assembly, temperature=0.0):
 def test_it_says_what_the_model_will(assembly, temperature):
     """Answers are the same, greedy and sampled, and come in far fewer steps than by lookup."""
     plain = asked(assembly, temperature)
-    by_draft = asked(speculating(assembly, "fixed:4"), temperature)
+    by_draft = asked(with_speculation(assembly, "fixed:4"), temperature)
     config = msgspec.structs.replace(assembly.config, draft=LOOKUP_DRAFT)
     lookup = asked(
-        speculating(dataclasses.replace(assembly, config=config), "fixed:4"), temperature
+        with_speculation(dataclasses.replace(assembly, config=config), "fixed:4"), temperature
     )
     drafted, found = (run.figures("", 4, "", plain) for run in (by_draft, lookup))
     assert drafted.identical

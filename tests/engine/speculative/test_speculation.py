@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.core.requests import make_sequence
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
@@ -181,8 +181,8 @@ def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
     assert plain.total("drafted") == 0
-    replay = speculating(assembly, setting, knowing(assembly, plain, 0.7))
-    for depth, changed in ((1, replay), (2, replay), (2, speculating(assembly, setting))):
+    replay = with_speculation(assembly, setting, knowing(assembly, plain, 0.7))
+    for depth, changed in ((1, replay), (2, replay), (2, with_speculation(assembly, setting))):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
         assert changed is not replay or run.total("accepted") > 0
@@ -195,7 +195,7 @@ def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperat
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
     path = draft_file(tmp_path / "draft.safetensors", random_draft())
     config = msgspec.structs.replace(assembly.config, draft=str(path))
-    changed = speculating(dataclasses.replace(assembly, config=config), setting)
+    changed = with_speculation(dataclasses.replace(assembly, config=config), setting)
     for depth in (1, 2):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
@@ -210,7 +210,7 @@ def test_answers_of_the_default_model_are_those_without(temperature):
     # It has not learnt to reason, and pictures take it long.
     options = {"without": {"thought", "points", "outline"}, "temperature": temperature}
     plain = mixed(tiny, draw=random.Random(0), depth=1, **options)
-    changed = speculating(tiny, "fixed:8", knowing(tiny, plain, 0.7))
+    changed = with_speculation(tiny, "fixed:8", knowing(tiny, plain, 0.7))
     run = mixed(changed, draw=random.Random(1), **options)
     tiny.device.close()
     assert run.answers == plain.answers
@@ -225,7 +225,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     plain.finish()
     length = len(plain.answers["r"].tokens)
     assert length == 37, "this model ends its answers early"
-    right = speculating(assembly, "fixed:8", knowing(assembly, plain, 1.0))
+    right = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 1.0))
     run = Run(right, depth=1, max_tokens=37)
     run.submit("r", task)
     run.finish()
@@ -234,7 +234,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     assert run.num_decodes == (length - 1) // 9 == 4
     assert [record.tokens for record in run.records] == [1, 9, 9, 9, 9]
     assert (run.total("drafted"), run.total("accepted")) == (32, 32)
-    wrong = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.0))
+    wrong = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 0.0))
     run = Run(wrong, depth=1, max_tokens=37)
     run.submit("r", task)
     run.finish()
@@ -250,7 +250,7 @@ def test_the_budget_ends_inside_a_block(assembly, max_tokens, depth):
     plain = Run(assembly, max_tokens=13)
     plain.submit("r", task)
     plain.finish()
-    right = speculating(assembly, "fixed:5", knowing(assembly, plain, 1.0))
+    right = with_speculation(assembly, "fixed:5", knowing(assembly, plain, 1.0))
     run = Run(right, depth=depth, max_tokens=max_tokens)
     run.submit("r", task)
     run.submit("other", QueryTask(question="hello"))
@@ -281,7 +281,7 @@ def test_eos_inside_a_block(assembly, depth):
     assert plain.answers["r"].finish_reason is FinishReason.STOP
     assert len(plain.answers["r"].tokens) == length
     for block in (2, 3, 4, 8, 16):
-        changed = speculating(assembly, f"fixed:{block}", knowing(assembly, whole, 1.0))
+        changed = with_speculation(assembly, f"fixed:{block}", knowing(assembly, whole, 1.0))
         run = Run(changed, depth=depth, temperature=1.0)
         run.submit("r", task)
         ends_with(run, said[length - 1])
@@ -304,7 +304,7 @@ def test_a_stop_string_inside_a_block(assembly, depth):
     stopped.finish()
     assert len(stopped.answers["r"].tokens) < len(plain.answers["r"].tokens)
     for block in (3, 8):
-        changed = speculating(assembly, f"fixed:{block}", knowing(assembly, plain, 1.0))
+        changed = with_speculation(assembly, f"fixed:{block}", knowing(assembly, plain, 1.0))
         run = Run(changed, depth=depth, temperature=1.0, stop=stop)
         run.submit("r", task, seed=1)
         run.finish()
@@ -316,7 +316,7 @@ def test_a_stop_string_inside_a_block(assembly, depth):
 def test_who_leaves_between_two_blocks_disturbs_nobody(assembly, depth, how):
     """Aborted or stopped at any step, one request gives all back and its neighbours go on."""
     plain = mixed(assembly, draw=random.Random(0), temperature=0.8)
-    changed = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.7))
+    changed = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 0.7))
     for num_steps in range(1, 12):
         run = Run(changed, depth=depth, temperature=0.8)
         for name in ("query", "words", "caption"):
@@ -338,7 +338,7 @@ def test_a_block_is_chosen_by_the_launch_in_front(assembly):
     plain.submit("r", QueryTask(question="what is it?"))
     plain.finish()
     for depth in (1, 2):
-        changed = speculating(assembly, "seed", knowing(assembly, plain, 0.0))
+        changed = with_speculation(assembly, "seed", knowing(assembly, plain, 0.0))
         run = Run(changed, depth=depth, max_tokens=60)
         run.submit("r", QueryTask(question="what is it?"))
         run.finish()
@@ -355,7 +355,7 @@ def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
     for name, task in tasks.items():
         plain.submit(name, task)
     plain.finish()
-    changed = speculating(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    changed = with_speculation(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
     run = Run(changed, max_tokens=100)
     for name, task in tasks.items():
         run.submit(name, task)
@@ -391,7 +391,7 @@ class Foolish:
 def test_no_proposal_can_do_harm(assembly, token):
     """Ids that do not exist, coords and sizes, gaps: answers and their steps are as without."""
     plain = mixed(assembly, draw=random.Random(0))
-    changed = speculating(assembly, "fixed:4", Foolish(token))
+    changed = with_speculation(assembly, "fixed:4", Foolish(token))
     run = mixed(changed, draw=random.Random(0))
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
@@ -411,7 +411,7 @@ def test_pages_of_a_request_whose_drafts_fail_are_evicted_first(assembly, settin
         return run
 
     plain = asked(assembly)
-    told = speculating(assembly, setting, knowing(assembly, plain, 1.0, 0.0))
+    told = with_speculation(assembly, setting, knowing(assembly, plain, 1.0, 0.0))
     held = plain.scheduler.load().prefix_pages
     run = asked(dataclasses.replace(told, num_pages=1 + held))
     assert run.answers == plain.answers

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, speculating
+from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.types import DetectTask, QueryTask
 
@@ -50,7 +50,7 @@ def test_few_pages_change_no_answer(assembly, depth, block):
     plain = asked(Run(assembly, temperature=0.8), names)
     longest = max(sequence.max_length for sequence in plain.sequences.values())
     scarce = dataclasses.replace(assembly, num_pages=longest // CONFIG.page_size + 4)
-    changed = speculating(scarce, f"fixed:{block}", knowing(scarce, plain, 0.7))
+    changed = with_speculation(scarce, f"fixed:{block}", knowing(scarce, plain, 0.7))
     run = asked(Run(changed, depth=depth, temperature=0.8), names)
     assert run.answers == plain.answers
     assert run.total("accepted") > 0
@@ -68,7 +68,7 @@ def test_adapters_verify_in_their_slots(assembly, temperature):
     }
     names = (*RANKS, "none", "boxes")
     plain = asked(Run(assembly, temperature=temperature), names, adapters=adapters)
-    changed = speculating(assembly, "fixed:4", knowing(assembly, plain, 0.7))
+    changed = with_speculation(assembly, "fixed:4", knowing(assembly, plain, 0.7))
     run = asked(Run(changed, temperature=temperature), names, adapters=adapters)
     assert run.answers == plain.answers
     both = [
@@ -85,7 +85,7 @@ def test_accepted_tokens_have_their_log_probabilities(assembly, temperature):
     names = ("first", "second", "boxes")
     plain = asked(Run(assembly, temperature=temperature), names, logprobs=("first", "boxes"))
     assert all(isinstance(token[1], float) for token in plain.answers["first"].tokens)
-    changed = speculating(assembly, "fixed:4", knowing(assembly, plain, 0.7))
+    changed = with_speculation(assembly, "fixed:4", knowing(assembly, plain, 0.7))
     run = asked(Run(changed, temperature=temperature), names, logprobs=("first", "boxes"))
     assert run.answers == plain.answers
     assert run.total("accepted") > 0
@@ -94,7 +94,7 @@ def test_accepted_tokens_have_their_log_probabilities(assembly, temperature):
 def test_a_proposer_knows_what_was_found(assembly):
     """A prompt whose pages were found is read by the proposer like one that was computed."""
     plain = asked(Run(assembly), ("first",))
-    changed = speculating(assembly, "fixed:8", knowing(assembly, plain, 1.0))
+    changed = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 1.0))
     run = Run(changed, depth=1)
     for name in ("first", "again"):
         run.submit(name, QueryTask(question="first?"))
@@ -109,7 +109,7 @@ def test_pages_are_cached_with_the_rate_that_the_device_learnt(assembly):
     """Eviction knows whose draft tokens were right."""
     names = ("good", "poor")
     plain = asked(Run(assembly, max_tokens=40), names)
-    changed = speculating(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    changed = with_speculation(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
     run = asked(Run(changed, max_tokens=40), names)
     assert run.answers == plain.answers
     learnt = [run.sequences[name].draft_stats.learnt.ema_acceptance_rate for name in names]

@@ -156,7 +156,7 @@ class TextTask:
     """A `Task` that ends with an EOS, a stop string or its budget."""
 
     constrained = False
-    follows_table = True
+    uses_transition_table = True
     has_payload = False
     reasoning_tokens = 0
 

@@ -97,7 +97,7 @@ class SkillTask(abc.ABC):
     """A `Task`; skills read a token in `_read`, which may set `finish_reason`."""
 
     constrained = False
-    follows_table = True
+    uses_transition_table = True
     has_payload = False
 
     def __init__(self, setup: TaskSetup) -> None:

@@ -118,7 +118,7 @@ def test_the_table_leads_where_the_tasks_go(spec, num_answer_tokens, draw):
         sampling=SamplingParams(max_tokens=30),
     )
     task = frontend.make_task(request)
-    assert task.follows_table
+    assert task.uses_transition_table
     constraint = task.constraint()
     while task.finish_reason is None:
         assert task.constraint() == constraint
