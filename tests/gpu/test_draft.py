@@ -54,7 +54,13 @@ def on(device, dtype, rows):
     rope = Rope(10000.0, 2 * SIZES.num_angles, 1024)
     rope.fill(torch.device(device))
     words = noise(SIZES.vocab_size, SIZES.dim)
-    text = SimpleNamespace(wte=words, post_ln=post_ln, lm_head=head, rope=rope)
+    text = SimpleNamespace(
+        wte=words,
+        post_ln=post_ln,
+        lm_head=head,
+        rope=rope,
+        dense_head=lambda: moondream_draft._affine(head),
+    )
     shape = (2, 1 + rows * SIZES.max_pages, SIZES.num_heads, SIZES.page_size, 64)
     kv = KVCache(noise(*shape), noise(*shape))
     pages = 1 + torch.randperm(rows * SIZES.max_pages, generator=draw).view(rows, -1)
