@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from legato_client import Box
-from legato_client.calibration.scored import LabelledPicture
+from legato_client.calibration.scored import LabelledImage
 from legato_engine.kernels.reference import concentration
 from legato_training.reach import OCTAVES, PLACES, PRESENT, Question, keep, kept, masses, study
 
@@ -25,7 +25,7 @@ def questions(count):
         near = rng.uniform(0.3, 0.9, (3, len(PLACES)))
         near[2] = near[2, PRESENT[1]]
         chance = float(near[:2, PRESENT[0]].prod() * near[2, PRESENT[1]])
-        picture = LabelledPicture(None, number, {"cup": (right,)})
+        picture = LabelledImage(None, number, {"cup": (right,)})
         is_right = rng.uniform() < chance
         yield Question(picture, "cup", [right if is_right else wrong], np.ones(3), near)
 

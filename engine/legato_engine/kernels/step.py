@@ -96,7 +96,7 @@ def has_step_kernels(device: torch.device) -> bool:
 
 
 def packs_narrow_maps(device: torch.device) -> bool:
-    """Whether packed maps may leave some warps of a stage without inputs."""
+    """Return whether packed maps may leave some warps of a stage without inputs."""
     return runs(Kernels.GROUPED_EXPERTS, device)
 
 

@@ -77,7 +77,7 @@ class AttentionSizes:
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for, and the depth of its rings in steps per warp."""
+    """Compile-time form of the kernel, and the depth of its rings in steps per warp."""
 
     splits: int
     line_warps: int
@@ -139,7 +139,7 @@ class PagedAttention:
 
 
 def attention_forms(stages: int, split_stages: int) -> list[Form]:
-    """What fits the current GPU: without clusters a head has one thread block, with little shared
+    """Return what fits the current GPU: without clusters a head has one block, with little shared
     memory a line has one warp.
     """
     gpu = capability.current_gpu()

@@ -224,7 +224,7 @@ class LayerBoundary:
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
-        """As `Decoder.layers`; `scales` are each layer's units of e4m3.
+        """Run the layers; `scales` are each layer's units of e4m3.
 
         `q_BD` and `mixed_BF` are scratch memory.
         """
@@ -280,7 +280,7 @@ def boundary_supported(sizes: DecoderSizes) -> bool:
 
 
 def fits(sizes: DecoderSizes) -> bool:
-    """Whether a thread block fits the GPU's shared memory."""
+    """Return whether a thread block fits the GPU's shared memory."""
     return (
         boundary_supported(sizes)
         and shared_bytes(sizes) + _STATIC <= capability.current_gpu().shared
@@ -302,7 +302,7 @@ def shared_bytes(sizes: DecoderSizes) -> int:
 
 
 def _kernel(sizes: DecoderSizes) -> Kernel | None:
-    """None if thread blocks would share a multiprocessor, or do not fit one."""
+    """Return the kernel, or None if blocks share a multiprocessor or do not fit one."""
     if not fits(sizes):
         return None
     module = Module("layer_boundary.cu", layer_boundary_defines(sizes))

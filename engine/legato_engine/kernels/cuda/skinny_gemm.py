@@ -15,7 +15,7 @@ from legato_engine.kernels.cuda.module import Kernel, Module
 
 
 class WeightKind(enum.IntEnum):
-    """How a map's weights are packed; the values are those of `stage_ring.cuh`.
+    """Packing of a map's weights; the values are those of `stage_ring.cuh`.
 
     e4m3 and int8 have a float32 scale for each row, int4 a bf16 scale for each 64 inputs of a row.
     """

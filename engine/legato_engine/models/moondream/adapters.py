@@ -59,7 +59,7 @@ def parse_adapter(
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What is read here of a safetensors file's header."""
+    """The part of a safetensors header that is read here."""
 
     metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
 
