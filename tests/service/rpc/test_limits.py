@@ -302,6 +302,7 @@ def held(least):
 async def test_a_refused_message_of_a_stream_is_freed(method):
     """Nothing keeps its bytes once the call has ended, although the connection lasts."""
     size = 3 * MEGABYTE
+    gc.collect()  # of what other tests left
     before = held(size)
     async with running() as server:
         kind = "stream_stream" if method.endswith("Session") else "stream_unary"
@@ -311,7 +312,7 @@ async def test_a_refused_message_of_a_stream_is_freed(method):
             failed = await refusal(call.read() if method.endswith("Session") else call)
             assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
         del call
-        await until(lambda: held(size) == before)
+        await until(lambda: held(size) <= before)
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
