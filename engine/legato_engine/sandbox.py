@@ -100,7 +100,7 @@ _CALLS: Mapping[str, tuple[int | None, int | None]] = {
 
 
 class _Condition(NamedTuple):
-    """What the lower half of an argument must be: one of `values`, or without the bits `never`."""
+    """Condition on an argument's lower half: one of `values`, or without the bits `never`."""
 
     argument: int
     values: tuple[int, ...] = ()

@@ -23,8 +23,7 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import replay_parser
 from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core import assembly as loading
-from legato_engine.core.assembly import Assembly
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.crash import bundle as bundles
 from legato_engine.crash.bundle import Bundle
@@ -125,7 +124,7 @@ def _config(bundle: Bundle, given: EngineConfig) -> EngineConfig:
 
 
 def _replay(bundle: Bundle, config: EngineConfig) -> None:
-    assembly = loading.assemble(config)
+    assembly = assemble(config)
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth)
     made = SyntheticRequests(assembly, bundle)
     waiting = set(made.shapes)

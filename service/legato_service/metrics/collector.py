@@ -19,10 +19,17 @@ from legato_engine.ipc.messages import Durations, Load, PipelineStats, StepTotal
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.metrics import catalogue
-from legato_service.metrics import snapshot as aliases
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.catalogue import CALL_BOUNDS, LAG_BOUNDS
-from legato_service.metrics.snapshot import Bins, Exposition, Histogram, Snapshot, render
+from legato_service.metrics.snapshot import (
+    Bins,
+    Exposition,
+    Histogram,
+    Snapshot,
+    add_gen_ai,
+    add_vllm,
+    render,
+)
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.session.session import SessionRegistry
@@ -250,10 +257,10 @@ class Collector:
         metrics = [*catalogue.OWN]
         model = self._engines.model.name if self._engines.model is not None else ""
         if self._calls is not None:
-            aliases.add_gen_ai(snapshot, model)
+            add_gen_ai(snapshot, model)
             metrics += catalogue.GEN_AI
         if self._config.vllm_metrics:
-            aliases.add_vllm(snapshot, model, self._config.engine.page_size)
+            add_vllm(snapshot, model, self._config.engine.page_size)
             metrics += catalogue.VLLM
         return await render(snapshot, metrics, accept)
 

@@ -26,9 +26,9 @@ from legato_service.access.control import AccessControl
 from legato_service.access.credentials import Peer
 from legato_service.access.principal import NEEDS, UNKNOWN_METHOD, Need
 from legato_service.errors import Failure, MethodUnknown, failure
-from legato_service.rpc import call as metadata
 from legato_service.rpc import limits
 from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context
+from legato_service.rpc.call import read as read_metadata
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate, Trailers
 from legato_service.rpc.reusable_timeout import ReusableTimeout
@@ -319,7 +319,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return
         if self._access is not None and not call.is_let_in:
             self._enter(call, context.auth_context)
-        metadata.read(call)
+        read_metadata(call)
         call.is_identified = True
         if (gate_slot := call.gate_slot) is not None:
             gate_slot.take_name(call.tenant)

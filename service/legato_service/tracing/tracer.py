@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from legato_service.rpc import call as trace_context
 from legato_service.rpc.call import Call
+from legato_service.rpc.call import parse as parse_trace_parent
 from legato_service.rpc.call_log import DEBUG_METHODS, EndedCall, EndedRequest
 
 Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
@@ -166,7 +166,7 @@ class Tracer:
     def _decide(self, call: Call) -> bool:
         if call.method.startswith(DEBUG_METHODS):
             return False
-        parent = trace_context.parse(call.traceparent)
+        parent = parse_trace_parent(call.traceparent)
         if parent is not None:
             if not parent.sampled:
                 return False

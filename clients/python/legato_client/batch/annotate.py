@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from legato_client import draw
-from legato_client.batch import output as lines
 from legato_client.batch import video
 from legato_client.batch.images import IMAGES, RunError, is_video
-from legato_client.batch.output import Output, replacing
+from legato_client.batch.output import Line, Output, has_failed, marks, replacing, texts
 
 
 def annotate(
@@ -37,16 +36,16 @@ def annotate(
     targets = _targets(folder, [*images, *videos])
     for source, place in images.items():
         line = output.line_at(place)
-        if not lines.has_failed(line) or line.get("results"):
+        if not has_failed(line) or line.get("results"):
             yield from _image(source, line, targets[source])
         tell()
     for source, places in videos.items():
         yield from _video(source, output, places, targets[source], choice, tell)
 
 
-def _image(source: str, line: lines.Line, target: Path) -> Iterator[str]:
+def _image(source: str, line: Line, target: Path) -> Iterator[str]:
     try:
-        drawn = draw.annotate(source, lines.marks(line), lines=lines.texts(line))
+        drawn = draw.annotate(source, marks(line), lines=texts(line))
     except (OSError, ValueError) as error:
         yield f"{source}: {error}"
         return
@@ -68,7 +67,7 @@ def _video(
         for frame in _readable(source, choice, problems):
             if frame.number in places:
                 line = output.line_at(places[frame.number])
-                writer.write(draw.annotate(frame.image(), lines.marks(line)), frame.time)
+                writer.write(draw.annotate(frame.image(), marks(line)), frame.time)
                 tell()
     yield from problems
 

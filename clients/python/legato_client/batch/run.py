@@ -21,9 +21,8 @@ from legato_client._errors import (
 from legato_client._images.sources import ImageInput
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
-from legato_client.batch import output as lines
 from legato_client.batch.images import BatchImage
-from legato_client.batch.output import Output
+from legato_client.batch.output import Line, Output, answered_line, failed_line, unreadable_line
 
 PATIENCE = 600.0
 """Seconds of retries per image while the server is busy."""
@@ -143,18 +142,18 @@ class Run:
             self._output.append(self._line(image))
             on_image()
 
-    def _line(self, image: BatchImage) -> lines.Line:
+    def _line(self, image: BatchImage) -> Line:
         try:
             data = image.read()
         except (OSError, ValueError) as error:
-            return lines.unreadable_line(image, error)
+            return unreadable_line(image, error)
         try:
             outcomes = self._batch_client.ask(data)
         except LegatoError as error:
             if not is_about_image(error):
                 raise
-            return lines.failed_line(image, error)
-        return lines.answered_line(image, self._names, outcomes)
+            return failed_line(image, error)
+        return answered_line(image, self._names, outcomes)
 
 
 def _raise_first(done: Iterable[futures.Future[None]]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from legato_client import LegatoError, Task
 from legato_client.batch import images, tasks
-from legato_client.batch import output as coco
 from legato_client.batch.images import RunError
 from legato_client.batch.output import Output
+from legato_client.batch.output import write as write_coco
 from legato_client.batch.run import Run
 from legato_client.batch.video import FrameChoice
 from legato_client.cli import arguments, forward
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             output.sort()
         if args.annotate:
             _draw(args, output, terminal)
-        boxes = coco.write(args.coco, output.lines(), asked) if args.coco else None
+        boxes = write_coco(args.coco, output.lines(), asked) if args.coco else None
         _report(args, output, terminal, before, boxes, time.monotonic() - start)
 
 

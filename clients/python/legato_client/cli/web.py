@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from legato_client import AsyncClient, Client, LegatoError, Unauthenticated
-from legato_client._grpc import settings as tokens
+from legato_client._grpc.settings import BearerToken, check_target, is_local, source_of
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
@@ -147,17 +147,17 @@ def connector(
         LegatoError: this process' token cannot be read, or would leave this host unencrypted.
     """
     with arguments.readable_options():
-        own = tokens.source_of(args.token_file) if lend else None
+        own = source_of(args.token_file) if lend else None
         encrypted = bool(args.tls or args.ca or args.cert)
-        if not (encrypted or tokens.is_local(args.server)):
+        if not (encrypted or is_local(args.server)):
             if own is not None:
-                tokens.check_target(args.server)
+                check_target(args.server)
             terminal.line(f"no token is passed on: {args.server} is reached without TLS")
             return lambda: _connect(args, "")
     return lambda: _connect(args, lambda: token_of_caller() or (own.read() if own else ""))
 
 
-def _connect(args: argparse.Namespace, token: tokens.BearerToken) -> AsyncClient:
+def _connect(args: argparse.Namespace, token: BearerToken) -> AsyncClient:
     return AsyncClient(
         args.server,
         timeout=args.timeout,

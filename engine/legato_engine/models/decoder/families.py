@@ -19,7 +19,6 @@ from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.checkpoint import Progress, require_layers
-from legato_engine.models.decoder import model as model_module
 from legato_engine.models.decoder.config import (
     DecoderConfig,
     HubConfig,
@@ -33,7 +32,12 @@ from legato_engine.models.decoder.config import (
     refuse_others,
 )
 from legato_engine.models.decoder.frontend import ChatTemplate, Plain, TextFrontend, TextSetup
-from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
+from legato_engine.models.decoder.model import (
+    DecoderModel,
+    DecoderNetwork,
+    load_weights,
+    random_weights,
+)
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf.config import gguf_settings, hub_config, with_factors
 from legato_engine.models.gguf.reader import is_gguf, read_gguf
@@ -97,11 +101,9 @@ class DecoderBundle:
         with torch.device("meta"):
             network = self.network(self.config).to(dtype)
         if self.weights is None:
-            model_module.random_weights(network, _SEED, device, memory=memory, progress=progress)
+            random_weights(network, _SEED, device, memory=memory, progress=progress)
         else:
-            model_module.load_weights(
-                network, self.weights, device, memory=memory, progress=progress
-            )
+            load_weights(network, self.weights, device, memory=memory, progress=progress)
             read_gguf.cache_clear()
         model = DecoderModel(network)
         if device.type == "cpu":

@@ -197,7 +197,7 @@ class ReasoningOutput:
 
 # Skills that answer in plain text.
 
-_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow
+_TEXT = int(Allow.TEXT)  # ints here and below, because enum lookup is slow
 
 
 class TextSkill(SkillTask):
@@ -241,8 +241,7 @@ class CaptionSkill(TextSkill):
 
 # The query skill.
 
-# Ints, because enum lookup is slow.
-_REASONING, _TEXT, _ANSWER = int(Allow.REASONING), int(Allow.TEXT), int(Allow.ANSWER)
+_REASONING, _ANSWER = int(Allow.REASONING), int(Allow.ANSWER)
 
 
 class QuerySkill(TextSkill):
