@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from legato_engine.bench import command
+from structlog.testing import capture_logs
 
 OPTIONS = ["--model", "random-tiny", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--length", "12", "--repeats", "1"]
@@ -13,7 +14,8 @@ OPTIONS += ["--length", "12", "--repeats", "1"]
 
 def figures(capsys, *options):
     """Run the command; return its JSON."""
-    assert command.main([*OPTIONS, *options, "--json"]) == 0
+    with capture_logs():  # the process logs to stderr; these tests share one stdout with the log
+        assert command.main([*OPTIONS, *options, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
