@@ -158,8 +158,7 @@ class Values:
 
 # A decoder's weights as numpy arrays, and its definition: a plain forward pass.
 #
-# Shape legend: B rows, D width, F inner width, V vocabulary, L layers, P positions, H heads, E
-# head
+# Shape legend: B rows, D width, F inner width, V vocabulary, L layers, P positions, H heads, E head
 # dim.
 
 EPSILON = 1e-5
@@ -370,15 +369,12 @@ def rotate(x: Floats, position: int) -> Floats:
 # How a row's token is drawn by all workers, in the simulator.
 #
 # The token with the best sum of score and noise among those that are kept: the first ones by
-# falling
-# score, while the mass before them is at most `top_p` of all and they are fewer than `top_k`.
-# Each
-# worker weighs a slice of the vocabulary in ranges of distance from the highest score. In the
-# sums of
-# all slices the row's worker finds the range of the last kept token: ranges before it are kept
-# whole,
-# those after it not at all. Only if the best token of that range is better than those before it
-# the scores themselves say whether it is kept, and if not, which is the next best.
+# falling score, while the mass before them is at most `top_p` of all and they are fewer than
+# `top_k`. Each worker weighs a slice of the vocabulary in ranges of distance from the highest
+# score. In the sums of all slices the row's worker finds the range of the last kept token: ranges
+# before it are kept whole, those after it not at all. Only if the best token of that range is
+# better than those before it the scores themselves say whether it is kept, and if not, which is the
+# next best.
 
 Token = tuple[float, float, int]
 """Score with noise, score, and the id's opposite: of equal ones the lowest id is best."""

@@ -616,12 +616,9 @@ def _kept(row: int, placed: list[Placed], sampled: list[int]) -> list[int]:
 # A program run on the CPU with real numbers, its workers in any order that the counters allow.
 #
 # The simulator is the kernel's specification: it does what an instruction does, from the same
-# fields.
-# Memory begins as NaN. Between its wait, its reads, its writes and its signal a worker may be
-# held up
-# by any number of others' instructions, and copies of keys and values are made at any time at
-# which
-# the ring allows them. So may the host, which may set its stop flag at any time.
+# fields. Memory begins as NaN. Between its wait, its reads, its writes and its signal a worker may
+# be held up by any number of others' instructions, and copies of keys and values are made at any
+# time at which the ring allows them. So may the host, which may set its stop flag at any time.
 
 
 def simulate(

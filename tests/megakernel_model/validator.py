@@ -218,13 +218,10 @@ _RESULTS = {
 # Proof that a program computes its model's step, before it runs anywhere.
 #
 # For a program that is accepted, in every execution: no wait lasts for ever; every read finds the
-# value that the model's definition wants there, written by an instruction that is over; nothing
-# is
-# overwritten while it may still be read, by the loaders' copies neither; every operand is in
-# range.
+# value that the model's definition wants there, written by an instruction that is over; nothing is
+# overwritten while it may still be read, by the loaders' copies neither; every operand is in range.
 #
-# Three steps in a row are examined. The counters' targets grow by the same number each step, and
-# a
+# Three steps in a row are examined. The counters' targets grow by the same number each step, and a
 # step begins when all workers have ended the last one's head, so that more steps repeat these.
 
 STEPS = 3

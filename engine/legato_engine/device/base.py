@@ -42,7 +42,7 @@ class EventClock:
         self._soonest = math.inf  # nanoseconds after which the host saw an event, since the anchor
 
     def date(self, elapsed_ms: float, recorded_ns: int) -> int:
-        """The time of an event so long after the anchor, which was recorded then."""
+        """Return an event's host time, at least `recorded_ns`, from its distance to the anchor."""
         host_ns = self._anchor_ns + round(elapsed_ms * 1e6)
         if host_ns < recorded_ns:
             self._anchor_ns += recorded_ns - host_ns

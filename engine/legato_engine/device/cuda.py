@@ -72,8 +72,10 @@ class CudaEvent:
             self._seen_ns = time.perf_counter_ns()
 
     def time_ns(self) -> int:
-        """Return the completion time; the event that the host waits for, a launch's last, becomes
-        the anchor, so that all of them have the same.
+        """Return the completion time.
+
+        The event that the host waits for, a launch's last, becomes the anchor, so all of them share
+        it.
         """
         if self._host_ns is None:
             self._host_ns = self._clock.date(self.event, self._recorded_ns)

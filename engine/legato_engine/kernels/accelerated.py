@@ -56,13 +56,13 @@ def draft_kernels(
 
 
 def captured_switch(index: torch.Tensor, works: Sequence[Callable[[], None]]) -> Switch | None:
-    """A switch on the device; None unless all works are captured graphs."""
+    """Make a switch on the device; None unless all works are captured graphs."""
     graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
     return Switch(index, graphs) if len(graphs) == len(works) else None
 
 
 def captured_loop(works: Sequence[Callable[[], None]], loop: AnyLoop) -> WhileLoop | None:
-    """A loop on the device; None on a CPU. Works that are no captured graphs can be captured."""
+    """Make a loop on the device; None on a CPU. Works need not be captured graphs."""
     return WhileLoop(works, loop) if loop.step.is_cuda else None
 
 

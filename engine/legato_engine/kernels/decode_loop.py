@@ -199,8 +199,9 @@ class BatchKind(enum.StrEnum):
         return self in (BatchKind.DRAFTS, BatchKind.BOTH)
 
     def counts_as(self, num_rows: int, num_tokens: int) -> int:
-        """Return the rows that a launch counts as: its tokens with both, because rows with values
-        have one token and drafting rows several.
+        """Return the rows that a launch counts as: its tokens with both.
+
+        Rows with values have one token each, drafting rows several.
         """
         return num_tokens if self is BatchKind.BOTH else num_rows
 
@@ -289,8 +290,9 @@ class MegakernelSteps(Protocol):
         payload: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        """Enqueue at most `num_steps` steps of the first `num_rows` rows; with drafts a step has up
-        to `num_tokens` tokens.
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows.
+
+        With drafts a step has up to `num_tokens` tokens.
 
         Values are written with `payload` only.
         """

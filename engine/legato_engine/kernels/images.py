@@ -76,7 +76,7 @@ def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
 def _weights(
     size_in: int, size_out: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The order of operations affects the bits."""
+    """Return each output's first input, tap count and weights, in Pillow's order of operations."""
     scale = size_in / size_out
     stretch = max(scale, 1.0)
     support = _SUPPORT * stretch
@@ -106,7 +106,7 @@ def _resize_width(image_HWC: Pixels, width: int) -> Pixels:
 
 
 def _resize_height(image_HWC: Pixels, height: int) -> Pixels:
-    """Sums are int32, as in Pillow and on the device."""
+    """Resize the height; sums are int32, as in Pillow and on the device."""
     weights = table(image_HWC.shape[0], height)
     last = image_HWC.shape[0] - 1
     shape = (height, *image_HWC.shape[1:])
@@ -237,7 +237,7 @@ class CutPlan:
 
 @functools.lru_cache(maxsize=64)
 def _words(plan: CutPlan) -> npt.NDArray[np.int32]:
-    """Cached because a camera's images share one plan."""
+    """Encode a plan for the kernel; cached because a camera's images share one plan."""
     words_N = np.zeros(plan.num_words, np.int32)
     words_N[:HEADER_WORDS] = (*plan.tiling, plan.width, plan.num_crops)
     at = _TABLES_AT

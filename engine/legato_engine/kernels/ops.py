@@ -261,7 +261,7 @@ def step_attention(
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """The likeliest experts of each token, and a softmax over these only."""
+    """Choose each token's likeliest experts, weighted by a softmax over these only."""
     return reference.route(logits_TX, num_active)
 
 

@@ -142,7 +142,7 @@ def panels(weight_OI: torch.Tensor, kind: str, library: Library) -> PanelWeight:
 
 
 def head_kind(kind: str) -> str:
-    """The kind of a model's head: 4 bits cost it more accuracy than all layers together."""
+    """Return the kind of a model's head: int4 costs it more accuracy than all layers together."""
     return "int8" if kind == "int4" else kind
 
 
@@ -164,7 +164,7 @@ def _biased(
 
 
 def _has_bfloat16() -> bool:
-    """Has oneDNN products of bfloat16 on this processor?"""
+    """Return whether oneDNN multiplies bfloat16 on this processor."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
 

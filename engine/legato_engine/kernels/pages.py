@@ -110,8 +110,7 @@ def indexable(x: torch.Tensor) -> torch.Tensor:
 
 # Where tokens of a pass are: their rotations, pages and slots.
 #
-# Shape legend: T tokens, C sequences, M pages of a sequence, P positions, R rotated dims of a
-# head.
+# Shape legend: T tokens, C sequences, M pages of a sequence, P positions, R rotated dims of a head.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

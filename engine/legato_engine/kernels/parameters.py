@@ -106,8 +106,7 @@ class ExpertAdapters:
 
 # A decoder's parameters as its checkpoint has them.
 #
-# Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D
-# queries,
+# Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D queries,
 # keys and values.
 
 

@@ -98,7 +98,7 @@ def full_attention(
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """A whole sequence needs no mask in memory."""
+    """Attend to a prefix and the tokens themselves; a whole sequence needs no mask in memory."""
     num_queries, length = q_THE.shape[0], k_LHE.shape[0]
     k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
     if num_queries == length:
@@ -157,7 +157,7 @@ def contexts(
 def decode_attention_rows(
     q_BHE: torch.Tensor, cache: LayerCache, contexts: Sequence[Context]
 ) -> torch.Tensor:
-    """A sequence's context is gathered once for all of its rows."""
+    """Attend to paged contexts, gathering each sequence's once for all of its rows."""
     out_BHE = torch.zeros_like(q_BHE)
     for pages_M, first, lengths in contexts:
         k_HLE, v_HLE = pages.gather_heads(cache, pages_M, q_BHE.dtype)

@@ -17,8 +17,9 @@ from legato_engine.layers.linear import Linear, PackedLinear, Sum
 
 
 class Tau(nn.Module):
-    """Multiplies each head's queries and values by `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p
-    + 1))`.
+    """Position and content gains of a head's queries and values.
+
+    A gain is `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p + 1))`.
 
     The first H rows of `wqwv` make the gains of queries, the others those of values. The table by
     position is float32 whatever the model's dtype, and not in the checkpoint.
@@ -93,7 +94,7 @@ class Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        """The sum x + y may reuse the storage of x."""
+        """Return x + y, which may reuse the storage of x, and the heads of its norm."""
         x, normed = ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
@@ -111,7 +112,7 @@ class Attention(nn.Module):
 
 
 def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:
-    """Views [..., H, E] of [..., 3 D]; attention kernels read them in place."""
+    """View [..., 3 D] as three [..., H, E]; attention kernels read them in place."""
     heads = qkv.view(*qkv.shape[:-1], 3, num_heads, -1)
     return heads.select(-3, 0), heads.select(-3, 1), heads.select(-3, 2)
 

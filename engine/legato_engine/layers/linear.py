@@ -53,7 +53,7 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form) of a layer with a bias; fused kernels do not round before it."""
+        """Apply a layer with a bias and gelu (tanh form); fused kernels do not round in between."""
         if self.packed is None:
             counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
             if counted is not None:

@@ -154,7 +154,7 @@ class AdapterBank:
             self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
 
     def bucket(self, rank: int) -> int:
-        """The captured rank for a rank, 0 for none."""
+        """Return the captured rank for a rank, 0 for none."""
         return next(each for each in self.ranks if each >= rank) if rank else 0
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:

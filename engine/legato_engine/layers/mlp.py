@@ -33,7 +33,7 @@ class MLP(nn.Module):
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
-        """The sum x + y may reuse the storage of x."""
+        """Add x + y, which may reuse the storage of x, and apply the map to its norm."""
         x, normed = ops.add_norm(x, y, ln)
         return self.fc2.onto(x, self.fc1.gelu(normed))
 
@@ -101,7 +101,7 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
     ) -> torch.Tensor:
-        """A `capturable` call reads nothing on the host, except on a CPU."""
+        """Apply the chosen experts; a `capturable` call reads nothing on the host but on a CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)

@@ -83,8 +83,9 @@ class StepKernels(Protocol):
     def offer_megakernel(
         self, max_rows: int, policy: BlockPolicy | None = None
     ) -> MegakernelOffer | str:
-        """Offer the megakernel for up to `max_rows` rows, which draft by the `policy` if given, or
-        return the reason why not.
+        """Offer the megakernel for up to `max_rows` rows, or return the reason why not.
+
+        Rows draft by the `policy` if given.
         """
         ...
 
@@ -281,9 +282,7 @@ class Model(abc.ABC):
         raise NotImplementedError
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        """Return kernels for a whole decode step; None if the model has none for this device and
-        cache.
-        """
+        """Return kernels for a whole decode step; None without any for this device and cache."""
         del kv, adapters
         return None
 

@@ -305,8 +305,7 @@ def _summary(problems: Sequence[str]) -> str:
 # Loading of checkpoints and of random weights into networks.
 #
 # A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
-# allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the
-# host
+# allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the host
 # holds little more than the weights that stay there.
 
 _MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger

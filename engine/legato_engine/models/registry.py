@@ -41,7 +41,7 @@ def may_have_chat_template(name: str, weights: str) -> bool:
 
 
 def tokenizer_path(name: str, weights: str, tokenizer: str, models: str = "") -> Path | None:
-    """The tokenizer.json that `resolve` will read, unless it is the shipped one or in a GGUF."""
+    """Return the tokenizer.json that `resolve` will read, unless it is shipped or in a GGUF."""
     if tokenizer:
         return Path(tokenizer)
     if name in store.MODELS and not weights:

@@ -124,7 +124,7 @@ class TokenLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def read(self, token: SampledToken) -> TokenInfo:
-        """The text is what the token completes, shown or not."""
+        """Describe a token; its text is what it completes, shown or not."""
         alternatives = self._alternatives(token) if self._top_logprobs else ()
         piece = self._pieces.piece(token.token_id)
         return TokenInfo(
@@ -163,7 +163,7 @@ class Pieces(Protocol):
     """A vocabulary's bytes by token id."""
 
     def piece(self, token_id: int) -> bytes:
-        """A token's bytes, perhaps part of a character; none for special ids."""
+        """Return a token's bytes, perhaps part of a character; none for special ids."""
         ...
 
 

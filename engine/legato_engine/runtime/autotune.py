@@ -37,8 +37,9 @@ class StepTimes(msgspec.Struct, frozen=True, order=True):
 
 
 class Choice(Protocol):
-    """Decides which eligible launches use the megakernel; `drawn`: a row samples, `common`: most
-    have leading pages in common with the row before.
+    """Decides which eligible launches use the megakernel.
+
+    `drawn`: a row samples. `common`: most rows share leading pages with the row before.
     """
 
     def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
@@ -101,8 +102,9 @@ class PathTable:
 
 
 def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
-    """Measure a lone row of each kind and the maximum rows of each build, both paths in turns:
-    greedy and drawn, without and with common pages.
+    """Measure a lone row of each kind and the maximum rows of each build, both paths in turns.
+
+    Each is measured greedy and drawn, without and with common pages.
     """
     counts = [each for build in builds for each in _measured_by(build, builds)]
     times = []

@@ -61,14 +61,15 @@ class Backend(Protocol):
         ...
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
-        """The work of a step, in order, to be repeated at fixed addresses."""
+        """Return the work of a step, in order, to be repeated at fixed addresses."""
         ...
 
     def offer_megakernel(
         self, max_rows: int, policy: BlockPolicy | None = None
     ) -> MegakernelOffer | str:
-        """Offer the megakernel for up to `max_rows` rows, which draft by the `policy` if given, or
-        return the reason why not.
+        """Offer the megakernel for up to `max_rows` rows, or return the reason why not.
+
+        Rows draft by the `policy` if given.
         """
         ...
 
@@ -140,7 +141,7 @@ def sampled_tokens(
 def drafted_tokens(
     outputs: Outputs, slot: DecodeSlot, num_rows: int, needs: Needs
 ) -> list[RowTokens]:
-    """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
+    """Return each row's accepted tokens, () for a row without any; a row's outputs are adjacent."""
     counts = outputs["count"][:num_rows].tolist()
     proposed = outputs["proposed"][:num_rows].tolist()
     tokens = sampled_tokens(outputs, slot, sum(proposed) + num_rows, needs)

@@ -56,7 +56,7 @@ class StagingBuffer:
         self.host = self.hosts[0]
 
     def views(self, host_bytes: torch.Tensor) -> dict[str, np.ndarray]:
-        """The fields of a copy of `device_bytes`."""
+        """Return the fields of a copy of `device_bytes`."""
         return {name: field.numpy() for name, field in self._split(host_bytes).items()}
 
     def _split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ class StagingBuffer:
         return parts
 
     def upload(self, stream: Stream, copy: int = 0) -> None:
-        """The host side must not change until the copy is done."""
+        """Enqueue the copy to the device; the host side must not change until it is done."""
         stream.copy(self.device_bytes, self._hosts[copy])
 
     def upload_from(self, first: StagingBuffer, stream: Stream) -> None:
@@ -127,11 +127,11 @@ class TokenRing:
         self._num_read = 0
 
     def stop(self) -> None:
-        """The loop ends after the step that it is in."""
+        """Stop the loop after its current step."""
         self._words[STOP] = 1
 
     def read(self) -> Mapping[str, np.ndarray] | None:
-        """The next step's outputs, valid until the next loop; None if they are not there yet."""
+        """Return the next step's outputs, valid until the next loop; None if not there yet."""
         if int(self._words[DONE]) == self._num_read:
             return None
         self._num_read += 1

@@ -238,8 +238,9 @@ class LoopTimes:
         return (ended.time_ns() - begun.time_ns()) / 1e9 / max(1, num_steps)
 
     def _take_pages(self, *, common: bool) -> None:
-        """Fill page tables up to the context: distinct pages, as far as the pool has enough, or
-        mostly shared ones.
+        """Fill page tables up to the context, with mostly shared pages if `common`.
+
+        Otherwise pages are distinct, as far as the pool has enough.
         """
         resources = self._resources
         table_RM, num_pages = resources.state.page_table_RM, resources.kv.k_LNHSE.shape[1]

@@ -103,8 +103,9 @@ class DecodeSlot:
         max_drafting: int = 0,
         max_grown: int = 0,
     ) -> None:
-        """Allocate a slot: with speculation up to `max_drafting` rows and `max_grown` new pages,
-        with speculation in a loop (0: one a row).
+        """Allocate a slot, with speculation for up to `max_drafting` rows.
+
+        `max_grown` new pages fit, with speculation in a loop (0: one a row).
         """
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
@@ -192,10 +193,8 @@ def _output_fields(max_rows: int, max_drafting: int) -> Fields:
 # Device-side speculative decoding: block sizes, draft tokens, row positions and acceptance.
 #
 # A row feeds its newest token and up to K draft tokens after it. Only the device knows how many,
-# and
-# at which positions, because the previous launch may not be read back yet. The host stages the
-# rows
-# and the most draft tokens that each has pages for.
+# and at which positions, because the previous launch may not be read back yet. The host stages the
+# rows and the most draft tokens that each has pages for.
 #
 # Shape legend: R rows of the state, S rows of a launch, B tokens of its largest batch, K draft
 # tokens, C positions, D width, M pages of a row.
@@ -273,7 +272,10 @@ class DraftState:
         self.operations.set_costs(policy)
 
     def proposal_for(self, count: int) -> int:
-        """The index of the shortest proposal with so many draft tokens; none has 0."""
+        """Return the index of the shortest proposal with at least `count` draft tokens.
+
+        The last index stands for none.
+        """
         if not count:
             return len(self.blocks)
         return next(index for index, block in enumerate(self.blocks) if block >= count)
@@ -344,12 +346,12 @@ class DraftState:
 
 
 def _blocks(limit: int) -> tuple[int, ...]:
-    """The powers of two below `limit`, and `limit`."""
+    """List the powers of two below `limit`, and `limit`."""
     return (*(1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit), limit)
 
 
 def _choice(layouts: Sequence[Layout], tokens: int, groups: int) -> int:
-    """The index of a batch for so many tokens in so many groups (`_MAX_GROUPS` or more)."""
+    """Return the index of a batch for `tokens` in `groups` (at least `_MAX_GROUPS`) groups."""
     fits = [index for index, each in enumerate(layouts) if each.tokens >= tokens]
     if not fits:
         return len(layouts) - 1  # never planned
@@ -363,8 +365,7 @@ def _choice(layouts: Sequence[Layout], tokens: int, groups: int) -> int:
 
 # Device state of every running sequence between launches.
 #
-# Sampling writes a row's token, and the next forward reads it without the host. A prefill writes
-# a
+# Sampling writes a row's token, and the next forward reads it without the host. A prefill writes a
 # sequence's constants and first pages; a later page is written by the first launch that uses it.
 #
 # Shape legend: R rows (the last is scratch, for padding), M pages, K prompts of a launch.

@@ -117,8 +117,9 @@ class DraftModel:
 
 
 class DraftingDecode:
-    """Decodes of each slot with speculation: block sizes, a proposal, and the forward of the batch
-    that both make necessary.
+    """Decodes of each slot with speculation.
+
+    Block sizes, a proposal, and the forward of the batch that results from both.
     """
 
     def __init__(self, resources: Resources, layouts: Sequence[Layout]) -> None:
@@ -153,8 +154,9 @@ class DraftingDecode:
         return work
 
     def sampling(self, slot: int, make_sample: Callable[..., Work], *shape: bool) -> Work:
-        """Sampling of a step in a loop, where only the device knows its batch, and the settling of
-        all rows. `make_sample(slot, tokens, *shape)` makes the sampling of a batch.
+        """Sample a loop's step, whose batch only the device knows, and settle all rows.
+
+        `make_sample(slot, tokens, *shape)` makes the sampling of a batch.
         """
         drafts, buffers = self._drafts, self._resources.slots[slot]
         token_R = self._resources.state.token_R

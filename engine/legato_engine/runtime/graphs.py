@@ -47,12 +47,13 @@ class GraphRunner:
         return captured_switch(index, works) or chosen
 
     def captured(self, make: Callable[..., Work], *shape: int | bool) -> Work:
-        """The work of `run`, to be part of other work."""
+        """Return the work of `run`, to be part of other work."""
         return self._work(make, *shape)
 
     def part(self, make: Callable[..., Work], *shape: int | bool) -> Work:
-        """Work that is captured only within other work, since it has switches; made once for each
-        shape. It allocates nothing besides them.
+        """Return work that is captured only within other work, since it has switches.
+
+        It is made once for each shape and allocates nothing but the switches.
         """
         key = (make, *shape)
         if key not in self._parts:

@@ -48,7 +48,7 @@ FEW_GROUPS = (1, 2)
 
 
 def laid_out_groups(bucket: int, num_groups: int) -> int:
-    """The fewest groups, at least so many, that steps of `bucket` tokens are laid out for."""
+    """Return the fewest groups, at least `num_groups`, that steps of `bucket` tokens have."""
     fits = (few for few in FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
     return next(fits, bucket)
 
@@ -214,7 +214,7 @@ class LongPrompts:
             self._resources.graphs.run(self._work, slot, rank, length)
 
     def _work(self, slot: int, rank: int, length: int) -> Work:
-        """A pass over tokens whose sequence has up to `length` positions so far."""
+        """Make a pass over tokens of a sequence that has up to `length` positions so far."""
         resources, buffers = self._resources, self._resources.slots[slot]
         model, kv, state = resources.model, resources.kv, resources.state
         staged = self._staged[slot].device
@@ -252,8 +252,7 @@ class LongPrompts:
 #
 # A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 # costs and has the same bits; so does an answer of any length after a preemption. Prompts share
-# such
-# steps, and decodes join the last one, so that none pays alone for reading the weights.
+# such steps, and decodes join the last one, so that none pays alone for reading the weights.
 #
 # A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
 # prefixes are one graph for each rank.
@@ -325,7 +324,7 @@ class KernelBackend:
             self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
-        """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
+        """Return a step's work; `sampled` is unused, as a row's state tells the kernel."""
         graphs, payload = self._graphs, needs.payload
         if self._state.drafts is None:
             works = [
@@ -354,7 +353,7 @@ class KernelBackend:
             self._graphs.run(self._works.prepare, slot, *changes, admits)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """The kernel reads from the row's state whether it is greedy."""
+        """Run the sampling; its kernel reads from a row's state whether it is greedy."""
         self._graphs.run(self._works.sample, slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
@@ -477,8 +476,10 @@ def _num_answer(row: ScheduledSequence) -> int:
 def _without_answer(
     row: ScheduledSequence, scheduled: ScheduledPrompt
 ) -> tuple[ScheduledPrompt, list[ScheduledPrompt]]:
-    """A prompt, and its answer before a preemption, which is computed by steps however long it is:
-    that gives it the bits that it had when it was decoded.
+    """Split a resumed prompt into the prompt and its answer before the preemption.
+
+    The answer is computed by steps, however long it is, which gives it the bits of its first
+    decode.
     """
     end = len(scheduled.tokens)
     num_prompt = end - _num_answer(row)

@@ -27,7 +27,7 @@ def default_num_pages(max_context: int, page_size: int, max_running: int) -> int
 def num_pages_for(
     model: Model, device: Device, page_size: int, max_running: int, fraction: float
 ) -> int:
-    """The pool's pages: `fraction` of the free memory, on a CPU at most the default.
+    """Return the pool's size in pages: `fraction` of the free memory, on a CPU at most the default.
 
     Raises:
         InvalidField: one full context does not fit.
@@ -82,8 +82,9 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros; on a CPU from small pages handed out on demand, since a sequence's pages
-    are apart in every layer, and a huge page would be taken for each.
+    """Allocate zeros; on a CPU from small pages handed out on demand.
+
+    A sequence's pages are apart in every layer, so a huge page would be taken for each.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

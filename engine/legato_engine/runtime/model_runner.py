@@ -350,7 +350,7 @@ class ModelRunner:
         events.copy_end = copy.record(events.copy_end)
 
     def _loop(self, launch: Launch) -> None:
-        """Forwards with their sampling; in the times all of it is the forward."""
+        """Enqueue forwards with their sampling; the times report all of it as the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
         num_tokens = sum(1 + row.num_drafts for row in rows)

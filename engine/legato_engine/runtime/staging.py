@@ -35,13 +35,17 @@ class ScheduledPrompt(NamedTuple):
     tokens: Many[TokenKey]
 
     def part(self, first: int, end: int) -> ScheduledPrompt:
-        """The tokens from `first` to before `end`, counted from its own first one."""
+        """Return the tokens from `first` to before `end`, relative to this part's own first one."""
         return ScheduledPrompt(self.row, self.start + first, self.tokens[first:end])
 
 
 class Pass(NamedTuple):
-    """Tokens that read the weights together: newest tokens of rows that decode, then those of
-    `prompts`, of which a row may have several.
+    """Tokens computed in one pass over the weights.
+
+    First the newest tokens of rows that decode, then those of `prompts`; a row may have several.
+
+    First the newest tokens of rows that decode, then those of `prompts`, several of a row if need
+    be.
     """
 
     decodes: Many[ScheduledSequence]
@@ -59,7 +63,7 @@ class Pass(NamedTuple):
 
 
 def bucket_for(buckets: Many[int], num_tokens: int) -> int:
-    """The smallest of ascending `buckets` with so many tokens."""
+    """Return the smallest of ascending `buckets` that holds `num_tokens`."""
     return buckets[bisect.bisect_left(buckets, num_tokens)]
 
 
@@ -218,10 +222,10 @@ class StepStaging:
             staged["entry"].fill(self._scratch_row * self._max_pages)
 
     def decode(self, slot: DecodeSlot, plan: Plan) -> int:
-        """Stage a decode, and with speculation the pages that begin in a single step; return the
-        bucket.
+        """Stage a decode and return its bucket.
 
-        With speculation it is the bucket of the most tokens that the device may choose.
+        With speculation the bucket holds the most tokens that the device may choose, and the pages
+        that a single step begins are staged too.
         """
         rows = plan.rows
         if self._drafts is not None:
@@ -233,8 +237,9 @@ class StepStaging:
         return bucket
 
     def changes(self, slot: DecodeSlot, plan: Plan) -> Changes:
-        """Stage what a launch changes besides: pages that begin, but for single steps with
-        speculation, and where decodes are in the loop before it.
+        """Stage the pages that begin in a launch, and where decodes are in the loop before it.
+
+        Single steps with speculation stage their pages themselves.
         """
         drafts, decodes = self._drafts is not None, plan.decodes
         grown: Sequence[tuple[EngineSequence, int]] = ()
@@ -275,7 +280,7 @@ class StepStaging:
         return sum(1 + row.num_drafts for row in plan.sampled_rows)
 
     def _drafting_rows(self, slot: DecodeSlot, plan: Plan) -> int:
-        """The device chooses the tokens and knows their positions."""
+        """Stage rows whose tokens and positions the device chooses."""
         staged, rows = slot.staged.host, plan.rows
         count, most = len(rows), 0
         room_S = []
@@ -291,7 +296,7 @@ class StepStaging:
         return self.bucket(most)
 
     def _unstaged(self, rows: Sequence[ScheduledSequence]) -> Sequence[tuple[EngineSequence, int]]:
-        """The indices of pages that the device does not have yet."""
+        """Return the indices of pages that the device does not have yet."""
         unstaged: list[tuple[EngineSequence, int]] = []
         for row in rows:
             pages = row.sequence.pages

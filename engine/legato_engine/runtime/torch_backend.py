@@ -102,7 +102,7 @@ class DecodeStep:
 
 
 def scheduled_tokens(row: ScheduledSequence) -> list[TokenKey]:
-    """The tokens after the prefix, those of a resumed answer included."""
+    """Return the tokens after the prefix, those of a resumed answer included."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
 

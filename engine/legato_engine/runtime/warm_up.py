@@ -42,8 +42,10 @@ def warm_runner(
     proposer: Proposer | None = None,
     progress: Progress = lambda fraction: None,
 ) -> ModelRunner:
-    """Build and warm a runner; measure its step costs if the speculation policy needs them, and its
-    decode paths if they are to be chosen.
+    """Build and warm a runner.
+
+    Measures its step costs if the speculation policy needs them, and decode paths left to
+    autotuning.
 
     Draft tokens come from `proposer`, else the configured draft, else `draft`, the model's file.
     `progress` is called with the fraction done.

@@ -8,5 +8,5 @@ __all__ = ["path"]
 
 
 def path() -> pathlib.Path:
-    """The folder that holds the model's files."""
+    """Return the folder that holds the model's files."""
     return pathlib.Path(__file__).resolve().parent

@@ -134,8 +134,7 @@ def _view(pixels: Any) -> memoryview:  # an array is a buffer to Python, not yet
 
 # Frames for a server on this host, through shared memory: the writer's side of `SharedImage`.
 #
-# A region is a ring of slots. Each has a generation that is odd while the slot is written, so
-# that
+# A region is a ring of slots. Each has a generation that is odd while the slot is written, so that
 # the server notices a frame that was overwritten while it was read. numpy is never imported here.
 
 HEADER_SIZE = 64

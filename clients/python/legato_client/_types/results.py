@@ -385,8 +385,7 @@ class TrackNow:
 
 # ---------------------------------------------------------------- events
 
-# Order: `Queued`* `Started` then deltas, then exactly one `Finished`, which repeats everything,
-# so
+# Order: `Queued`* `Started` then deltas, then exactly one `Finished`, which repeats everything, so
 # that a caller may ignore the deltas. Boxes and points arrive as `Detection` and `PointedObject`.
 
 

@@ -86,8 +86,7 @@ def calling(stop: Callable[[], None]) -> Iterator[None]:
 
 # Precedence of options: flag, environment, settings file.
 #
-# Options of the two lower layers become words in front of those that were typed, so that the
-# parser
+# Options of the two lower layers become words in front of those that were typed, so that the parser
 # of the command checks them as it checks flags.
 
 PREFIX = "LEGATO_"

@@ -156,7 +156,7 @@ _FEATURES = ("flags", "Features")
 
 @functools.cache
 def _processor() -> _Processor:
-    """The first under Linux; elsewhere it has no flags."""
+    """Read the first processor's fields under Linux; elsewhere it has no flags."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -47,7 +47,7 @@ class LowRankMaps:
     def inner(
         self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The first map's change, [B, F] float32."""
+        """Compute the first map's change, [B, F] float32."""
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
@@ -55,7 +55,7 @@ class LowRankMaps:
     def outer(
         self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The second map's change, [B, D] float32, for the first F of each row."""
+        """Compute the second map's change, [B, D] float32, for the first F of each row."""
         inputs = mixed_BM, mixed_BM.shape[1], None, None, weights.fc2.a_SRI
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_out, weights.fc2, slots, row_B, self._outer_BD)
@@ -91,7 +91,7 @@ class _Shrink:
     def launch(
         self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
     ) -> None:
-        """`inputs` are the kernel's first arguments, up to A."""
+        """Enqueue the kernel for this batch; `inputs` are its first arguments, up to A."""
         batch = len(row_B)
         tokens = 1 if batch == 1 else max(self._kernels)
         # As many turns as keep one wave of warps busy: each turn reads A once less.

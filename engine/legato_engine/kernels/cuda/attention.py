@@ -139,8 +139,9 @@ class PagedAttention:
 
 
 def attention_forms(stages: int, split_stages: int) -> list[Form]:
-    """Return what fits the current GPU: without clusters a head has one block, with little shared
-    memory a line has one warp.
+    """Return the forms that fit the current GPU.
+
+    Without clusters a head has one block; with little shared memory a line has one warp.
     """
     gpu = capability.current_gpu()
     whole = Form(1, _LINE_WARPS[1], stages)
@@ -154,7 +155,7 @@ def attention_forms(stages: int, split_stages: int) -> list[Form]:
 
 
 def splits_for(pairs: int) -> int:
-    """The most splits for which all `pairs` fit the GPU at once; 1 without clusters."""
+    """Return the maximum splits for which all `pairs` fit the GPU at once; 1 without clusters."""
     if not capability.current_gpu().has(Feature.CLUSTERS):
         return 1
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)

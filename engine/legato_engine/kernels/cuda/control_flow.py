@@ -16,8 +16,9 @@ _WORD = 1 << 32
 
 
 class Switch:
-    """Runs `graphs[index]`, if there is one, with an index that earlier work has written. A single
-    graph always runs.
+    """Runs `graphs[index]`, if there is one, with an index written by earlier work.
+
+    A single graph always runs.
 
     In captured work it becomes a conditional node whose branches are copies of the graphs, so the
     host neither waits nor knows the choice. Outside it waits for the index.
@@ -84,7 +85,7 @@ def _continue_after(stream: int, node: Any) -> None:
 
 
 def _capture_of(stream: int) -> tuple[Any, Any, Any]:
-    """The graph under capture, the nodes that the next one follows, and their edges."""
+    """Return the graph under capture, the nodes that the next one follows, and their edges."""
     from cuda.bindings import driver
 
     _, _, graph, nodes, edges, count = checked(driver.cuStreamGetCaptureInfo(stream))
@@ -115,7 +116,7 @@ class WhileLoop:
     """
 
     def __init__(self, works: Sequence[Callable[[], None]], loop: AnyLoop) -> None:
-        """The tensors are at fixed addresses; the ring's are page-locked."""
+        """Build the graph; tensors are at fixed addresses, those of the ring page-locked."""
         from cuda.bindings import driver
 
         self._name, self._arguments = _control(loop)
@@ -171,7 +172,7 @@ class WhileLoop:
 
 
 def _control(loop: AnyLoop) -> tuple[str, list[Argument]]:
-    """The control step's kernel, and the first of its arguments."""
+    """Return the name of the control step's kernel and its first arguments."""
     match loop:
         case DraftLoopTensors():
             rows = [loop.row_B, loop.room_B, loop.reach_B, loop.start_B, loop.count_B]

@@ -63,8 +63,9 @@ class DecoderSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; maps are packed, the norm is folded into the first. Other tensors are bf16, and
-    float32 `folded_in` and the scales of rows, which only some kinds of weights have.
+    """Weights of a layer: packed maps, with the norm folded into the first.
+
+    Tensors are bf16 except `folded_in` and the scales of rows (some weight kinds only): float32.
     """
 
     weights_in: torch.Tensor
@@ -314,12 +315,10 @@ def _kernel(sizes: DecoderSizes) -> Kernel | None:
 
 # A decode step of a decoder with parallel attention and MLP: two or three kernels a layer.
 #
-# A token's bits are the same in every batch, because sums run in an order that depends on the
-# sizes
+# A token's bits are the same in every batch, because sums run in an order that depends on the sizes
 # only.
 #
-# Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows
-# of
+# Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows of
 # the page table, M pages per row, N pages, S positions per page, P positions.
 
 _ROTARY_DIM = 32

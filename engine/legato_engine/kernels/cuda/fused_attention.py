@@ -81,7 +81,7 @@ class FusedAttention:
 
 @functools.cache
 def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
-    """The number of tiles, and how many of them (of the first heads) are wide.
+    """Return the number of tiles, and how many of them (of the first heads) are wide.
 
     A wide tile has 64 queries for each warpgroup, a narrow one 64 less; narrow ones shorten a last
     round of few thread blocks.

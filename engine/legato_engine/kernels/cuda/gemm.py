@@ -44,7 +44,7 @@ class LibraryLauncher:
 
     @contextlib.contextmanager
     def _recorded(self, enqueue: Callable[[int], None]) -> Iterator[Any]:
-        """The graph of `enqueue`, independent of any current capture and never run."""
+        """Capture `enqueue` in a graph that never runs, independent of any current capture."""
         from cuda.bindings import driver
 
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -83,7 +83,7 @@ def _only_clears(node: Any, memory: torch.Tensor) -> bool:
 
 
 def _launch(node: Any) -> bool:
-    """The node must be live."""
+    """Launch a live kernel node on the current stream, unless its arguments are unreadable."""
     from cuda.bindings import driver
 
     settings = _checked(driver.cuGraphKernelNodeGetParams(node))
@@ -138,8 +138,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 # Matrix products by cublasLt, with options that torch does not offer.
 #
-# The shape alone decides which of the library's kernels runs. For many tiles these take tiles by
-# a
+# The shape alone decides which of the library's kernels runs. For many tiles these take tiles by a
 # counter in memory, which the library clears before each product; that costs the GPU about 4 us.
 # Clearing the `counters` of many products at once saves this time.
 #
@@ -284,7 +283,7 @@ class _Plan:
         bias_O: torch.Tensor,
         counter: torch.Tensor | None,
     ) -> None:
-        """The matrices are A, B, C and D."""
+        """Enqueue the product; `matrices` are A, B, C and D."""
         workspace = counter
         if workspace is None:
             size = self._choice.workspace

@@ -61,7 +61,7 @@ def experts(
 
 
 def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The end of each expert's pairs, int32."""
+    """Return the end of each expert's pairs, int32."""
     expert_X = torch.arange(num_experts, device=expert_J.device)
     return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
 
@@ -84,7 +84,7 @@ def _change(
     expert_J: torch.Tensor,
     bound_X: torch.Tensor,
 ) -> torch.Tensor:
-    """Grouped if all tokens read one slot."""
+    """Compute an adapter's change of a map, grouped if all tokens read one slot."""
     if len(rows.slot_T) > 1:
         return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
     padding = (0, 0, 0, -rows.rank % _ALIGNMENT)

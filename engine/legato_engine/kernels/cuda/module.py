@@ -55,9 +55,7 @@ def compile_ahead(
     *,
     folder: Traversable | None = None,
 ) -> None:
-    """Compile a file with each of several `defines` side by side, each for the next
-    `compile_source` of the same.
-    """
+    """Compile a file with each of several `defines` in parallel, ahead of `compile_source`."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         codes = pool.map(
             lambda defines: compile_source(name, defines, arch, folder=folder), several
@@ -303,7 +301,7 @@ def _parameter(argument: Argument) -> tuple[Any, Any]:
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
-    """The driver's answer: nothing, a value, or a tuple of several.
+    """Return the driver's answer (nothing, a value, or a tuple of several), or raise its failure.
 
     Raises:
         InternalError: it is a failure.

@@ -91,7 +91,7 @@ def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """The pairs are contiguous. Can be captured."""
+    """Copy cached pages; the pairs are contiguous. Can be captured."""
     num_layers, num_pages = k_LNHSE.shape[:2]
     page_loads = k_LNHSE[0, 0].numel() * k_LNHSE.element_size() // _ALIGNMENT
     kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_pages

@@ -45,7 +45,7 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 
 def empty(x: torch.Tensor) -> Quantised:
-    """An uninitialised result; a captured graph has its own."""
+    """Allocate an uninitialised result; a captured graph has its own."""
     scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     return Quantised(torch.empty_like(x, dtype=E4M3), scale)
 

@@ -118,8 +118,10 @@ class Sampler:
 
 
 def sampling_defines(vocab_size: int, gpu: Gpu) -> dict[str, int]:
-    """A row has one thread block where there are no clusters; what its shared memory cannot hold
-    (unless `HELD`) is in global memory.
+    """Return the macros of the sampling kernel for this vocabulary and GPU.
+
+    Without clusters a row has one thread block. What its shared memory cannot hold (unless `HELD`)
+    is in global memory.
     """
     cluster = 1
     while gpu.has(Feature.CLUSTERS) and cluster < _MAX_CLUSTER and cluster * _BLOCK < vocab_size:

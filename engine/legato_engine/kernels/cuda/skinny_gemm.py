@@ -85,7 +85,7 @@ def tiles_up_to(tokens: int) -> tuple[int, ...]:
 
 
 def chunk(inputs: int) -> int:
-    """Inputs of one stage: a group for each warp, or the most that divide `inputs`."""
+    """Return the inputs of a stage: a group a warp, or the largest number that divides `inputs`."""
     return next(g * GROUP for g in range(WARPS, 0, -1) if inputs % (g * GROUP) == 0)
 
 
@@ -285,7 +285,7 @@ find them."""
 
 
 def _fragments(outputs: int, inputs: int, chunk: int) -> tuple[int, ...]:
-    """A map as block, rows 8 apart, row, stage, warp, half, lane of a row, and a value's bits."""
+    """Split a map by block, rows 8 apart, row, stage, warp, half, lane of a row, value and bits."""
     return (outputs // 16, 2, 8, inputs // chunk, chunk // _GROUP, 2, 4, 2, 2, 2)
 
 
@@ -383,7 +383,7 @@ def unpack_defines(kind: WeightKind, chunk: int) -> dict[str, int]:
 
 
 def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
-    """The order of a query, key and value map's rows with rotated pairs 8 apart in a block.
+    """Return the row order of a QKV map that puts rotated pairs 8 apart within a block.
 
     Of a head's 64 rows the first 32 are rotated, row i with row i + 16.
     """

@@ -101,7 +101,7 @@ def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """The same beside a ring of inputs, sums and terms."""
+    """Return the stages of the output maps, in memory left by a ring of inputs, sums and terms."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = TauRows(experts.inner_dim, experts.weight_bytes), TauRows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]
@@ -208,7 +208,7 @@ class ExpertLowRank:
         expert_BK: torch.Tensor,
         row_B: torch.Tensor,
     ) -> None:
-        """A x of tokens [B, D], whose `logits_BX` choose the experts, or of pairs [B, K, I]."""
+        """Multiply by A: tokens [B, D] that choose experts by `logits_BX`, or pairs [B, K, I]."""
         batch = len(row_B)
         wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
         self._shrinks[logits_BX is not None].launch(
@@ -286,7 +286,7 @@ class RoutedAdapters(StepAdapters):
     expert_slots: Slots
 
     def experts(self, layer: int, expert_BK: torch.Tensor, row_B: torch.Tensor) -> LayerChanges:
-        """The chosen experts will be in `expert_BK`."""
+        """Return a layer's changes; a kernel writes the chosen experts to `expert_BK`."""
         weights = self.expert_layers[layer]
         return LayerChanges(self.expert_kernels, weights, self.expert_slots, expert_BK, row_B)
 
@@ -305,12 +305,10 @@ def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) 
 
 # A decode step of a decoder with gains on queries and values, and experts in most layers.
 #
-# Experts' first half runs before the gains, their second half in the output map. Their weights
-# are in
-# the checkpoint's layout; only those that a token chose are read.
+# Experts' first half runs before the gains, their second half in the output map. Their weights are
+# in the checkpoint's layout; only those that a token chose are read.
 #
-# Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2
-# H
+# Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 # gains, C = 3 D queries, keys and values.
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`

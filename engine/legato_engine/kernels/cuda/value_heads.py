@@ -109,7 +109,7 @@ class Embedder:
         self._kernel = Module("embed.cu", embed_defines(sizes)).kernel("embed")
 
     def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
-        """The first kernel of a step."""
+        """Enqueue the first kernel of a step: it embeds the tokens."""
         self._kernel.launch(
             (-(-self._sizes.dim // _OUTPUTS), x_BD.shape[0], 1),
             skinny_gemm.WORKERS,

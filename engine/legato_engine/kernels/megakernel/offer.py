@@ -266,8 +266,9 @@ class MegakernelDecoder:
 
 
 def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, ...]:
-    """List the builds for 8 and 16 tokens that `max_rows` rows need with `block` draft tokens
-    each; some rows may have `values`, and no draft tokens.
+    """List the builds for 8 and 16 tokens that `max_rows` rows need.
+
+    Rows have `block` draft tokens each; some rows may have `values`, and no draft tokens.
 
     More rows run faster as captured loops, and so do more than two drafting rows.
     """

@@ -401,8 +401,9 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
 
 
 def _drafts(sizes: ModelSizes, worker: int, token: int) -> Iterator[Instruction]:
-    """Emit instructions that verify a step's drafts and place the next step's tokens, once `token`
-    has all of the step's tokens and values.
+    """Emit instructions that verify a step's drafts and place the next step's tokens.
+
+    They wait until `token` has all of the step's tokens and values.
     """
     last, rows = sizes.num_layers, sizes.sampled_rows(worker)
     settled = counter(sizes, CounterKind.SETTLED)
@@ -508,7 +509,7 @@ def _wait_samplers(sizes: ModelSizes, which: int) -> dict[str, int]:
 
 
 def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
-    """Number the stages of the stream in the order of use."""
+    """Assign stages of the ring to the instructions in stream order."""
     stage = 0
     for each in instructions:
         yield dataclasses.replace(each, stage=stage if each.num_stages else 0)

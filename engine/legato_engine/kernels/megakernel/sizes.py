@@ -156,9 +156,7 @@ class ModelSizes:
         return len(range(worker, blocks, self.num_workers))
 
     def sampled_rows(self, worker: int) -> int:
-        """Return how many tokens a worker samples and rows it verifies: `worker`, `worker +
-        num_workers`, ...
-        """
+        """Return how many rows a worker samples and verifies: every `num_workers`-th one."""
         return self.share(worker, MAX_TOKENS)
 
 

@@ -247,7 +247,7 @@ class PhiBlock(nn.Module):
         return ops.add3(x, heads, mlp)
 
     def cpu_layer(self) -> cpu.CpuLayer:
-        """This layer for a decoder on the CPU, once it is packed."""
+        """Return this layer for a decoder on the CPU, once it is packed."""
         attention, mlp = self.self_attn, self.mlp
         return cpu.CpuLayer(
             norm=cpu_norm(self.input_layernorm),

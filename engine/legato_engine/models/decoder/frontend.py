@@ -114,7 +114,7 @@ class ChatTemplate:
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """The template's parts, alternating with message indices in any order."""
+        """Split the rendered template into texts, alternating with message indices in any order."""
         placeholders = [
             {"role": message["role"], "content": _PLACEHOLDER.format(index)}
             for index, message in enumerate(messages)
@@ -215,7 +215,7 @@ class Prompter(Protocol):
     """Makes a prompt of a question and its conversation."""
 
     def check(self) -> None:
-        """Raises InvalidField if no question would have a prompt."""
+        """Raise InvalidField if no question would have a prompt."""
 
     def end_of_turn(self) -> int | None:
         """Return the token that follows an answer in a conversation, if there is one."""

@@ -115,7 +115,7 @@ def _parts(network: DecoderNetwork) -> dict[str, _Part]:
 
 
 def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
-    """A part with too many rows would overwrite the next one."""
+    """Refuse a part with too many rows: it would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
         if part is None or part.destination.first_row is None:
@@ -126,7 +126,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
 
 
 def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
-    """A stored head must equal the embeddings, because it is not loaded."""
+    """Refuse a stored head unless it equals the embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return
@@ -168,14 +168,14 @@ class GatedBlock(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """The storage of x may be reused."""
+        """Compute the layer; the storage of x may be reused."""
         _, normed = ops.add_rms_norm(x, None, self.input_layernorm)
         heads = self.self_attn(normed, where, cache, attend)
         x, normed = ops.add_rms_norm(x, heads, self.post_attention_layernorm)
         return self.mlp.onto(x, normed)
 
     def cpu_layer(self) -> cpu.CpuLayer:
-        """This layer for a decoder on the CPU, once it is packed."""
+        """Return this layer for a decoder on the CPU, once it is packed."""
         attention, mlp = self.self_attn, self.mlp
         return cpu.CpuLayer(
             norm=cpu_norm(self.input_layernorm),
@@ -222,7 +222,7 @@ class DecoderNetwork(nn.Module):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """The stored name of a parameter or module."""
+        """Return the stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
     def pack(self, kind: str, library: Library | None) -> None:

@@ -24,7 +24,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def gguf_settings(file: GgufFile) -> ModelSettings:
-    """The ends of answers, the chat template and its special tokens; sampling is greedy."""
+    """Read the stop tokens, the chat template and its special tokens; sampling is greedy."""
     template = file.metadata.get(_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise InvalidField(f"{file.path.name}: {_TEMPLATE} is no text", field="weights")
@@ -42,7 +42,7 @@ _EMBEDDINGS, _HEAD, _BIAS = "token_embd.weight", "output.weight", "blk.0.attn_q.
 
 
 def hub_config(file: GgufFile, architectures: Collection[str] = ARCHITECTURES) -> HubConfig:
-    """The fields of the configuration that transformers would have for this model.
+    """Return the fields of the configuration that transformers would have for this model.
 
     Raises:
         InvalidField: the architecture is another one, a size is missing, or a setting is not
@@ -56,7 +56,7 @@ def hub_config(file: GgufFile, architectures: Collection[str] = ARCHITECTURES) -
 
 
 def with_factors(config: DecoderConfig, file: GgufFile) -> DecoderConfig:
-    """The same sizes with the file's factors of the rotation, as Llama 3.1 has them."""
+    """Add the file's rotation factors, as Llama 3.1 has them, to the configuration."""
     if ROPE_FACTORS not in file.tensors:
         return config
     factors = np.empty(file.tensors[ROPE_FACTORS].shape, np.float32)

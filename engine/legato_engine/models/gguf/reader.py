@@ -142,7 +142,7 @@ class GgufFile(NamedTuple):
         return str(self.metadata.get("general.architecture"))
 
     def size(self, key: str, default: int | float | None = None) -> Any:
-        """A number of the architecture, as `attention.head_count`.
+        """Read a number of the architecture, such as `attention.head_count`.
 
         Raises:
             InvalidField: it is not there and has no default, or is no number.
@@ -218,7 +218,7 @@ def _stored(tensor: Any) -> StoredTensor:
 
 
 def _reader_class() -> Any:
-    """The library's reader, but for two things.
+    """Return a subclass of the library's reader that is faster and checks bounds.
 
     It views an array's numbers at once and its texts without numpy, and fails where the library
     would read beyond the end of the file.
@@ -237,7 +237,7 @@ def _reader_class() -> Any:
             return super()._get(offset, dtype, count, **order)
 
         def _get_field_parts(self, start: int, kind: int) -> tuple[int, list[Any], list[int], Any]:
-            """A value's size, its parts, those of them that are data, and its types."""
+            """Return a value's size, its parts, those of them that are data, and its types."""
             if self.endianess is not gguf.GGUFEndian.LITTLE:
                 raise ValueError("its numbers are big-endian, which is not implemented")
             if kind != of_array:
@@ -256,7 +256,7 @@ def _reader_class() -> Any:
 
 
 def _texts(file: memoryview, start: int, count: int) -> tuple[list[memoryview], int]:
-    """An array's strings, and where it ends."""
+    """Return an array's strings and the offset after them."""
     texts = []
     for _ in range(count):
         (size,) = _LENGTH.unpack_from(file, start)

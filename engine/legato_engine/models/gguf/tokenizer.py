@@ -109,7 +109,7 @@ def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _byte_fallback(file: GgufFile) -> tokenizers.Tokenizer:
-    """A vocabulary of SentencePiece: merges go by the score of what they make."""
+    """Build a SentencePiece tokenizer: merges are ranked by the score of their result."""
     if (kind := _get(file, "model")) != "llama":
         raise InvalidField(
             f"{file.path.name}: its tokenizer is of the kind {kind!r}; implemented are gpt2 "
@@ -180,7 +180,7 @@ def _tokens(file: GgufFile) -> list[str]:
 
 
 def _id(file: GgufFile, name: str) -> int | None:
-    """The id of a special token, which is one of the vocabulary."""
+    """Return the id of a special token, checked against the vocabulary."""
     found = _get(file, f"{name}_token_id")
     if found is None:
         return None

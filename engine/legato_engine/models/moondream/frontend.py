@@ -340,7 +340,7 @@ class MoondreamFrontend:
         )
 
     def _calibration(self, request: Request) -> Calibration:
-        """An adapter makes another model of it, which was not calibrated."""
+        """Return the skill's calibration, which holds for the model without adapters only."""
         if self._calibrations is None or request.adapter:
             return Calibration()
         skill = SKILL_OF_TASK[type(request.task)]

@@ -117,7 +117,7 @@ def moondream3_1_config() -> MoondreamConfig:
 
 
 def legato_tiny_config() -> MoondreamConfig:
-    """The sizes of legato-tiny with stand-in templates, for random weights."""
+    """Return the sizes of legato-tiny with stand-in templates, for random weights."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="legato-tiny",
@@ -151,7 +151,7 @@ def legato_tiny_config() -> MoondreamConfig:
 
 
 def tiny_random_config() -> MoondreamConfig:
-    """A tiny model for tests: every skill, several crops, two answer ids."""
+    """Return a tiny model for tests: every skill, several crops, two answer ids."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="random-tiny",

@@ -127,7 +127,7 @@ class TextBlock(nn.Module):
         return x, self.attn.join(attend(*heads, cache)), mlp
 
     def cpu_layer(self) -> cpu.CpuLayer | None:
-        """This layer for a decoder on the CPU, once it is packed; None with gains or experts."""
+        """Return this layer for a CPU decoder, once it is packed; None with gains or experts."""
         if self.attn.tau is not None or not isinstance(self.mlp, MLP):
             return None
         return cpu.CpuLayer(

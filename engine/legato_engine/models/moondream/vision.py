@@ -37,13 +37,13 @@ class VisionBlock(nn.Module):
         self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
     def forward(self, x_NTD: torch.Tensor, y_NTD: torch.Tensor | None) -> Sum:
-        """The sum may overwrite x."""
+        """Compute the block; the sum may overwrite x."""
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
 
     def cpu_layer(self) -> cpu.CpuLayer | None:
-        """This block for the CPU's kernels, once it is packed; None in e4m3."""
+        """Return this block for the CPU's kernels, once it is packed; None in e4m3."""
         if not isinstance(self.attn, Attention) or not isinstance(self.mlp, MLP):
             return None
         return cpu.CpuLayer(

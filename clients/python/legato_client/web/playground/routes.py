@@ -370,11 +370,9 @@ def _line(value: Json) -> str:
 
 # A session between the page's websocket and the server.
 #
-# The page says `open` as JSON, then sends frames: 8 bytes with the time of capture in
-# milliseconds
+# The page says `open` as JSON, then sends frames: 8 bytes with the time of capture in milliseconds
 # since the Unix epoch, 4 bytes with the sequence, both little-endian (a double and an unsigned
-# integer), and the image's file. `finish` as JSON waits for frames in flight. Nothing waits
-# here:
+# integer), and the image's file. `finish` as JSON waits for frames in flight. Nothing waits here:
 # without a credit of the server a frame is left out, and the page sends a newer one.
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024

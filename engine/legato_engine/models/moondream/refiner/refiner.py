@@ -175,8 +175,7 @@ def _number(value: float) -> str:
 # tokens and an IoU token exchange attention with them. The product of the upsampled features with
 # each mask token is a mask; that of the highest predicted IoU is the next iteration's.
 #
-# Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks,
-# P
+# Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks, P
 # cells of the upsampled grid, S side of the mask.
 
 _NUM_HEADS = 8

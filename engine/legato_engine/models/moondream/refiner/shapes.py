@@ -25,7 +25,7 @@ _AHEAD = np.linspace(0, 1, _CHORDS + 1)[1:]
 
 
 def polygons(path: str) -> list[Points]:
-    """The rings [N, 2] of a path, closed or not, with curves as chords.
+    """Convert a path to its rings [N, 2], closed or not, with curves as chords.
 
     Every command has complete groups of numbers, as `SvgPath` writes them.
     """
@@ -85,7 +85,7 @@ class _Pen:
         self._last = ""
 
     def draw(self, command: str, numbers: Sequence[float]) -> None:
-        """A lower-case command is relative to the pen."""
+        """Draw a command; a lower-case one is relative to the pen."""
         kind = command.upper()
         base = self._at if command != kind else 0
         if kind == "Z":
@@ -165,8 +165,7 @@ def _arc(
 # Masks as rings of pixel borders, and back.
 #
 # A ring is a closed walk of unit steps along pixel borders, with the mask on its right (y points
-# down): clockwise around an island, counter-clockwise around a hole. Pixels that touch at a
-# corner
+# down): clockwise around an island, counter-clockwise around a hole. Pixels that touch at a corner
 # are connected.
 #
 # Shape legend: H, W rows and columns of a mask, E corners of a ring.
@@ -387,7 +386,7 @@ def _curve_strokes(points: Points, out: Points, back: Points, tolerance: float) 
 def _fitted(
     points: Points, out: Points, back: Points, tolerance: float
 ) -> tuple[Points, int, float]:
-    """The best curve, and the farthest inner point's index and distance."""
+    """Fit a curve; return it with the farthest inner point's index and distance."""
     steps = np.hypot(*np.diff(points, axis=0).T)
     u_N = np.concatenate([[0.0], np.cumsum(steps)]) / steps.sum()
     for _ in range(_REFITS):
