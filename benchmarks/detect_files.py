@@ -42,7 +42,7 @@ sys.setprofile(note)
 
 _CLIENT = """
 import mmap, os, sys, time
-from legato_client import Client, LegatoError
+from legato_client import Client; from legato_client import LegatoError
 
 def ask(path, patience):
     while True:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.interfaces import LaunchTimes, RowTokens
+from legato_engine.sequence import SampledToken
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import SampledToken
 
 from tests.fakes import sample_token
 

@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 
 from legato_engine.errors import LegatoError
 from legato_engine.scheduler.interfaces import Clock
-from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
+from legato_engine.sequence import (
+    Constraint,
+    HostInputs,
+    SampledToken,
+    SequenceAdapter,
+    Task,
+    Timing,
+    successor,
+)
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import Constraint, SampledToken, Task, successor
 from legato_engine.types import (
     Event,
     FinishReason,

@@ -15,8 +15,7 @@ from legato_engine.ipc.messages import TimelineBatch, encode
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.scheduler.batch import Launch
 from legato_engine.scheduler.interfaces import LaunchTimes
-from legato_engine.telemetry.steps import StepCounter, StepStats, TimelineStream
-from legato_engine.telemetry.timeline import StepFeed
+from legato_engine.telemetry import StepCounter, StepFeed, StepStats, TimelineStream
 
 from benchmarks.decode.tick import TASKS, ticks
 

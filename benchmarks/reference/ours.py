@@ -16,7 +16,7 @@ from legato_engine.core.requests import make_sequence
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.tasks import SampledToken, Task
+from legato_engine.sequence import SampledToken, Task
 from legato_engine.types import (
     CachedImage,
     Event,

@@ -33,8 +33,7 @@ from legato_engine.core.engine_core import EngineCore
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import Done, EngineMessage, Failed
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import CachedImage as CachedSource
 from legato_engine.types import (
     EncodedImage,

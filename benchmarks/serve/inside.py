@@ -23,8 +23,7 @@ from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import WITH_BLOB, Request, RequestKey
 from legato_service import lifecycle, logs
 from legato_service.config import ServiceConfig

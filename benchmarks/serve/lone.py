@@ -26,7 +26,7 @@ from typing import Any
 
 from legato_client import Client, Sampling
 from legato_client.cli.demo import LocalServer
-from legato_engine.telemetry.timeline import LANES, timeline_path
+from legato_engine.telemetry import LANES, timeline_path
 
 from benchmarks import record
 from benchmarks.image import files

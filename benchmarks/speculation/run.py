@@ -13,8 +13,8 @@ from legato_engine.core.assembly import Assembly
 from legato_engine.scheduler.batch import LaunchKind, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.scheduler.output import SilentSink
+from legato_engine.sequence import SampledToken, Task
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import SampledToken, Task
 from legato_engine.types import Event, FinishReason, RequestKey, TaskResult
 
 _PERCENTILES = (50, 95, 99)

@@ -97,7 +97,7 @@ class PixelFormat(enum.StrEnum):
 class BlobRef(Value, frozen=True):
     """A file in shared memory, of which `size` bytes are valid.
 
-    Generation 0 is a file of its own, any other a reused segment (`shm.blob_store`).
+    Generation 0 is a file of its own, any other a reused segment (`shm`).
     """
 
     name: str

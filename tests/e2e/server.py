@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, session_pb2_grpc
 from legato_engine import failpoints
-from legato_engine.shm.blob_store import blob_folder
+from legato_engine.shm import blob_folder
 
 from tests.fork_server.client import NAME
 from tests.service.harness import Refusal, read_refusal

@@ -20,7 +20,7 @@ LONG_SETTLING = 20_000  # until rings of bounded size are full, and allocators h
 KINDS = ("PNG", "JPEG", "progressive", "WEBP")
 
 LEAKS = """
-import legato_engine.shm.blob_reader as reader
+import legato_engine.shm as reader
 import legato_service.services.image as servicer
 kept = []
 def leaking(function):

@@ -25,9 +25,8 @@ from legato_engine.kernels.cuda.attention import (
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.policy import TokenBudgetPolicy
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
 from tests.emulator.small import CPU
 from tests.engine.speculative.histories import row_history

@@ -22,8 +22,7 @@ from legato_engine.ipc.messages import (
     ImageHeld,
     Started,
 )
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
     CachedImage,
     DetectTask,

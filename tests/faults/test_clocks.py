@@ -16,7 +16,7 @@ ALLOWED = {
     "service/legato_service/services/image.py",
     "service/legato_service/session/session.py",
     "service/legato_service/tracing/tracer.py",
-    "engine/legato_engine/crash/bundle.py",
+    "engine/legato_engine/crash.py",
     "engine/legato_engine/core/process.py",
 }
 

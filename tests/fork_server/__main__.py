@@ -49,7 +49,7 @@ IMPORTED = {
         "legato_engine.images.decoding_worker",
         "legato_engine.ipc.service_connections",
         "legato_engine.ipc.service_connections",
-        "legato_engine.shm.blob_reader",
+        "legato_engine.shm",
     ),
 }
 SERVICES = ("legato_service", "tests.e2e.quick_service", "tests.service.fake_service")

@@ -14,8 +14,7 @@ from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.device.select import open_device
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import Sequence
-from legato_engine.tasks import tokens_of
+from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

@@ -24,7 +24,6 @@ from legato_engine.runtime.descriptors import (
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
 from legato_engine.sequence import Descriptor
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
@@ -33,7 +32,7 @@ from legato_engine.speculative.policy import (
     FixedBlockPolicy,
     TokenBudgetPolicy,
 )
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
 from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.oracle_kernel import OracleKernel

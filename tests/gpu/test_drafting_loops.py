@@ -20,8 +20,8 @@ from legato_engine.kernels.decode_loop import (
     control_drafting_step,
 )
 from legato_engine.runtime.sampler import successor_table
+from legato_engine.sequence import Constraint
 from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
-from legato_engine.tasks import Constraint
 
 from benchmarks.decode.loops import question, randomly
 from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach

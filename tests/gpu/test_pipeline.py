@@ -20,8 +20,7 @@ from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.batch import LaunchKind, Plan, StepRecord
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import Sequence
-from legato_engine.tasks import tokens_of
+from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

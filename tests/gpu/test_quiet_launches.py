@@ -13,7 +13,7 @@ from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble, with_decode_path
 from legato_engine.core.requests import make_sequence
-from legato_engine.models.moondream.refiner.refiner import Crop
+from legato_engine.models.moondream.refiner import Crop
 from legato_engine.scheduler.batch import LaunchKind, Refinement
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence

@@ -5,8 +5,8 @@ import pytest
 import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
-from legato_engine.models.moondream.refiner import shapes
-from legato_engine.models.moondream.refiner.refiner import Crop
+from legato_engine.models.moondream import outline_shapes
+from legato_engine.models.moondream.refiner import Crop
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.model_runner import RefineStep
 from legato_engine.types import QueryTask, SamplingParams
@@ -45,9 +45,9 @@ def likeness(found):
     box, extent = found.box, np.array([WIDTH, HEIGHT])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low
-    rings = [ring * stretch + low for ring in shapes.polygons(found.path)]
+    rings = [ring * stretch + low for ring in outline_shapes.polygons(found.path)]
     xs, ys = (np.arange(count, dtype=np.float64) + 0.5 for count in (WIDTH, HEIGHT))
-    return overlap(truth(), shapes.enclosed(rings, xs, ys))
+    return overlap(truth(), outline_shapes.enclosed(rings, xs, ys))
 
 
 def test_an_outline_is_refined_among_others_as_alone(assembly):

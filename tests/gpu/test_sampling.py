@@ -15,7 +15,7 @@ from legato_engine.kernels.cuda.value_heads import ValueReader, ValueSizes
 from legato_engine.kernels.reference import concentration, existence
 from legato_engine.runtime.decode_slot import RowState
 from legato_engine.runtime.sampler import constraint_table, greedy
-from legato_engine.tasks import Constraint
+from legato_engine.sequence import Constraint
 
 from tests.engine.kernels.test_sampling_spec import (
     KINDS,

@@ -24,8 +24,8 @@ from legato_engine.runtime.calibration import LoopTimes
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.policy import BlockPolicy, block_policy
+from legato_engine.speculative.proposer import LookupProposer
 
 from tests.loop_answers import Ask, results
 from tests.megakernel_model.test_resident_loops import Fake, Launches, answers

@@ -28,8 +28,7 @@ from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.staging import Changes, bucket_for
 from legato_engine.scheduler.batch import Plan, StepRecord
 from legato_engine.scheduler.output import OutputProcessor
-from legato_engine.speculative.lookup import LookupProposer
-from legato_engine.speculative.proposer import Proposer, RowHistory
+from legato_engine.speculative.proposer import LookupProposer, Proposer, RowHistory
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results

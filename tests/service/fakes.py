@@ -25,8 +25,7 @@ from legato_engine.ipc.messages import (
     Started,
     StepTotals,
 )
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
     Box,
     CachedImage,

@@ -33,7 +33,7 @@ from legato_engine.models.bundle import PreparedImage
 from legato_engine.scheduler.batch import Launch
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
-from legato_engine.tasks import Constraint
+from legato_engine.sequence import Constraint
 from legato_engine.types import CachedImage, ImageInfo, ImageSource, Request
 
 from tests.engine.scheduler.world import RandomBlocks, shared

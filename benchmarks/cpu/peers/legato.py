@@ -10,8 +10,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.errors import LegatoError
-from legato_engine.sequence import Sequence
-from legato_engine.tasks import tokens_of
+from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
     Event,
     FinishReason,

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
+from legato_engine import crash as bundles
 from legato_engine import failpoints
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import replay_parser
@@ -25,9 +26,7 @@ from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
-from legato_engine.crash import bundle as bundles
-from legato_engine.crash.bundle import Bundle
-from legato_engine.crash.recording import RequestShape
+from legato_engine.crash import Bundle, RequestShape
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as Scheduled
 from legato_engine.types import (

@@ -13,7 +13,7 @@ from legato_engine.bench.options import trace_parser
 from legato_engine.bench.workload import Workload
 from legato_engine.core.assembly import assemble
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.telemetry.timeline import StepFeed, Timeline
+from legato_engine.telemetry import StepFeed, Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:

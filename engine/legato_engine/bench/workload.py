@@ -17,10 +17,16 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import Sequence
-from legato_engine.tasks import Constraint, SampledToken, Task
-from legato_engine.telemetry.steps import predicted_speedup, row_share, step_parts, zombie_tax
-from legato_engine.telemetry.timeline import Step, StepFeed, Timeline
+from legato_engine.sequence import Constraint, SampledToken, Sequence, Task
+from legato_engine.telemetry import (
+    Step,
+    StepFeed,
+    Timeline,
+    predicted_speedup,
+    row_share,
+    step_parts,
+    zombie_tax,
+)
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

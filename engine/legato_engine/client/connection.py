@@ -55,7 +55,7 @@ from legato_engine.ipc.messages import (
     WatchTimeline,
 )
 from legato_engine.ipc.transport import EngineTransport
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import WITH_BLOB, CachedImage, Request, RequestKey
 
 RepliedCommand = HoldImage | DropImage | StopElsewhere

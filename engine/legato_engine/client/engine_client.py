@@ -14,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 
+from legato_engine import crash
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import TICK, EngineState, HangLimits
 from legato_engine.client.recovery import RefusedRequests
 from legato_engine.config import EngineConfig
-from legato_engine.crash import bundle
-from legato_engine.crash.bundle import CrashFiles, Death, default_folder
+from legato_engine.crash import CrashFiles, Death, default_folder
 from legato_engine.errors import EngineLost, InvalidField
 from legato_engine.hub import store
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
-from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
+from legato_engine.shm import new_namespace, own_namespace, private_path, sweep_blobs
 
 _FIELDS = ("weights", "tokenizer", "adapters", "refiner")
 
@@ -324,7 +324,7 @@ class EngineClient(EngineConnection):
         config = self._config
         folder = pathlib.Path(config.crash_folder) if config.crash_folder else default_folder()
         try:
-            path = bundle.write(files, death, config, folder, config.crash_bundles)
+            path = crash.write(files, death, config, folder, config.crash_bundles)
             self._log.error("engine_crash_bundle", path=str(path), exit_code=death.exit_code)
         except OSError as error:
             self._log.error("crash_bundle_failed", folder=str(folder), error=str(error))

@@ -13,7 +13,7 @@ from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import EngineLost, LegatoError, Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import RunningAlone
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import WITH_BLOB, CachedImage, RawImage, Request
 
 REFUSAL = 600.0  # seconds

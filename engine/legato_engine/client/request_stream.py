@@ -11,7 +11,7 @@ import msgspec
 
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import (
     Certainty,
     Event,

@@ -20,7 +20,7 @@ from legato_engine.core.output import OutputSink
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.refinements import Refinements
 from legato_engine.core.requests import RequestTable, make_sequence
-from legato_engine.crash.recording import Recorder
+from legato_engine.crash import Recorder
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -44,7 +44,7 @@ from legato_engine.scheduler.batch import ALONE, StepRecord
 from legato_engine.scheduler.interfaces import Clock, Pause, sleep
 from legato_engine.scheduler.output import SilentSink, Sink
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
-from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm import BlobReader
 from legato_engine.speculative.policy import block_sizes
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.types import (

@@ -9,8 +9,7 @@ from collections.abc import Sequence as Many
 from legato_engine.core.requests import RequestTable, ScheduledRequest
 from legato_engine.errors import LegatoError, to_value
 from legato_engine.ipc.messages import Delta, Done, EngineOutput, Failed, Queued, Started
-from legato_engine.sequence import Sequence
-from legato_engine.tasks import tokens_of
+from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import Certainty, Event, FinishReason, RequestKey, Timings, Usage
 
 

@@ -28,8 +28,7 @@ from legato_engine.client.engine_client import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
 from legato_engine.core.garbage import freeze_loaded
 from legato_engine.core.quarantine import Quarantine
-from legato_engine.crash.bundle import CrashFiles
-from legato_engine.crash.recording import Recorder
+from legato_engine.crash import CrashFiles, Recorder
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -57,9 +56,15 @@ from legato_engine.models.untrusted import is_out_of_memory, start_check
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.telemetry.steps import StepCounter, StepStats, TimelineStream
-from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
+from legato_engine.shm import BlobReader
+from legato_engine.telemetry import (
+    StepCounter,
+    StepFeed,
+    StepListener,
+    StepStats,
+    Timeline,
+    TimelineStream,
+)
 
 
 def configure_logging(level: str = "info", *, for_people: bool = False) -> None:

@@ -18,8 +18,15 @@ from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.base import Adapter
 from legato_engine.models.bundle import ModelFrontend, PreparedImage
 from legato_engine.scheduler.batch import Refinement
-from legato_engine.sequence import NO_PAYLOAD, HostInputs, Sequence, SequenceAdapter
-from legato_engine.tasks import SampledToken, Task, tokens_of
+from legato_engine.sequence import (
+    NO_PAYLOAD,
+    HostInputs,
+    SampledToken,
+    Sequence,
+    SequenceAdapter,
+    Task,
+    tokens_of,
+)
 from legato_engine.types import (
     FinishReason,
     ImageInfo,

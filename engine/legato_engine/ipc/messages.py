@@ -24,7 +24,7 @@ from legato_engine.types import (
 
 
 class PipelineStats(Value, frozen=True):
-    """Medians over a window of decode steps; see `telemetry.steps`."""
+    """Medians over a window of decode steps; see `telemetry`."""
 
     num_steps: int  # in the window
     num_tokens: int  # since the start, first tokens included

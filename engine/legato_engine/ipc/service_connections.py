@@ -36,7 +36,7 @@ from legato_engine.ipc.messages import (
     decode_command,
     encode,
 )
-from legato_engine.shm.blob_store import namespace_of
+from legato_engine.shm import namespace_of
 from legato_engine.types import WITH_BLOB, RequestKey
 
 

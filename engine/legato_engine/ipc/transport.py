@@ -25,7 +25,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
 from legato_engine.ipc.service_connections import pending_connections
-from legato_engine.shm.blob_store import OwnerLock, sweep_folders
+from legato_engine.shm import OwnerLock, sweep_folders
 
 _READS_PER_TURN = 16  # then other callbacks run
 _REQUESTS, _VITALS = "requests", "vitals"

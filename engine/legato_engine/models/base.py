@@ -16,8 +16,8 @@ import torch
 from legato_engine.layers.lora import AdapterBank, AdapterWeights
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
+from legato_engine.sequence import Constraint
 from legato_engine.speculative.proposer import Proposer
-from legato_engine.tasks import Constraint
 from legato_engine.types import Outline
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from legato_engine.tasks import Constraint, Task
+from legato_engine.sequence import Constraint, Task
 from legato_engine.types import ConfidenceInfo, ImageInfo, Request
 
 if TYPE_CHECKING:

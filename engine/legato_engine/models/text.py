@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from legato_engine.errors import InvalidField, PromptTooLong
-from legato_engine.tasks import SampledToken
+from legato_engine.sequence import SampledToken
 from legato_engine.types import Alternative, Event, Request, SamplingParams, TextDelta, TokenInfo
 
 

@@ -39,8 +39,8 @@ from legato_engine.ipc.messages import (
 from legato_engine.null.model import NAME, NullModel, NullRequest
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.queue import Admission, WaitingQueue
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.telemetry.steps import TimelineStream
+from legato_engine.shm import BlobReader
+from legato_engine.telemetry import TimelineStream
 from legato_engine.types import (
     CachedImage,
     EncodedImage,

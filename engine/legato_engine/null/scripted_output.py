@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from legato_engine.tasks import with_token
+from legato_engine.sequence import with_token
 from legato_engine.types import (
     Box,
     CaptionResult,

@@ -15,7 +15,7 @@ from legato_engine.runtime.calibration import LoopTimes, own_hash
 from legato_engine.runtime.decode_slot import DraftState, Resources
 from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import LookupProposer
 
 _log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import torch
 
 from legato_engine.kernels.decode_loop import ANY
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources
-from legato_engine.tasks import Constraint
+from legato_engine.sequence import Constraint
 
 GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
 

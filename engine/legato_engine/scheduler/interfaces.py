@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from legato_engine.scheduler.batch import Launch
-from legato_engine.sequence import Descriptor
-from legato_engine.tasks import SampledToken
+from legato_engine.sequence import Descriptor, SampledToken
 
 
 class Clock:

@@ -13,9 +13,8 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import Clock, RowTokens
 from legato_engine.scheduler.queue import Admission
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import SampledToken, Sequence, SequenceStatus
 from legato_engine.speculative.policy import BlockSizes
-from legato_engine.tasks import SampledToken
 from legato_engine.types import Event, FinishReason
 
 

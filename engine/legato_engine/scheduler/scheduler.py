@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from legato_engine import failpoints
-from legato_engine.crash.recording import Recorder
+from legato_engine.crash import Recorder
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager

@@ -25,7 +25,7 @@ from legato_engine.ipc.messages import (
     ModelInfo,
     Started,
 )
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import CachedImage
 
 MAX_LEAD = 0.5

@@ -26,7 +26,7 @@ from legato_engine.images import raw
 from legato_engine.images.headers import inspect
 from legato_engine.images.memory import ByteQuota
 from legato_engine.ipc.messages import HoldImage
-from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
+from legato_engine.shm import BlobStore, BlobWriter, KeptBlob
 from legato_engine.types import (
     BlobRef,
     CachedImage,

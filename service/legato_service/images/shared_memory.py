@@ -17,7 +17,7 @@ from pathlib import Path
 
 from legato.v1 import media_pb2
 from legato_engine.errors import InvalidField, exhaustion
-from legato_engine.shm.blob_store import BlobStore, BlobWriter, blob_folder
+from legato_engine.shm import BlobStore, BlobWriter, blob_folder
 
 from legato_service.config import ServiceConfig
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn

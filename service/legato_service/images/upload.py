@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from legato.v1 import image_pb2
 from legato_engine.errors import ImageUndecodable, InvalidField
 from legato_engine.images.memory import ByteQuota
-from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
+from legato_engine.shm import BlobStore, BlobWriter, KeptBlob
 
 from legato_service.convert import skills
 from legato_service.images.intake import (

@@ -22,7 +22,7 @@ from legato_engine.errors import (
 )
 from legato_engine.images.memory import ByteQuota
 from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import RequestKey
 
 from legato_service.config import ServiceConfig

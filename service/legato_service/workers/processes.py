@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import msgspec
 import structlog
 from legato_engine.client.engine_client import SERVED_AFTER, Backoff, ChildProcess, EngineClient
-from legato_engine.shm.blob_store import BlobStore
+from legato_engine.shm import BlobStore
 from legato_engine.types import RequestKey
 
 from legato_service.config import ServiceConfig

@@ -1,7 +1,7 @@
 """The stages of a single call."""
 
 import pytest
-from legato_engine.telemetry.timeline import LANES
+from legato_engine.telemetry import LANES
 
 from benchmarks.serve.lone import STAGES, Call, split
 

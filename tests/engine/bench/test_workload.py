@@ -7,8 +7,8 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.tasks import Constraint
-from legato_engine.telemetry.timeline import StepFeed, Timeline
+from legato_engine.sequence import Constraint
+from legato_engine.telemetry import StepFeed, Timeline
 from legato_engine.types import DetectResult, FinishReason
 
 LENGTH = 10

@@ -37,7 +37,7 @@ from legato_engine.ipc.messages import (
     Submit,
 )
 from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
-from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm import BlobReader
 from legato_engine.types import (
     CachedImage,
     FinishReason,

@@ -32,7 +32,7 @@ from legato_engine.errors import (
 from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
 from legato_engine.ipc.service_connections import pending_connections
-from legato_engine.shm.blob_store import blob_folder
+from legato_engine.shm import blob_folder
 from legato_engine.types import (
     CachedImage,
     EncodedImage,

@@ -8,7 +8,7 @@ from legato_engine.client import recovery
 from legato_engine.client.recovery import RefusedRequests, fingerprint
 from legato_engine.errors import Poisoned
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobStore, new_namespace
 from legato_engine.types import (
     CachedImage,
     DetectTask,

@@ -4,7 +4,7 @@ import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.recovery import SUSPECT
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.shm.blob_store import new_namespace
+from legato_engine.shm import new_namespace
 from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey
 
 

@@ -5,10 +5,9 @@ import os
 import stat
 
 import pytest
+from legato_engine import crash as bundles
 from legato_engine.config import EngineConfig
-from legato_engine.crash import bundle as bundles
-from legato_engine.crash.bundle import CrashFiles, Death
-from legato_engine.crash.recording import Recorder
+from legato_engine.crash import CrashFiles, Death, Recorder
 
 from tests.engine.crash.test_recording import launch, sequence, step
 

@@ -6,12 +6,12 @@ import sys
 from typing import Any, cast
 
 import pytest
-from legato_engine.crash import recording
-from legato_engine.crash.recording import NUM_LAUNCHES, STEP_TIMES, Recorder, RowShape, read
+from legato_engine import crash
+from legato_engine.crash import NUM_LAUNCHES, STEP_TIMES, Recorder, RowShape, read
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.sequence import HostInputs, Sequence
-from legato_engine.telemetry.timeline import Step
+from legato_engine.telemetry import Step
 from legato_engine.types import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
 
 from tests.work import lines_run
@@ -138,9 +138,9 @@ def test_a_killed_process_leaves_its_recording(path):
 
 def test_what_cannot_be_read_is_empty(path):
     """A process may die before it has made the file."""
-    assert read(path) == recording.Recording()
+    assert read(path) == crash.Recording()
     path.write_bytes(b"other")
-    assert read(path) == recording.Recording()
+    assert read(path) == crash.Recording()
 
 
 def test_a_launch_costs_little(path):

@@ -13,8 +13,7 @@ from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import inspect
 from legato_engine.images.memory import PixelMemory, host_slab
 from legato_engine.models.bundle import ModelFrontend, PreparedImage
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage
 from PIL import Image
 

@@ -19,7 +19,7 @@ from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
 from legato_engine.errors import ImageUndecodable, Poisoned
 from legato_engine.ipc.messages import Done
-from legato_engine.telemetry.timeline import timeline_path
+from legato_engine.telemetry import timeline_path
 from legato_engine.types import (
     DetectTask,
     EncodedImage,
@@ -245,7 +245,7 @@ def test_modules_of_the_service_load_no_torch():
     """Modules that the service imports do not import torch."""
     script = (
         "import sys, legato_engine.client.engine_client;"
-        "import legato_engine.images.decoding, legato_engine.shm.blob_store;"
+        "import legato_engine.images.decoding, legato_engine.shm;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -15,8 +15,7 @@ from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
 from legato_engine.images.memory import ByteQuota, PixelMemory, host_slab
 from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
 from legato_engine.models.bundle import ModelFrontend, PreparedImage
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
 from PIL import Image
 

@@ -10,7 +10,7 @@ from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.models.registry import resolve
-from legato_engine.tasks import tokens_of
+from legato_engine.sequence import tokens_of
 from legato_engine.types import (
     FinishReason,
     PromptToken,

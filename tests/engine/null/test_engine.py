@@ -22,8 +22,7 @@ from legato_engine.ipc.messages import (
     Started,
 )
 from legato_engine.null.engine import NullEngine
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

@@ -18,9 +18,8 @@ from legato_engine.kernels.decode_loop import (
     control_drafting_step,
 )
 from legato_engine.runtime.sampler import successor_table
-from legato_engine.sequence import Sequence
+from legato_engine.sequence import Constraint, Sequence
 from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
-from legato_engine.tasks import Constraint
 
 from benchmarks.decode.loops import Decodes, picture, question, randomly, skilled
 from benchmarks.speculation.decode_paths import Answers, Paths, answer, both_paths, oracle, teach

@@ -12,8 +12,7 @@ from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.runtime.sampler import constraint_table, token_logprobs
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import NO_PAYLOAD
-from legato_engine.tasks import Constraint
+from legato_engine.sequence import NO_PAYLOAD, Constraint
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

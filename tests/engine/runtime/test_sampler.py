@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.runtime.sampler import constraint_table, greedy, gumbel_noise, sample
-from legato_engine.tasks import Constraint
+from legato_engine.sequence import Constraint
 
 
 def rows(count: int, **values: float) -> dict[str, torch.Tensor]:

@@ -10,9 +10,8 @@ from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSeq
 from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
 from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.output import NOT_FINITE
-from legato_engine.sequence import NO_PAYLOAD, TokenKey
+from legato_engine.sequence import NO_PAYLOAD, SampledToken, TokenKey, successor
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import SampledToken, successor
 
 from tests.engine.scheduler.world import num_images
 from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.errors import InternalError, QueueFull
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import (
+from legato_engine.shm import (
     LARGEST,
     RELEASED,
     SMALLEST,
+    BlobReader,
     BlobStore,
     SegmentPool,
     blob_folder,

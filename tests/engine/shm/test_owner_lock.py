@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from legato_engine.shm.blob_store import OwnerLock, sweep_files, sweep_folders
+from legato_engine.shm import OwnerLock, sweep_files, sweep_folders
 
 HOLDER = """
 import pathlib, sys, time
-from legato_engine.shm.blob_store import OwnerLock
+from legato_engine.shm import OwnerLock
 held = OwnerLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(3600)

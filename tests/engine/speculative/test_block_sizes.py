@@ -11,7 +11,7 @@ from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
 from legato_engine.runtime.descriptors import STARTS
 from legato_engine.scheduler.interfaces import RowTokens
-from legato_engine.sequence import Descriptor
+from legato_engine.sequence import Descriptor, SampledToken
 from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
@@ -21,7 +21,6 @@ from legato_engine.speculative.policy import (
     block_policy,
     block_sizes,
 )
-from legato_engine.tasks import SampledToken
 
 from tests.engine.speculative.drafted import Flag, RequestDescriptor
 from tests.engine.speculative.policy_source import COMPILER, PolicySource, expected_layout

@@ -3,8 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.speculative.lookup import LookupProposer
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
 from tests.engine.speculative.histories import row_history
 

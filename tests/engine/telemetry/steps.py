@@ -2,7 +2,7 @@
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
-from legato_engine.telemetry.timeline import Step
+from legato_engine.telemetry import Step
 
 from tests.fakes import make_sequence
 

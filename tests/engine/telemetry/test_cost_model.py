@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.telemetry.steps import predicted_speedup, row_share, zombie_tax
+from legato_engine.telemetry import predicted_speedup, row_share, zombie_tax
 
 PUBLISHED = [  # streams, forward, forward of one stream, blocking, pipelined, L, predicted
     (1, 4.87, 4.87, 5.44, 5.10, 104, 0.057),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from legato_engine.scheduler.batch import LaunchKind
-from legato_engine.telemetry.steps import StepParts, StepStats, step_parts
+from legato_engine.telemetry import StepParts, StepStats, step_parts
 
 from tests.engine.telemetry.steps import MS, make_step
 

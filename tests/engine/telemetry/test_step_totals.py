@@ -3,7 +3,7 @@
 import pytest
 from legato_engine.ipc.messages import SECONDS_BOUNDS
 from legato_engine.scheduler.batch import LaunchKind
-from legato_engine.telemetry.steps import StepCounter
+from legato_engine.telemetry import StepCounter
 
 from tests.engine.telemetry.steps import make_step
 

@@ -11,7 +11,7 @@ from legato_engine.core.assembly import assemble
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.telemetry.timeline import LANES, StepFeed, Timeline, trace_events
+from legato_engine.telemetry import LANES, StepFeed, Timeline, trace_events
 
 CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=2)
 

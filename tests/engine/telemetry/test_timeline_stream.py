@@ -1,8 +1,7 @@
 """The timeline as it happens."""
 
 from legato_engine.scheduler.batch import LaunchKind
-from legato_engine.telemetry.steps import PERIOD, StepStats, TimelineStream
-from legato_engine.telemetry.timeline import LANES, SpanMaker
+from legato_engine.telemetry import LANES, PERIOD, SpanMaker, StepStats, TimelineStream
 
 from tests.engine.telemetry.steps import MS, make_step
 

@@ -12,8 +12,7 @@ import pytest
 from legato.v1 import inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_client._images.sources import HEADER_SIZE, SharedFrames, shm_namespace
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
 from legato_engine.types import CachedImage, PixelFormat, RawImage
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.shared_memory import SharedMemory

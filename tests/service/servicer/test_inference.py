@@ -6,7 +6,7 @@ import grpc
 import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
-from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm import BlobReader
 from legato_engine.types import (
     Box,
     CachedImage,

@@ -8,7 +8,7 @@ import signal
 import grpc
 import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, task_pb2
-from legato_engine.shm.blob_store import blob_folder
+from legato_engine.shm import blob_folder
 
 from tests.e2e.server import children, exists
 from tests.service.harness import read_refusal, until

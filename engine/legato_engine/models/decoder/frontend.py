@@ -21,7 +21,7 @@ from legato_engine.models.text import (
     resolve_sampling,
     token_budget,
 )
-from legato_engine.tasks import Constraint, SampledToken, with_token
+from legato_engine.sequence import Constraint, SampledToken, with_token
 from legato_engine.types import (
     SKILL_OF_TASK,
     ConfidenceInfo,

@@ -268,7 +268,7 @@ class MoondreamModel(Model):
         return read_draft(path, self._config, self._network.text, kv)
 
     def mask_refiner(self, path: Path) -> MaskRefiner:
-        from legato_engine.models.moondream.refiner.refiner import MoondreamRefiner
+        from legato_engine.models.moondream.refiner import MoondreamRefiner
 
         return MoondreamRefiner(self._config, self._network.vision, path)
 

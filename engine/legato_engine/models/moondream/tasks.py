@@ -13,7 +13,7 @@ from legato_engine.models.confidence import Calibration, score
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.models.text import Detokenizer, TextOutput, TokenLog
-from legato_engine.tasks import Constraint, SampledToken, with_token
+from legato_engine.sequence import Constraint, SampledToken, with_token
 from legato_engine.types import (
     Box,
     CaptionResult,

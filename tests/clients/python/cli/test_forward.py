@@ -88,7 +88,7 @@ def test_the_command_becomes_the_module(tmp_path):
     settings = tmp_path / "legato.toml"
     settings.write_text("[serve]\ndevice = 'abacus'\n")
     program = (
-        "import sys; from legato_client.cli import forward, main;"
+        "import sys; from legato_client.cli import forward; from legato_client.cli import main;"
         "forward._ENGINE_NEEDS = (); "
         f"sys.exit(main(['serve', '--port', '1', '--config', {str(settings)!r}]))"
     )

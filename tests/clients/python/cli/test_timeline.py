@@ -13,8 +13,8 @@ from legato_client import TimelineSpan, TimelineUpdate
 from legato_client._proto import responses as admin_convert
 from legato_client.cli import main, trace
 from legato_client.cli.trace import SlotView
+from legato_engine import telemetry
 from legato_engine.ipc.messages import TimelineBatch
-from legato_engine.telemetry import timeline
 from legato_service.convert import responses
 
 from tests.engine.telemetry.steps import make_step
@@ -24,7 +24,7 @@ STEPS = [make_step(1000 + index, zombies=index % 2) for index in range(6)]
 
 def messages():
     """The steps as the server sends them, three launches a message."""
-    maker = timeline.SpanMaker()
+    maker = telemetry.SpanMaker()
     for first in (0, 3):
         spans = [span for step in STEPS[first : first + 3] for span in maker.spans(step)]
         message = responses.timeline(TimelineBatch(spans=tuple(spans)))
@@ -95,8 +95,8 @@ def test_the_file_is_what_the_engine_itself_would_write(tmp_path, admin, capsys)
     assert fake.seconds == 1.5
     written = json.loads(path.read_text())
     assert written["displayTimeUnit"] == "ms"
-    assert comparable(written["traceEvents"]) == comparable(timeline.trace_events(STEPS))
-    assert trace.LANES == timeline.LANES
+    assert comparable(written["traceEvents"]) == comparable(telemetry.trace_events(STEPS))
+    assert trace.LANES == telemetry.LANES
     out = capsys.readouterr().out
     assert "6 launches" in out
     assert "+25.0% predicted, +12.5% observed" in out
@@ -158,7 +158,7 @@ def test_shares_of_a_slot_are_of_the_time_that_passed():
 
 def test_engines_are_processes_of_the_timeline():
     """Lanes and arrows of two engines do not meet, and each has its name."""
-    batch = TimelineBatch(spans=tuple(timeline.SpanMaker().spans(STEPS[0])))
+    batch = TimelineBatch(spans=tuple(telemetry.SpanMaker().spans(STEPS[0])))
     updates = [admin_convert.timeline(responses.timeline(batch, engine)) for engine in (0, 1)]
     events = trace.trace(span for each in updates for span in each.spans)["traceEvents"]
     names = {

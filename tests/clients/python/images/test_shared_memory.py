@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from legato.v1 import media_pb2
 from legato_client._images.sources import HEADER_SIZE, SharedFrames, SlotsBusy, shm_namespace
-from legato_engine.shm.blob_store import blob_folder
+from legato_engine.shm import blob_folder
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 

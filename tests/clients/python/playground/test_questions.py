@@ -187,5 +187,7 @@ def test_the_page_gets_the_programs(page, server):
     """Of the request as it asked it."""
     request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
     made = page.post("/playground/code", json=request).json()
-    assert made["python"].startswith("from legato_client import Client, DetectTask\n")
+    assert made["python"].startswith(
+        "from legato_client import Client; from legato_client import DetectTask\n"
+    )
     assert f'with Client("{server.address}") as client' in made["python"]

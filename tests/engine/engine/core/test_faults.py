@@ -6,7 +6,7 @@ import pytest
 from legato_engine import failpoints
 from legato_engine.errors import InternalError, TaskUnsupported, from_value
 from legato_engine.ipc.messages import Done, Failed
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobStore, new_namespace
 from legato_engine.types import CachedImage, CaptionTask, DetectTask, EncodedImage, QueryTask
 
 from tests.engine.engine.core.world import GatedFrontend, World, png

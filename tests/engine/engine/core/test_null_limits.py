@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from legato_engine.ipc.messages import Failed
 from legato_engine.null.engine import NullEngine
-from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm import BlobReader
 from legato_engine.types import (
     CaptionTask,
     DetectTask,

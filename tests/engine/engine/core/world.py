@@ -10,8 +10,7 @@ import pytest
 from legato_engine.config import EngineConfig
 from legato_engine.errors import from_value
 from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
-from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.shm.blob_store import BlobStore, new_namespace
+from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey, SamplingParams
 from PIL import Image
 

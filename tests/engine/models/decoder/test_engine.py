@@ -13,7 +13,7 @@ from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
-from legato_engine.tasks import SampledToken, tokens_of
+from legato_engine.sequence import SampledToken, tokens_of
 from legato_engine.types import FinishReason, PromptToken, QueryTask, Request, RequestKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 

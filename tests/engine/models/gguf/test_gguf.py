@@ -21,7 +21,7 @@ from legato_engine.models.gguf.reader import (
     read_gguf,
 )
 from legato_engine.models.registry import resolve
-from legato_engine.tasks import SampledToken
+from legato_engine.sequence import SampledToken
 from legato_engine.types import FinishReason, QueryTask, Request, RequestKey
 
 from tests.engine.models import against_transformers as same

@@ -17,7 +17,7 @@ from legato_engine.models.moondream.frontend import MoondreamFrontend, Prompts
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import load_weights
-from legato_engine.tasks import SampledToken
+from legato_engine.sequence import SampledToken
 from legato_engine.types import (
     Box,
     CachedImage,

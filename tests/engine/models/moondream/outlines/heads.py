@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.refiner.refiner import MaskHead
+from legato_engine.models.moondream.refiner import MaskHead
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 from tests.shared import made_once

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from legato_engine.models.moondream.refiner import refiner
-from legato_engine.models.moondream.refiner.refiner import Crop, NotRefinable
+from legato_engine.models.moondream import refiner
+from legato_engine.models.moondream.refiner import Crop, NotRefinable
 from legato_engine.types import Box, Outline
 from PIL import Image
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from legato_engine.models.moondream.refiner import shapes
+from legato_engine.models.moondream import outline_shapes
 
 from tests.engine.models.moondream.outlines.shapes import SHAPES, disc, drawn, overlap, star
 
@@ -21,7 +21,7 @@ def text(curve):
 
 def traced(mask, tolerance=TOLERANCE):
     """A mask's curves, and a renderer's mask of them."""
-    found = [shapes.fit(ring, tolerance) for ring in shapes.trace(mask)]
+    found = [outline_shapes.fit(ring, tolerance) for ring in outline_shapes.trace(mask)]
     height, width = mask.shape
     unit = (0.0, 0.0, 1 / width, 1 / height)
     return found, drawn(" ".join(map(text, found)), unit, width, height)
@@ -47,8 +47,8 @@ def test_corners_stay_corners_and_edges_lines():
 @pytest.mark.parametrize("tolerance", [0.5, 1.0, 3.0])
 def test_a_curve_stays_within_its_tolerance(tolerance):
     """No border point is farther from a stroke than the tolerance and half a pixel."""
-    ring = shapes.trace(SHAPES["wavy"]())[0]
-    curve = shapes.fit(ring, tolerance)
+    ring = outline_shapes.trace(SHAPES["wavy"]())[0]
+    curve = outline_shapes.fit(ring, tolerance)
     places, start = [], curve.start
     where = np.linspace(0, 1, 200)[:, None]
     for stroke in curve.strokes:
@@ -67,8 +67,8 @@ def test_a_curve_stays_within_its_tolerance(tolerance):
 @pytest.mark.parametrize("extent", [(1, 1), (1, 7), (2, 2), (3, 5)])
 def test_tiny_rings_have_curves_too(extent):
     """Every ring has at least two strokes and ends where it began."""
-    (ring,) = shapes.trace(np.ones(extent, bool))
-    curve = shapes.fit(ring, TOLERANCE)
+    (ring,) = outline_shapes.trace(np.ones(extent, bool))
+    curve = outline_shapes.fit(ring, TOLERANCE)
     assert len(curve.strokes) >= 2
     assert np.allclose(curve.strokes[-1].points[-1], curve.start)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
-from legato_engine.models.moondream.refiner.refiner import MaskAttention, MaskHead
+from legato_engine.models.moondream.refiner import MaskAttention, MaskHead
 from torch import nn
 
 from tests.engine.models.moondream.outlines import reference_head

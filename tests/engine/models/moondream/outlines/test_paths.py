@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.models.moondream.refiner import shapes
+from legato_engine.models.moondream import outline_shapes
 
 from tests.engine.models.moondream.outlines.shapes import drawn, overlap
 
@@ -39,8 +39,8 @@ PATHS = {
 def ours(path):
     """Our mask of a path."""
     middles = np.arange(SIDE, dtype=np.float64) + 0.5
-    rings = [(ring + SHIFT) * SIDE for ring in shapes.polygons(path)]
-    return shapes.enclosed(rings, middles, middles)
+    rings = [(ring + SHIFT) * SIDE for ring in outline_shapes.polygons(path)]
+    return outline_shapes.enclosed(rings, middles, middles)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -74,15 +74,15 @@ def test_points_may_lie_anywhere():
     """Points may be apart, repeated, or outside the path."""
     square = np.array([(0, 0), (2.5, 0), (2.5, 3), (0, 3)])
     xs, ys = np.array([-1, 0.1, 0.1, 2.4, 2.6]), np.array([-0.1, 0.5, 2.9, 3.1, 9])
-    assert shapes.enclosed([square], xs, ys).astype(int).tolist() == [
+    assert outline_shapes.enclosed([square], xs, ys).astype(int).tolist() == [
         [0, 0, 0, 0, 0],
         [0, 1, 1, 1, 0],
         [0, 1, 1, 1, 0],
         [0, 0, 0, 0, 0],
         [0, 0, 0, 0, 0],
     ]
-    assert not shapes.enclosed([square], xs + 9, ys).any()
-    assert not shapes.enclosed([], xs, ys).any()
+    assert not outline_shapes.enclosed([square], xs + 9, ys).any()
+    assert not outline_shapes.enclosed([], xs, ys).any()
 
 
 def test_what_has_no_area_encloses_nothing():

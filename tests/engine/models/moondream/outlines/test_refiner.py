@@ -7,7 +7,7 @@ import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.presets import tiny_random3_config
-from legato_engine.models.moondream.refiner.refiner import MoondreamRefiner
+from legato_engine.models.moondream.refiner import MoondreamRefiner
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights

@@ -5,7 +5,7 @@ import pytest
 import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.presets import tiny_random3_config
-from legato_engine.models.moondream.refiner.refiner import load_head
+from legato_engine.models.moondream.refiner import load_head
 from safetensors.torch import save_file
 
 from tests.engine.models.moondream.outlines.heads import random_head

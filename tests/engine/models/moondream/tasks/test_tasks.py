@@ -11,7 +11,7 @@ from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
-from legato_engine.tasks import SampledToken, tokens_of
+from legato_engine.sequence import SampledToken, tokens_of
 from legato_engine.types import (
     BlobRef,
     Box,

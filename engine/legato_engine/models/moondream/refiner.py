@@ -21,10 +21,10 @@ from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.checkpoint import Header, plan
+from legato_engine.models.moondream import outline_shapes
 from legato_engine.models.moondream.config import MoondreamConfig, VisionConfig
+from legato_engine.models.moondream.outline_shapes import Mask
 from legato_engine.models.moondream.preprocess import CroppedImage, Pixels, WholeImage
-from legato_engine.models.moondream.refiner import shapes
-from legato_engine.models.moondream.refiner.shapes import Mask
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 from legato_engine.models.untrusted import refusing
 from legato_engine.types import Box, Outline
@@ -94,13 +94,13 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
         [crop.extent[1] / traced[1], crop.extent[0] / traced[0]]
     )  # per traced pixel, x and y
     mask_HW = resized(share_SS, traced) > 0.5
-    mask_HW = shapes.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width / pixels.prod()))
+    mask_HW = outline_shapes.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width / pixels.prod()))
     ys, xs = (np.flatnonzero(mask_HW.any(axis=axis)) for axis in (1, 0))
     if not len(ys):
         raise NotRefinable("the refiner's mask is empty")
     low, high = np.array([xs[0], ys[0]]), np.array([xs[-1], ys[-1]]) + 1
     tolerance = _TOLERANCE * max(1.0, max(traced) / side)
-    drawn = [shapes.fit(ring, tolerance) for ring in shapes.trace(mask_HW)]
+    drawn = [outline_shapes.fit(ring, tolerance) for ring in outline_shapes.trace(mask_HW)]
     corner, size = np.array([crop.left, crop.top]), np.array([width, height])
     (x_min, y_min), (x_max, y_max) = (
         ((corner + at * pixels) / size).tolist() for at in (low, high)
@@ -145,14 +145,18 @@ def _drawn(
     stretch = np.array([box.x_max, box.y_max]) * extent - low
     samples = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
     xs, ys = ((pixels[:, None] + samples).ravel() for pixels in (columns, rows))
-    polygons = [ring * stretch + low for ring in shapes.polygons(outline.path)]
-    within = shapes.enclosed(polygons, xs, ys).reshape(len(rows), _SAMPLES, len(columns), _SAMPLES)
+    polygons = [ring * stretch + low for ring in outline_shapes.polygons(outline.path)]
+    within = outline_shapes.enclosed(polygons, xs, ys).reshape(
+        len(rows), _SAMPLES, len(columns), _SAMPLES
+    )
     mask: Mask = within.sum(axis=(1, 3), dtype=np.int8) > _SAMPLES * _SAMPLES // 2
     return mask
 
 
-def _text(curve: shapes.Curve, corner: npt.NDArray[np.int64], extent: npt.NDArray[np.int64]) -> str:
-    def written(points: shapes.Points) -> str:
+def _text(
+    curve: outline_shapes.Curve, corner: npt.NDArray[np.int64], extent: npt.NDArray[np.int64]
+) -> str:
+    def written(points: outline_shapes.Points) -> str:
         shares = (points - corner) / extent
         return " ".join(f"{_number(x)},{_number(y)}" for x, y in shares.tolist())
 
