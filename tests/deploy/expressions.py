@@ -24,6 +24,19 @@ def dashboard() -> dict[str, Any]:
     return loaded
 
 
+def panels(row: str = "") -> list[dict[str, Any]]:
+    """All panels but rows, or those of one row, in the order in which they are shown."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    title = ""
+    for panel in dashboard()["panels"]:
+        if panel["type"] == "row":
+            title = panel["title"]
+            found[title] = list(panel["panels"])
+        else:
+            found[title].append(panel)
+    return found[row] if row else [panel for each in found.values() for panel in each]
+
+
 def rules() -> list[dict[str, Any]]:
     """All rules, of alerts and of recorded series."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
@@ -33,8 +46,8 @@ def rules() -> list[dict[str, Any]]:
 def expressions() -> dict[str, str]:
     """All expressions by where they are."""
     found: dict[str, str] = {}
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", ()):
+    for panel in panels():
+        for target in panel["targets"]:
             found[f"panel {panel['title']} {target['refId']}"] = _filled(target["expr"])
     for variable in dashboard()["templating"]["list"]:
         if match := _LABEL_VALUES.fullmatch(variable.get("definition", "")):

@@ -2,11 +2,23 @@
 
 import importlib.util
 import json
+import re
 
 import promql_parser
 import pytest
 
-from tests.deploy.expressions import DASHBOARD, DEPLOY, dashboard, expressions, rules, selectors
+from tests.deploy.expressions import (
+    DASHBOARD,
+    DEPLOY,
+    dashboard,
+    expressions,
+    panels,
+    rules,
+    selectors,
+)
+
+ROOT = DEPLOY.parent
+ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 @pytest.mark.parametrize("name", expressions())
@@ -35,24 +47,86 @@ def test_the_dashboard_is_what_its_program_writes():
 
 
 def test_panels_have_places_of_their_own():
-    """No two panels overlap, and ids are unique."""
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {
-            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
+    """No two panels that are shown together overlap, and ids are unique."""
+    shown = dashboard()["panels"]
+    groups = [shown, *(panel["panels"] for panel in shown if panel["type"] == "row")]
+    ids = [panel["id"] for group in groups for panel in group]
+    assert len(set(ids)) == len(ids)
+    for group in groups:
+        taken: set[tuple[int, int]] = set()
+        for panel in group:
+            place = panel["gridPos"]
+            cells = {
+                (place["x"] + x, place["y"] + y)
+                for x in range(place["w"])
+                for y in range(place["h"])
+            }
+            assert not cells & taken, panel["title"]
+            assert place["x"] + place["w"] <= 24
+            taken |= cells
+
+
+def test_key_figures_come_first_sessions_second_and_the_rest_is_collapsed():
+    """The first screen says whether it is up, how fast, how fresh, and what it drops."""
+    rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
+    assert [row["title"] for row in rows][:2] == ["Overview", "Sessions"]
+    assert [row["collapsed"] for row in rows] == [False, False] + [True] * (len(rows) - 2)
+    figures = panels("Overview")
+    wanted = ["Up", "Request P95", "Frame age P95", "Frames dropped"]
+    assert [panel["title"] for panel in figures][:4] == wanted
+    assert {panel["type"] for panel in figures} == {"stat"}
+    assert len({panel["gridPos"]["y"] for panel in figures}) == 1
+    for panel in figures:
+        assert len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) >= 2, panel["title"]
+
+
+def test_every_panel_says_what_it_shows_and_in_which_unit():
+    """A description is a sentence; a rate is not a bare number."""
+    for panel in panels():
+        assert panel["description"].endswith("."), panel["title"]
+        rates = all(re.match(r"sum.*\(rate\(", each["expr"]) for each in panel["targets"])
+        if rates:
+            assert panel["fieldConfig"]["defaults"]["unit"] != "short", panel["title"]
+
+
+@pytest.mark.parametrize(
+    ("alert", "title"),
+    [
+        ("LegatoQueueWait", "Queue"),
+        ("LegatoQueueWait", "Queue P95"),
+        ("LegatoEngineSilent", "Heartbeat age"),
+        ("LegatoEventLoopLag", "Event loop lag"),
+    ],
+)
+def test_a_panel_is_red_from_where_its_alert_fires(alert, title):
+    """The dashboard and the rules have one limit for one metric."""
+    (panel,) = (each for each in panels() if each["title"] == title)
+    limit = float(re.findall(r"> ([0-9.]+)", ALERTS[alert]["expr"])[0])
+    last = panel["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]
+    assert last == {"color": "red", "value": limit}
+    read = {each.name for target in panel["targets"] for each in selectors(_plain(target["expr"]))}
+    assert read & {each.name for each in selectors(ALERTS[alert]["expr"])}
+
+
+def _plain(expression):
+    return expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
 
 
 def test_an_alert_says_what_is_wrong_and_how_bad():
     """Every alert has a severity and a summary that names the server."""
-    alerts = [rule for rule in rules() if "alert" in rule]
-    assert len({rule["alert"] for rule in alerts}) == len(alerts) > 10
-    for rule in alerts:
+    assert len(ALERTS) == sum("alert" in rule for rule in rules()) > 10
+    for rule in ALERTS.values():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_links_to_its_entry_in_the_runbook(name):
+    """The link's page exists and has the anchor, with something to do after it."""
+    url = ALERTS[name]["annotations"]["runbook_url"]
+    page, _, anchor = url.partition("/blob/main/")[2].partition("#")
+    (entry,) = (
+        line for line in (ROOT / page).read_text().splitlines() if f'<a id="{anchor}">' in line
+    )
+    assert f"`{name}`" in entry
+    assert all(len(cell.split()) > 2 for cell in entry.strip("| ").split(" | ")[1:])
