@@ -149,7 +149,7 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.DeadlineUnreachable: StatusMapping(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
     errors.ClientTooSlow: StatusMapping(_C.ABORTED, "CLIENT_TOO_SLOW"),
     errors.Preempted: StatusMapping(_C.ABORTED, "PREEMPTED"),
-    errors.EngineStarting: StatusMapping(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=1.0),
+    errors.EngineStarting: StatusMapping(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=0.5),
     errors.EngineLost: StatusMapping(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
     errors.Draining: StatusMapping(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),
     Unauthenticated: StatusMapping(_C.UNAUTHENTICATED, "UNAUTHENTICATED"),

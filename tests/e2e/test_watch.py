@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 
@@ -118,6 +120,56 @@ def test_a_stream_outlives_its_server_and_itself(tmp_path):
     assert figures["age_p95"] is not None
     numbers = [line["frame"] for line in lines_of(lines)]
     assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.slow
+def test_a_restarted_server_is_found_and_reported(tmp_path):
+    """On standard error: that it is waited for, and that it is back; then answers come again."""
+    lines = tmp_path / "out.jsonl"
+
+    def count():
+        return len(lines.read_text().splitlines()) if lines.exists() else 0
+
+    with HttpCamera() as camera, contextlib.ExitStack() as stack:
+        one = stack.enter_context(started(tmp_path, "one", *NULL))
+        words = ["watch", camera.url, "--server", one.address, "--json"]
+        words += ["--task", "detect:cup", "--output", str(lines), "--retry-for", "170"]
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "legato_client.cli", *words],
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+        until(lambda: count() > 5)
+        end(one)
+        stack.enter_context(started(tmp_path, "again", *NULL, "--listen", one.address))
+        before = count()
+        until(lambda: count() > before + 5)
+        process.terminate()
+        said, notices = process.communicate()
+    assert process.returncode == 0
+    assert json.loads(said)["reconnects"] == 1
+    waiting, back = [json.loads(line)["notice"] for line in notices.splitlines()]
+    assert waiting.startswith(f"waiting for the server at {one.address}: lost: ")
+    assert back.startswith(f"the server at {one.address} is back after ")
+
+
+def test_an_age_limit_below_the_response_time_is_reported(clip, tmp_path, capsys):
+    """With both times, so that one knows what to change."""
+    with started(tmp_path, "one", "--model", "null", "--null-step-ms", "60") as server:
+        words = ["watch", clip, "--task", "detect:cup", "--max-age", "0.1", "--rate", "0.2"]
+        assert main([*map(str, words), "--server", server.address]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "frames too old" in line]
+    counts = re.fullmatch(
+        r"(\d+) of \1 frames too old: answers take (\d+\.\d+) s, the age limit is 0\.1 s: "
+        "raise --max-age",
+        line,
+    )
+    assert counts is not None, line
+    assert float(counts[2]) > 0.1
 
 
 def test_without_a_server_it_ends_at_once(clip, capsys):

@@ -142,8 +142,10 @@ def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
         ("grpc.enable_retries", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A restarted server is found within seconds, not after the default's two minutes.
-        ("grpc.max_reconnect_backoff_ms", 5_000),
+        # A restarted server is found within half a second, not after the default's two minutes: a
+        # refused connection costs next to nothing.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
         # Slower than the fastest ping a Legato server allows (10 s). The ping timeout finds a
         # frozen peer; the keep-alive timeout alone only finds a vanished host.
         ("grpc.keepalive_time_ms", 30_000),

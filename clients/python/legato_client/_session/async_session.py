@@ -51,7 +51,7 @@ class AsyncSession:
         self._calls = calls
         self._connection = connection
         self._plan = plan
-        self._state = SessionState(plan.window, plan.opening.standing_tasks)
+        self._state = SessionState(plan.window, plan.opening.standing_tasks, plan.max_frame_age)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: the end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: half-close
         self._progress = asyncio.Event()

@@ -49,7 +49,7 @@ class Session:
         self._connection = connection
         self._plan = plan
         self._changed = threading.Condition()  # guards the three below
-        self._state = SessionState(plan.window, plan.opening.standing_tasks)
+        self._state = SessionState(plan.window, plan.opening.standing_tasks, plan.max_frame_age)
         self._answers: collections.deque[Answer] = collections.deque()
         self._last_heard = time.monotonic()
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: half-close

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class SessionPlan:
     send_timeout: float
     open_timeout: float
     window: int
+    max_frame_age: float | None = None
 
     def first_message(self) -> bytes:
         return session_pb2.SessionRequest(open=self.opening).SerializeToString()
@@ -93,7 +95,8 @@ def plan(
 
     When frames come faster than answers, "latest_wins" keeps the newest one waiting, "preempt" also
     stops the work on the older one, and "every_frame" queues. Frames older than `max_frame_age`
-    seconds are dropped instead of answered late. `max_in_flight` frames are worked on at a time; 0
+    seconds are dropped instead of answered late; if most are, the logger "legato_client.session"
+    warns how long answers take. `max_in_flight` frames are worked on at a time; 0
     is the server's choice. `stream_deltas` asks for events while tasks decode, and
     `heartbeat_interval` for the longest silence of the server in seconds, at least 0.1.
 
@@ -121,7 +124,7 @@ def plan(
         opening.max_frame_age.CopyFrom(pieces.duration(max_frame_age))
     if heartbeat_interval is not None:
         opening.heartbeat_interval.CopyFrom(pieces.duration(heartbeat_interval))
-    return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window)
+    return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window, max_frame_age)
 
 
 def show_as_method(method: Callable[..., Any], returns: str) -> None:
@@ -232,6 +235,79 @@ def _max_unseen_ns(tracking: task_pb2.Tracking) -> int:
     return round(DEFAULT_UNSEEN * _NS)
 
 
+# ---------------------------------------------------------------- age limit
+
+log = logging.getLogger("legato_client.session")
+
+_PROBE_AFTER = 4  # frames too old in a row
+_ENOUGH = 8  # outcomes for a warning
+
+
+def age_limit_problem(too_old: int, answered: int, limit: float, response: float | None) -> str:
+    """Return why most frames are too old, or an empty text if most are not."""
+    if too_old <= answered:
+        return ""
+    takes = "longer" if response is None else f"{response:.2f} s"
+    return (
+        f"{too_old} of {too_old + answered} frames too old: answers take {takes}, "
+        f"the age limit is {limit:g} s"
+    )
+
+
+class AgeLimitWatch:
+    """Detector of an age limit below the response time, which no answer would ever show.
+
+    Once several frames in a row were too old, the next one is a probe: the server finishes it
+    however late. Its results are withheld, and it counts as too old; only its time counts.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self.num_answered = 0
+        self.num_too_old = 0
+        self.num_withheld = 0
+        self.response_time: float | None = None
+        self._in_a_row = 0
+        self._probe: tuple[int, float] | None = None  # sequence and time of sending
+        self._warned = False
+
+    def starts_probe(self, sequence: int) -> bool:
+        """Return whether this frame is to be a probe: one until the next answer."""
+        if self._probe is not None or self._in_a_row < _PROBE_AFTER:
+            return False
+        self._probe = sequence, time.monotonic()
+        return True
+
+    def is_probe(self, sequence: int) -> bool:
+        return self._probe is not None and self._probe[0] == sequence
+
+    def note_probed(self) -> None:
+        assert self._probe is not None, "asked before"
+        self.response_time = time.monotonic() - self._probe[1]
+        self.num_withheld += 1
+
+    def note_too_old(self) -> None:
+        self.num_too_old += 1
+        self._in_a_row += 1
+        if self.num_too_old + self.num_answered >= _ENOUGH and self.response_time is not None:
+            self.warn()
+
+    def note_answered(self) -> None:
+        self.num_answered += 1
+        self._in_a_row = 0
+        self._probe = None
+
+    def warn(self) -> None:
+        """Log the problem, if there is one, once."""
+        if self.limit is None or self._warned:
+            return
+        if problem := age_limit_problem(
+            self.num_too_old, self.num_answered, self.limit, self.response_time
+        ):
+            self._warned = True
+            log.warning("%s: raise max_frame_age", problem)
+
+
 # ---------------------------------------------------------------- state
 
 # State machine of a session, without I/O.
@@ -249,9 +325,16 @@ class SessionState:
     last result. It is open until its last result or its drop.
     """
 
-    def __init__(self, window: int, standing_tasks: Sequence[task_pb2.Task] = ()) -> None:
+    def __init__(
+        self,
+        window: int,
+        standing_tasks: Sequence[task_pb2.Task] = (),
+        max_frame_age: float | None = None,
+    ) -> None:
         self.terms: SessionTerms | None = None
         self.stats = SessionStats()
+        self._age_limit = AgeLimitWatch(max_frame_age)
+        self._server_drops = 0
         self.tracks = TrackMemory(standing_tasks)
         self._window = window
         self._num_read = 0  # not granted again yet
@@ -366,7 +449,7 @@ class SessionState:
         frame.stamp.CopyFrom(requests.stamp_message(dataclasses.replace(stamp, sequence=sequence)))
         frame.extra_tasks.extend(requests.session_tasks(extra_tasks))
         frame.skip_standing_tasks = skip_standing_tasks
-        frame.must_run = must_run
+        frame.must_run = must_run or self._age_limit.starts_probe(sequence)
         frame.image.CopyFrom(image)
         data = to_bytes(request)
         self._reserved -= 1
@@ -448,6 +531,7 @@ class SessionState:
         if self._over:
             return
         self._end()
+        self._age_limit.warn()
         if error is None and self._open:
             error = IncompleteStream(f"the session ended with {len(self._open)} frames unanswered")
         self._error = error
@@ -455,6 +539,7 @@ class SessionState:
     def close(self) -> None:
         """Close the session; unanswered frames are then no error."""
         self._end()
+        self._age_limit.warn()
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
         self._credits = opened.frame_credits
@@ -462,10 +547,20 @@ class SessionState:
 
     def _dropped(self, dropped: session_pb2.FrameDropped) -> FrameDropped:
         self._credits = dropped.frame_credits
-        if dropped.sequence in self._open:
+        self._server_drops = dropped.dropped_total
+        return self._drop(dropped.sequence, responses.dropped(dropped).reason)
+
+    def _drop(self, sequence: int, reason: str) -> FrameDropped:
+        if sequence in self._open:
             self.stats = dataclasses.replace(self.stats, dropped=self.stats.dropped + 1)
-        self._settle(dropped.sequence)
-        return responses.dropped(dropped)
+        watch = self._age_limit
+        if reason == "too_old":
+            watch.note_too_old()
+            self.stats = dataclasses.replace(
+                self.stats, too_old=watch.num_too_old, response_time=watch.response_time
+            )
+        self._settle(sequence)
+        return FrameDropped(sequence, reason, self._server_drops + watch.num_withheld)
 
     def _delta(self, message: session_pb2.FrameDelta) -> FrameDelta | None:
         delta = responses.delta(message)
@@ -473,13 +568,23 @@ class SessionState:
             self._num_read += 1  # it took a credit as any other
         return delta
 
-    def _result(self, message: session_pb2.FrameResult) -> FrameResult:
+    def _result(self, message: session_pb2.FrameResult) -> FrameResult | FrameDropped | None:
         result = responses.result(message, self.terms.model if self.terms else "")
+        if self._age_limit.is_probe(result.sequence) and result.sequence in self._open:
+            return self._withhold(result)
         self.tracks.note_received(result)
         if result.last_for_frame:
+            self._age_limit.note_answered()
             self.stats = dataclasses.replace(self.stats, answered=self.stats.answered + 1)
             self._settle(result.sequence)
         return result
+
+    def _withhold(self, result: FrameResult) -> FrameDropped | None:
+        self._num_read += 1  # it took a credit as any other
+        if not result.last_for_frame:
+            return None
+        self._age_limit.note_probed()
+        return self._drop(result.sequence, "too_old")
 
     def _settle(self, sequence: int) -> None:
         self._acknowledge(sequence)

@@ -191,13 +191,16 @@ Answer = FrameResult | FrameDropped | FrameDelta | GoAway
 class SessionStats:
     """Frames so far: `sent` is `answered` + `dropped` + those still open.
 
-    `skipped` counts frames that were never sent, for want of a credit.
+    `skipped` counts frames that were never sent, for want of a credit; `too_old` is part of
+    `dropped`. `response_time` in seconds is measured once frames are too old in a row.
     """
 
     sent: int = 0
     answered: int = 0
     dropped: int = 0
     skipped: int = 0
+    too_old: int = 0
+    response_time: float | None = None
 
 
 # ---------------------------------------------------------------- admin

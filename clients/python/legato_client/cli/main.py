@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # names of files need not be text
+    # The commands report by themselves what the library would log.
+    logging.getLogger("legato_client.session").addHandler(logging.NullHandler())
     words = list(sys.argv[1:] if argv is None else argv)
     terminal = Terminal(json_output="--json" in words)
     try:

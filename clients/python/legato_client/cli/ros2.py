@@ -11,6 +11,7 @@ from legato_client.batch import tasks
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
+from legato_client.cli.watch import server_notices
 from legato_client.stream.feed import FeedSettings
 from legato_client.stream.frames import summary
 
@@ -89,7 +90,8 @@ def _run(args: argparse.Namespace, asked: FeedSettings, terminal: Terminal) -> N
         arguments.connect(args) as client,
         arguments.connect(watching, as_operator=True) as operator,
     ):
-        node = Node(client, operator, asked, parameters)
+        notices = server_notices(terminal, args.server)
+        node = Node(client, operator, asked, parameters, notices)
         terminal.line(f"{args.image} to {args.detections}, domain {parameters.domain}")
         with settings.calling(node.stop):
             node.run()

@@ -83,6 +83,13 @@ class Terminal:
     def line(self, text: str = "") -> None:
         self.write(text + "\n")
 
+    def notice(self, text: str) -> None:
+        """Write a line about the progress of a command to standard error."""
+        self._err.write(
+            _json_line({"notice": text}) if self.json_output else printable(text) + "\n"
+        )
+        self._err.flush()
+
     def heading(self, text: str) -> None:
         self.line(f"{_BOLD}{text}{_RESET}" if self.is_interactive else text)
 

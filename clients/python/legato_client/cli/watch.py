@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -107,6 +107,25 @@ class LiveView:
         return Group(*parts)
 
 
+def ignore(state: str) -> None:
+    """Drop a notice: the table shows the state."""
+
+
+def server_notices(terminal: Terminal, server: str) -> Callable[[str], None]:
+    """Return a function that reports a lost and a regained server, once each."""
+    lost_at: list[float] = []
+
+    def report(state: str) -> None:
+        if state.startswith("lost") and not lost_at:
+            lost_at.append(time.monotonic())
+            terminal.notice(f"waiting for the server at {server}: {state}")
+        elif state == "connected" and lost_at:
+            away = time.monotonic() - lost_at.pop()
+            terminal.notice(f"the server at {server} is back after {away:.1f} s")
+
+    return report
+
+
 def state_line(counters: FrameCounters) -> str:
     """Summarise the state in one line."""
     totals = counters.totals()
@@ -115,6 +134,7 @@ def state_line(counters: FrameCounters) -> str:
         f"source {counters.source}, server {counters.server} · "
         f"{counters.rate('taken'):.1f} frames/s, {counters.rate('answered'):.1f} answers/s · "
         f"age {age} · {_left_out(totals)} left out, {totals.lost} lost"
+        + (f" · {totals.age_limit_problem}" if totals.age_limit_problem else "")
     )
 
 
@@ -230,7 +250,9 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     source = camera_module.parse_source(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
-    counters = FrameCounters()
+    with_view = terminal.is_interactive and importlib.util.find_spec("rich")
+    notices = ignore if with_view else server_notices(terminal, args.server)
+    counters = FrameCounters(args.max_age, notices)
     with (
         arguments.connect(args) as client,
         _receivers(args, source.shown) as receivers,

@@ -9,6 +9,7 @@ import re
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 from cyclonedds.core import DDSException, Policy, Qos, ReadCondition, SampleState, WaitSet
@@ -108,6 +109,8 @@ class Health:
             level, message = Level.WARN, "no images"
         elif failed:
             level, message = Level.WARN, f"{failed} tasks failed"
+        elif totals.age_limit_problem:
+            level, message = Level.WARN, totals.age_limit_problem
         elif self._counters.rate("answered") == 0:
             level, message = Level.WARN, "no answers"
         else:
@@ -124,7 +127,7 @@ class Health:
             "images": str(totals.taken),
             "answered": str(totals.answered),
             "replaced by newer ones": str(totals.replaced),
-            "met the end of a session": str(totals.refused),
+            "not sent at the end of a session": str(totals.refused),
             "unreadable": str(totals.unreadable),
             **{f"dropped {reason}": str(n) for reason, n in sorted(totals.dropped.items())},
             "lost": str(totals.lost),
@@ -173,12 +176,22 @@ class Node:
     """
 
     def __init__(
-        self, client: Client, operator: Client, settings: FeedSettings, parameters: Parameters
+        self,
+        client: Client,
+        operator: Client,
+        settings: FeedSettings,
+        parameters: Parameters,
+        on_server: Callable[[str], None],
     ) -> None:
-        """Open the topics. Raises ValueError for a bad name, DDSException without a network."""
+        """Open the topics; `on_server` is called at each change of the server's state.
+
+        Raises:
+            ValueError: for a bad name.
+            DDSException: without a network.
+        """
         self._parameters = parameters
         self._operator = operator
-        self.counters = FrameCounters()
+        self.counters = FrameCounters(settings.max_age, on_server)
         self._health = Health(self.counters)
         self._feed = Feed(client, settings, self._publish, self.counters, patience=None, waits=True)
         self._stopped = threading.Event()

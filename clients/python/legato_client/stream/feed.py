@@ -187,13 +187,15 @@ class FeedSession:
             frame = self._open.pop(answer.sequence, None)
         if frame is not None:
             self._on_outcome()
-            self._counters.count_dropped(answer.reason)
+            self._counters.count_dropped(answer.reason, self._session.stats.response_time)
 
 
 # ---------------------------------------------------------------- feed
 
 _RETRYABLE = (Aborted, Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable)
 """Errors that another session may not meet."""
+_STARTING = ("", "ENGINE_STARTING", "DRAINING")
+"""Reasons of a server that is absent or starts; an empty reason is that of a lost connection."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -410,8 +412,9 @@ class Feed:
 
     def _wait_after(self, error: LegatoError) -> None:
         """Wait until the next attempt; raise the error once patience has ended."""
+        is_starting = isinstance(error, Unavailable) and error.reason in _STARTING
         self._counters.server = f"lost: {error.message}"
-        delay = self._backoff.next_delay(error.retry_after or 0.0)
+        delay = self._backoff.next_delay(error.retry_after or 0.0, is_starting=is_starting)
         if delay is None:
             raise error
         self._stopped.wait(delay)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from legato_client._images.sources import ImageInput
+from legato_client._session.state import age_limit_problem
 from legato_client.load.report import Histogram
 
 if TYPE_CHECKING:
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
 _MIN_DELAY_S = 0.2
 _MAX_DELAY_S = 5.0
+_MAX_START_DELAY_S = 0.5
 _JITTER = 0.2  # fraction of a delay, so that clients of one server do not reconnect together
 
 
 class Backoff:
-    """Delays that double up to 5 s until a `note_success`.
+    """Delays that double until a `note_success`: up to 5 s, or 0.5 s while a peer `is_starting`.
 
     Attempts that reach no peer continue for `patience` seconds; None: for ever. A reached peer
     may still fail at once each time, so it does not shorten the delays.
@@ -41,7 +43,7 @@ class Backoff:
         self._delay = _MIN_DELAY_S
         self._failing_since = None
 
-    def next_delay(self, at_least: float = 0.0) -> float | None:
+    def next_delay(self, at_least: float = 0.0, *, is_starting: bool = False) -> float | None:
         """Return the seconds until the next attempt, at least `at_least`; None: give up.
 
         Patience counts from the first failure since something was reached.
@@ -49,8 +51,10 @@ class Backoff:
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
+        longest = _MAX_START_DELAY_S if is_starting else _MAX_DELAY_S
+        self._delay = min(self._delay, longest)
         delay = self._delay * random.uniform(1 - _JITTER, 1 + _JITTER)
-        self._delay = min(2 * self._delay, _MAX_DELAY_S)
+        self._delay = min(2 * self._delay, longest)
         delay = max(delay, at_least)
         if self._patience is not None and now + delay > self._failing_since + self._patience:
             return None
@@ -72,7 +76,8 @@ class Totals:
 
     `taken` + `resent` is `sent` + `replaced` + `refused` + `unreadable` + waiting ones; `sent`
     is `answered` + the sum of `dropped` + `lost` + `resent` + those in flight. Ages are in seconds
-    from the frame's capture to the arrival of its last result.
+    from the frame's capture to the arrival of its last result; `response_time` is from sending, and
+    measured if frames are too old in a row.
     """
 
     taken: int
@@ -90,6 +95,16 @@ class Totals:
     age_p50: float | None
     age_p95: float | None
     seconds: float
+    response_time: float | None = None
+    max_age: float | None = None
+
+    @property
+    def age_limit_problem(self) -> str:
+        """Why most frames are too old, or an empty text if most are not."""
+        too_old = self.dropped.get("too_old", 0)
+        if self.max_age is None:
+            return ""
+        return age_limit_problem(too_old, self.answered, self.max_age, self.response_time)
 
     def document(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -100,10 +115,15 @@ class FrameCounters:
 
     `replaced` frames were superseded by a newer one before they were sent, `refused` ones came
     as a session ended. `lost` ones were sent to a session that ended without their outcome;
-    so were `resent` ones, which then wait again.
+    so were `resent` ones, which then wait again. `max_age` is the age limit in seconds, and
+    `on_server` is called at each change of the server's state.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        max_age: float | None = None,
+        on_server: Callable[[str], None] = lambda state: None,
+    ) -> None:
         self._lock = threading.Lock()
         self._begin = time.monotonic()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -113,9 +133,22 @@ class FrameCounters:
             name: collections.deque(maxlen=1000) for name in ("taken", "answered")
         }
         self.last_age: float | None = None
-        self.server = "connecting"
-        """Human-readable state of the connection."""
+        self._response_time: float | None = None
+        self._max_age = max_age
+        self._server = "connecting"
+        self._on_server = on_server
         self.source = "opening"
+
+    @property
+    def server(self) -> str:
+        """Human-readable state of the connection."""
+        return self._server
+
+    @server.setter
+    def server(self, state: str) -> None:
+        if state != self._server:
+            self._server = state
+            self._on_server(state)
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to one of the fields of `Totals`."""
@@ -124,9 +157,11 @@ class FrameCounters:
             if name in self._recent:
                 self._recent[name].append(time.monotonic())
 
-    def count_dropped(self, reason: str) -> None:
+    def count_dropped(self, reason: str, response_time: float | None = None) -> None:
+        """Count a drop; `response_time` is the seconds that answers take, if that was measured."""
         with self._lock:
             self._dropped[reason] += 1
+            self._response_time = response_time or self._response_time
 
     def count_answered(self, age: float, failed_tasks: int) -> None:
         """Count a frame that has all its results."""
@@ -151,6 +186,8 @@ class FrameCounters:
                 age_p50=self._ages.percentile(50) if known else None,
                 age_p95=self._ages.percentile(95) if known else None,
                 seconds=time.monotonic() - self._begin,
+                response_time=self._response_time,
+                max_age=self._max_age,
             )
 
 
@@ -159,8 +196,8 @@ def summary(totals: Totals) -> list[str]:
     before = [
         f"{number} {words}"
         for number, words in (
-            (totals.replaced, "gave way to a newer one"),
-            (totals.refused, "met the end of a session"),
+            (totals.replaced, "replaced by a newer one before sending"),
+            (totals.refused, "not sent at the end of a session"),
             (totals.unreadable, "could not be read"),
         )
         if number
@@ -175,9 +212,10 @@ def summary(totals: Totals) -> list[str]:
     lines.append(", ".join([f"{totals.answered} answered", *after]))
     if totals.age_p50 is not None and totals.age_p95 is not None:
         lines.append(
-            f"age of results: half within {totals.age_p50 * 1e3:.0f} ms, "
-            f"95 % within {totals.age_p95 * 1e3:.0f} ms"
+            f"age of results: p50 {totals.age_p50 * 1e3:.0f} ms, p95 {totals.age_p95 * 1e3:.0f} ms"
         )
+    if problem := totals.age_limit_problem:
+        lines.append(f"{problem}: raise --max-age")
     if totals.reconnects or totals.source_reconnects:
         lines.append(
             f"reconnected {totals.reconnects} times to the server, "

@@ -40,7 +40,7 @@ class Played:
     def __init__(self, client, **how):
         waits, patience = how.pop("waits", False), how.pop("patience", 30.0)
         self.answered: list[AnsweredFrame] = []
-        self.counters = FrameCounters()
+        self.counters = FrameCounters(how.get("max_age"))
         self.problem: Exception | None = None
         self._count = 0
         self.feed = Feed(
@@ -300,6 +300,30 @@ def test_drops_are_counted_by_reason(play, server):
     until(lambda: played.counters.totals().dropped)
     played.feed.finish()
     assert played.join().dropped == {"too_old": 1}
+
+
+def test_an_age_limit_that_no_answer_meets_is_measured(play, server, caplog):
+    """One frame is finished however late; its results are not shown, and its time is reported."""
+    too_old = session_pb2.DROP_REASON_TOO_OLD
+
+    def drop(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        if frame.must_run:
+            conversation.answer(frame)
+        else:
+            conversation.drop(frame.stamp.sequence, too_old)
+
+    server.sessions.on_frame = drop
+    played = play(max_age=0.5)
+    for number in range(12):
+        played.offer()
+        until(lambda: sum(played.counters.totals().dropped.values()) == number + 1)  # noqa: B023
+    played.feed.finish()
+    totals = played.join()
+    assert (totals.dropped, totals.answered) == ({"too_old": 12}, 0)
+    assert [frame.must_run for frame in server.sessions.last.frames].count(True) == 1
+    assert totals.age_limit_problem.startswith("12 of 12 frames too old: answers take 0.")
+    (warning,) = [each for each in caplog.messages if "too old" in each]
+    assert "the age limit is 0.5 s: raise max_frame_age" in warning
 
 
 def test_a_image_that_cannot_be_read_is_passed_over(play, server):

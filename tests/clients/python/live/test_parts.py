@@ -113,6 +113,15 @@ def test_delays_double_until_a_success():
     assert delay_of(backoff) <= 0.24
 
 
+def test_delays_stay_short_while_a_peer_starts():
+    """So that a restarted server is found soon, also after other failures."""
+    backoff = Backoff(None, lambda: 0.0)
+    for _ in range(9):
+        delay_of(backoff)
+    delays = [backoff.next_delay(is_starting=True) for _ in range(9)]
+    assert all(delay is not None and delay <= 0.6 for delay in delays)
+
+
 def test_patience_ends():
     """It counts from the first failure since something was reached."""
     now = 100.0
@@ -160,6 +169,9 @@ def test_every_image_is_in_the_summary():
     assert totals.age_p50 == pytest.approx(0.2, rel=0.02)
     lines = summary(totals)
     assert "9 frames" in lines[0]
-    assert "6 sent, 2 gave way to a newer one, 1 met the end of a session" in lines[0]
+    assert (
+        "6 sent, 2 replaced by a newer one before sending, 1 not sent at the end of a session"
+        in lines[0]
+    )
     assert lines[1] == "4 answered, 1 dropped as too_old, 1 lost with a session, 4 tasks failed"
-    assert re.search(r"half within 20\d ms, 95 % within 40\d ms", lines[2])
+    assert re.search(r"p50 20\d ms, p95 40\d ms", lines[2])
