@@ -18,7 +18,6 @@ from legato_engine.sequence import (
     SequenceAdapter,
     Task,
     Timing,
-    successor,
 )
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (
@@ -44,6 +43,14 @@ TABLE = (
     Constraint(then=LISTS, on=7),
 )
 """The constraints of fake tasks; those from `LISTS` on follow one another."""
+
+
+def successor(constraints: Sequence[Constraint], constraint: int, token_id: int) -> int:
+    """Return the constraint that follows when `token_id` was sampled under `constraint`."""
+    current = constraints[constraint]
+    if current.then is None or current.on not in (None, token_id):
+        return constraint
+    return current.then
 
 
 def sample_token(seed: int, position: int, constraint: int) -> int:

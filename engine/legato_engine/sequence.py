@@ -41,8 +41,8 @@ class Task(Protocol):
 
     If `constrained`, the constraint depends on committed tokens, so sampling waits for the previous
     commit. Otherwise it never changes, and sampling may run a step ahead. With
-    `uses_transition_table` each constraint is the `successor` of the previous one, so the device
-    can advance it without the host.
+    `uses_transition_table` each constraint follows from the previous one and its token, so the
+    device can advance it without the host.
     """
 
     prompt: tuple[PromptToken, ...]  # after the shared prefix (BOS and image, or BOS alone)
@@ -81,14 +81,6 @@ class Constraint(NamedTuple):
     suppressed: tuple[int, ...] = ()
     then: int | None = None
     on: int | None = None
-
-
-def successor(constraints: abc.Sequence[Constraint], constraint: int, token_id: int) -> int:
-    """Return the constraint that follows when `token_id` was sampled under `constraint`."""
-    current = constraints[constraint]
-    if current.then is None or current.on not in (None, token_id):
-        return constraint
-    return current.then
 
 
 def with_token(events: abc.Sequence[Event], token: TokenInfo) -> list[Event]:
@@ -304,10 +296,6 @@ class Sequence:
     def may_draft(self) -> bool:
         """Return whether the task has neither constraints nor payloads."""
         return not (self.task.constrained or self.task.has_payload)
-
-    @property
-    def is_zombie(self) -> bool:
-        return self.finalized and self.inflight_refs > 0
 
     def keys(self, start: int, stop: int) -> Keys:
         """Return the keys of positions after the image prefix."""

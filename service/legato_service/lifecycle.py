@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -119,24 +118,6 @@ class Signals:
     async def next(self) -> bool:
         """Wait for the first one that no call has returned for; one waiter at a time."""
         return await self._received.acquire()
-
-
-# ---------------------------------------------------------------- memory
-
-
-def give_back() -> None:
-    """Return what the allocator keeps; milliseconds for a heap of hundreds of megabytes.
-
-    glibc keeps freed memory below the highest block in use. Without effect under another allocator.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 # ---------------------------------------------------------------- tuning

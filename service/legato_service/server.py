@@ -17,13 +17,14 @@ from legato.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from legato_engine.device.host import return_freed_memory
 from legato_engine.images.memory import ByteQuota
 
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import HeldUploads, ImageIntake
 from legato_service.images.shared_memory import shared_reader
-from legato_service.lifecycle import CUT_WRITES, LAST_WRITES, Drain, Peers, give_back
+from legato_service.lifecycle import CUT_WRITES, LAST_WRITES, Drain, Peers
 from legato_service.listeners import Listeners
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.collector import Collector
@@ -114,7 +115,7 @@ class Server:
             self._call_log,
             self._health,
             engines.expect,
-            Gate(engines, give_back),
+            Gate(engines, return_freed_memory),
             is_first=number == 0,
         )
         admin = AdminServicer(

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from legato_engine.kernels.megakernel.program import Matrix
 from legato_engine.kernels.megakernel.sizes import (
     FAR_DIGITS,
-    FIRST_DIGITS,
     HEAD_DIM,
     NEAR_DIGITS,
     NEAR_RANGES,
@@ -22,6 +21,7 @@ from legato_engine.kernels.megakernel.sizes import (
 )
 
 Floats = npt.NDArray[np.float64]
+FIRST_DIGITS = 21  # of a unit of distance: as sample.cuh has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

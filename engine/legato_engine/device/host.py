@@ -21,8 +21,11 @@ def available_memory(proc: Path = _PROC, group: Path = _GROUP) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system what has been freed: glibc keeps freed weights, a few hundred MiB of them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    """Return freed memory to the system; takes milliseconds for hundreds of MiB.
+
+    glibc keeps freed memory below the highest block in use. No effect with another C library.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

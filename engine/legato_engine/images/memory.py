@@ -29,11 +29,8 @@ class ByteQuota:
         self._name = name
         self._per_caller = per_caller
         self._total = total
-        self._reserved: collections.Counter[str] = collections.Counter()
+        self.reserved: collections.Counter[str] = collections.Counter()
         self.num_bytes = 0
-
-    def reserved_by(self, caller: str) -> int:
-        return self._reserved[caller]
 
     def reserve(self, caller: str, num_bytes: int, per_caller: int = 0) -> None:
         """Reserve all of `num_bytes` or nothing; `per_caller` replaces the limit of each caller.
@@ -42,17 +39,17 @@ class ByteQuota:
             BytesExceeded: a limit would be exceeded.
         """
         limit = per_caller or self._per_caller
-        self._check(caller, "per_caller", self._reserved[caller] + num_bytes, limit)
+        self._check(caller, "per_caller", self.reserved[caller] + num_bytes, limit)
         self._check(caller, "total", self.num_bytes + num_bytes, self._total)
-        self._reserved[caller] += num_bytes
+        self.reserved[caller] += num_bytes
         self.num_bytes += num_bytes
 
     def release(self, caller: str, num_bytes: int) -> None:
-        assert num_bytes <= self._reserved[caller], f"{num_bytes} bytes were never reserved"
-        self._reserved[caller] -= num_bytes
+        assert num_bytes <= self.reserved[caller], f"{num_bytes} bytes were never reserved"
+        self.reserved[caller] -= num_bytes
         self.num_bytes -= num_bytes
-        if not self._reserved[caller]:
-            del self._reserved[caller]
+        if not self.reserved[caller]:
+            del self.reserved[caller]
 
     def _check(self, caller: str, limit_name: str, actual: int, limit: int) -> None:
         if actual > limit:

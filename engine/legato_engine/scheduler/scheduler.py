@@ -409,10 +409,6 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self._live or self._planner.has_refinements or len(self._pipeline))
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._prefill)
-
     def position(self, sequence: Sequence) -> int:
         return self._queue.position(sequence)
 

@@ -59,14 +59,6 @@ class CostTable:
 NO_COSTS = CostTable(steps=((1, 1.0), (2, 2.0)), prefill=0.0)
 """Cost table to use before any step is timed."""
 
-H200_MOONDREAM2 = CostTable(
-    steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
-)
-"""Steps of Moondream 2's decoder at a context of 850.
-
-Measured up to 8 positions (benchmarks/results/h200), which cost what one does; estimated above.
-"""
-
 
 # ---------------------------------------------------------------- block policy
 

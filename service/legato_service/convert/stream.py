@@ -44,13 +44,13 @@ class Checkpoints:
             message.certainties.extend([share for pair in delta.certainties for share in pair])
 
 
-def of(request: Request, resumptions: int) -> Checkpoints:
+def checkpoints_of(request: Request, resumptions: int) -> Checkpoints:
     """Create checkpoints with the engine's seed."""
     seed = request.sampling.seed
     return Checkpoints(request.request_id.seed if seed is None else seed, resumptions)
 
 
-def resuming(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> Request:
+def resume(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> Request:
     """Resume the request from its checkpoint; the engine checks the tokens against the task.
 
     Raises:

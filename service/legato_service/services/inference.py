@@ -16,7 +16,6 @@ from legato_engine.ipc.messages import Done, ModelInfo
 from legato_engine.types import Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
-from legato_service.convert import stream as checkpoints
 from legato_service.convert.responses import (
     fill_duration,
     fill_info,
@@ -24,7 +23,7 @@ from legato_service.convert.responses import (
     fill_usage,
     image_info,
 )
-from legato_service.convert.stream import EventStream
+from legato_service.convert.stream import EventStream, checkpoints_of, resume
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import (
     SHARED_FAILURES,
@@ -210,7 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             stream = self._dispatcher.submit(converted, image, active)
             resumptions = request.resume_from.resumptions + 1 if resumes else 0
             call.current().resumptions = resumptions
-            checkpointer = checkpoints.of(converted, resumptions) if request.checkpoints else None
+            checkpointer = checkpoints_of(converted, resumptions) if request.checkpoints else None
             events = EventStream(
                 key.caller_id, request.task.task_id, stamp, checkpointer, resumptions
             )
@@ -225,7 +224,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Validate a request and convert it, from its checkpoint if there is one."""
         model = self._dispatcher.check(converted, "task.")
         if request.HasField("resume_from"):
-            converted = checkpoints.resuming(request.resume_from, converted, model)
+            converted = resume(request.resume_from, converted, model)
         return converted, await self._dispatcher.images.check(request.image)
 
     def _unary(

@@ -23,8 +23,7 @@ from legato_client import (
     Unavailable,
     UnencryptedToken,
 )
-from legato_client._grpc import settings as security
-from legato_client._grpc.settings import TokenSource, is_local
+from legato_client._grpc.settings import TokenSource, is_local, read_security
 
 from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import FakeServer
@@ -296,7 +295,7 @@ def test_no_text_of_a_client_shows_its_token(server, certificates):
     parts += [client._calls._settings.security, TokenSource(OTHER)]
     texts = [repr(part) for part in parts]
     texts += ["".join(traceback.format_exception(caught.value)), repr(caught.value.__cause__)]
-    texts.append(security.of(server.target, ca=certificates.ca, token=OTHER).describe())
+    texts.append(read_security(server.target, ca=certificates.ca, token=OTHER).describe())
     assert not [text for text in texts if OTHER.rpartition("_")[2] in text]
 
 
@@ -318,7 +317,7 @@ def test_settings_that_make_no_connection(settings, problem):
 
 def test_the_security_of_a_load_travels_to_its_senders(certificates):
     """It pickles, with its token."""
-    made = security.of("127.0.0.1:1", ca=certificates.ca, token=GOOD)
+    made = read_security("127.0.0.1:1", ca=certificates.ca, token=GOOD)
     sent = pickle.loads(pickle.dumps(made))
     assert sent.metadata() == (("authorization", f"Bearer {GOOD}"),)
     assert sent.credentials is not None

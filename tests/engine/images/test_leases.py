@@ -196,7 +196,7 @@ def test_each_owner_has_its_own_lease(world):
     assert kind(world.drop(image_id, "a")) == "ImageNotFound"
     assert world.cached(image_id) is not None
     world.pass_time(21)
-    assert world.quota.reserved_by("b") == 0
+    assert world.quota.reserved["b"] == 0
     assert world.cached(image_id) is not None
     assert kind(world.drop(image_id, "c")) == "ImageDropped"
     assert world.cached(image_id) is None

@@ -20,7 +20,7 @@ def test_a_caller_has_its_own_limit():
         "limit": "10",
         "actual": "11",
     }
-    assert quota.reserved_by("b") == 3
+    assert quota.reserved["b"] == 3
 
 
 def test_all_callers_have_a_limit_together():
@@ -51,7 +51,7 @@ def test_the_sum_is_what_callers_have(steps):
             assert has[caller] + num_bytes > 10 or sum(has.values()) + num_bytes > 15
         else:
             has[caller] += num_bytes
-        assert quota.reserved_by(caller) == has[caller] <= 10
+        assert quota.reserved[caller] == has[caller] <= 10
         assert quota.num_bytes == sum(has.values()) <= 15
 
 

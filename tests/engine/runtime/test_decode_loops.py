@@ -23,9 +23,10 @@ from legato_engine.kernels.decode_loop import (
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.scheduler.interfaces import LoopPoll, sleep
-from legato_engine.sequence import Constraint, successor
+from legato_engine.sequence import Constraint
 
 from benchmarks.decode.loops import Decodes, picture, question, randomly, recorded, skilled
+from tests.fakes import successor
 from tests.loop_answers import Ask, EndsAtOnce, Tolerant, results
 
 SCRATCH = 9

@@ -10,11 +10,11 @@ from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSeq
 from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
 from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.output import NOT_FINITE
-from legato_engine.sequence import NO_PAYLOAD, SampledToken, TokenKey, successor
+from legato_engine.sequence import NO_PAYLOAD, SampledToken, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 
 from tests.engine.scheduler.world import num_images
-from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask
+from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask, successor
 
 PAGE = 4
 WORTHWHILE = 4

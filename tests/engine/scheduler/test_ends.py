@@ -21,7 +21,8 @@ def test_a_stop_token_leaves_one_zombie(constrained: bool) -> None:
     while not sequence.finalized:
         world.steps(1)
     assert world.sink.ended == {R0: FinishReason.STOP}
-    assert sequence.is_zombie
+    assert sequence.finalized
+    assert sequence.inflight_refs
     assert sequence.row >= 0
     world.steps(1)
     assert (sequence.inflight_refs, sequence.row, sequence.num_committed) == (0, -1, 3)
@@ -67,7 +68,7 @@ def test_aborting_a_waiting_request_removes_it_at_once() -> None:
     waiting = world.submit(long_task())
     world.steps(2)
     world.abort(waiting)
-    assert world.scheduler.num_waiting == 0
+    assert world.scheduler.load().waiting == 0
     world.scheduler.drain()
     assert world.sink.started_ids == [R0]
     world.check_rest()
@@ -79,7 +80,8 @@ def test_aborting_a_request_in_flight_releases_it_after_its_last_launch() -> Non
     sequence = world.submit(long_task())
     world.steps(3)
     world.abort(sequence)
-    assert sequence.is_zombie
+    assert sequence.finalized
+    assert sequence.inflight_refs
     assert world.scheduler.load().running == 0
     assert world.scheduler.load().rows_used == 1
     world.steps(1)
@@ -111,7 +113,8 @@ def test_an_aborted_id_may_come_again_while_its_zombie_is_in_flight() -> None:
     sequence = world.submit(long_task())
     world.steps(2)
     world.scheduler.abort(R0)
-    assert sequence.is_zombie
+    assert sequence.finalized
+    assert sequence.inflight_refs
     world.sequences.clear()
     world.sink.texts.clear()
     again = world.submit(long_task())
@@ -138,7 +141,7 @@ def test_stopping_a_waiting_request_emits_its_start_and_its_empty_result() -> No
     waiting = world.submit(long_task())
     world.steps(2)
     world.scheduler.stop(waiting.request.request_id)
-    assert world.scheduler.num_waiting == 0
+    assert world.scheduler.load().waiting == 0
     assert world.sink.started_ids == [R0, R1]
     assert world.sink.ended == {R1: FinishReason.CANCELLED}
     assert world.tokens(waiting) == []

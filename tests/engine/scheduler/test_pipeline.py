@@ -93,7 +93,8 @@ def test_references_count_the_launches_in_flight() -> None:
     assert (ended.inflight_refs, alive.inflight_refs) == (2, 2)
     ended.finalized = True
     assert pipeline.commit(first) == []
-    assert ended.is_zombie
+    assert ended.finalized
+    assert ended.inflight_refs
     assert pipeline.commit(second) == [ended]
     assert (ended.inflight_refs, alive.inflight_refs) == (0, 0)
     assert len(pipeline) == 0

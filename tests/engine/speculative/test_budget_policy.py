@@ -2,14 +2,13 @@
 
 import pytest
 from legato_engine.speculative.policy import (
-    H200_MOONDREAM2,
     AdaptiveBlockPolicy,
     CostTable,
     FixedBlockPolicy,
     TokenBudgetPolicy,
 )
 
-from tests.engine.speculative.drafted import DraftingRun, Flag, RequestDescriptor
+from tests.engine.speculative.drafted import H200_MOONDREAM2, DraftingRun, Flag, RequestDescriptor
 
 
 def budget():

@@ -212,7 +212,7 @@ OPEN = Security()
 """Security without TLS and token."""
 
 
-def of(
+def read_security(
     target: str,
     *,
     tls: bool | None = None,
@@ -348,7 +348,7 @@ class ConfiguredClient:
                 target=target,
                 timeout=timeout,
                 stream_timeout=stream_timeout,
-                security=of(
+                security=read_security(
                     target, tls=tls, ca=ca, cert=cert, key=key, token=token, credentials=credentials
                 ),
                 metadata=channel.call_metadata(priority, tenant, metadata),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from legato_client import Client, Options, Sampling
-from legato_client._grpc import settings as security
 from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
+from legato_client._grpc.settings import Security, read_security
 from legato_client._types.tasks import Task
 from legato_client.batch import tasks
 from legato_client.cli.settings import HELP, CommandError, ExitCode
@@ -152,10 +152,10 @@ def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
         )
 
 
-def security_of(args: argparse.Namespace) -> security.Security:
+def security_of(args: argparse.Namespace) -> Security:
     """Build the security settings. Raises as `connect`."""
     with readable_options():
-        return security.of(
+        return read_security(
             args.server,
             tls=args.tls or None,
             ca=args.ca,

@@ -243,11 +243,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     # needs Pillow
-    from legato_client.stream import camera as camera_module
     from legato_client.stream import outputs
+    from legato_client.stream.camera import Camera, FrameEncoding, parse_source
 
     asked = arguments.tasks_of(args)
-    source = camera_module.parse_source(args.source, size=args.size, fps=args.fps)
+    source = parse_source(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
     with_view = terminal.is_interactive and importlib.util.find_spec("rich")
@@ -268,11 +268,11 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
         )
         feed = Feed(client, feed_settings, deliver, counters, patience=args.retry_for, waits=False)
-        camera = camera_module.Camera(
+        camera = Camera(
             source,
             feed.offer,
             counters,
-            encoding=camera_module.FrameEncoding(args.max_side, args.jpeg),
+            encoding=FrameEncoding(args.max_side, args.jpeg),
             rate=args.rate,
             patience=args.retry_for,
         )

@@ -19,7 +19,6 @@ _ROTATED_PAIRS = 16
 _THREADS = 256
 _VALUES_PER_LOAD = 8
 _ALIGNMENT = 16  # bytes of an access
-_MAX_VALUES = 1 << 30  # that int indices can address
 
 
 def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]:

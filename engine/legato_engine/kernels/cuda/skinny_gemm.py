@@ -29,10 +29,6 @@ class WeightKind(enum.IntEnum):
     def bits(self) -> int:
         return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
 
-    @property
-    def has_row_scales(self) -> bool:
-        return self in (WeightKind.E4M3, WeightKind.INT8)
-
     def stage_bytes(self, chunk: int) -> int:
         """Bytes of 16 rows of `chunk` inputs."""
         scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0

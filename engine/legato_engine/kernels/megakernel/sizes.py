@@ -23,10 +23,8 @@ PAGE = 16
 _PARTS, _LONG = 4, 4096  # inputs from which they have parts: `num_parts` in skinny_gemm.py
 RANGES = 32
 """Ranges of distance from a row's highest score, nearest first, in which workers weigh tokens."""
-FIRST_DIGITS = 21
-"""Parts of a unit of distance, in which ranges are cut: as sample.cuh has it."""
 NEAR_RANGES, NEAR_DIGITS, FAR_DIGITS = 28, 6, 211
-"""Number of narrow ranges, their width and that of the other ranges, in these parts."""
+"""Number of narrow ranges, their width and the others' width, in digits of sample.cuh."""
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
 """Keys and values of one head in one page, bf16."""
 
@@ -119,11 +117,6 @@ class ModelSizes:
             inputs % _PARTS == 0 and (_PARTS - 1) * inputs <= _PARTS * self.ff_ratio * self.chunks
         )
         return _PARTS if whole and inputs * self.chunk >= _LONG else 1
-
-    @property
-    def part_chunks(self) -> int:
-        """Chunks of inputs of a part."""
-        return (1 + self.ff_ratio) * self.chunks // self.out_parts
 
     @property
     def stage_bytes(self) -> int:

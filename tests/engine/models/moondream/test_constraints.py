@@ -11,7 +11,7 @@ from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
 from legato_engine.models.moondream.tasks import Allow, constraint_table
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
-from legato_engine.sequence import Constraint, SampledToken, successor
+from legato_engine.sequence import Constraint, SampledToken
 from legato_engine.types import (
     CachedImage,
     CaptionTask,
@@ -23,6 +23,8 @@ from legato_engine.types import (
     SamplingParams,
     SegmentTask,
 )
+
+from tests.fakes import successor
 
 EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 
