@@ -23,7 +23,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """An option's type that takes these alone."""
+    """Make an option's type that takes these names only."""
 
     def parse(text: str) -> tuple[str, ...]:
         given = names(text)

@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def perform(page: Any, url: str, server: str) -> Iterator[Image.Image]:
-    """A picture, three tasks whose answers stream, and the engine's timeline meanwhile."""
+    """Upload an image, run three tasks whose answers stream, and show the engine's timeline."""
     page.goto(url)
     page.get_by_text("legato-tiny").first.wait_for(state="attached")
     screen = Screen(page)
@@ -142,7 +142,7 @@ def perform(page: Any, url: str, server: str) -> Iterator[Image.Image]:
 
 @contextmanager
 def working(server: str) -> Iterator[None]:
-    """The engine has something to do, for the timeline to show it."""
+    """Keep the engine busy, for the timeline to show it."""
     picture, ended = SAMPLE.read_bytes(), threading.Event()
 
     def ask() -> None:
@@ -167,7 +167,7 @@ def settle(page: Any) -> None:
 
 @contextmanager
 def serving(named: list[str]) -> Iterator[str]:
-    """The server that is named, or one of its own."""
+    """Yield the given server, or one that runs meanwhile."""
     if named:
         yield named[0]
         return

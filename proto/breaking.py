@@ -28,7 +28,7 @@ def baseline() -> Path | None:
 
 
 def last_release() -> str | None:
-    """The nearest release tag among the ancestors of HEAD; None if there is none."""
+    """Return the nearest release tag among the ancestors of HEAD, or None."""
     command = ["git", "describe", "--tags", "--abbrev=0", "--match", "v*"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

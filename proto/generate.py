@@ -158,7 +158,7 @@ def files(root: Path) -> set[Path]:
 
 
 def drift(fresh: Path, committed: Path) -> list[str]:
-    """What differs between the two folders, one line a file."""
+    """List the differences of the two folders, one line a file."""
     wanted, present = files(fresh), files(committed)
     lines = [f"missing: {path}" for path in wanted - present]
     lines += [f"not generated: {path}" for path in present - wanted]
@@ -183,7 +183,7 @@ def is_fresh(stubs: Stubs, *, check: bool) -> bool:
 
 
 def is_reference_fresh(*, check: bool) -> bool:
-    """The same for the reference, out of the descriptor set among Python's stubs."""
+    """Generate or check the reference, from the descriptor set among Python's stubs."""
     descriptors = (PYTHON.folder / PACKAGE / "descriptor.binpb").read_bytes()
     text = reference.markdown(descriptor_pb2.FileDescriptorSet.FromString(descriptors))
     if not check:

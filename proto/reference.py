@@ -76,12 +76,12 @@ class Source(NamedTuple):
     limits: dict[str, dict[str, Bounds]]
 
     def comment(self, *path: int) -> str:
-        """The comment above the element at this path, without the indent of its lines."""
+        """Return the comment above the element at this path, without the indent of its lines."""
         return textwrap.dedent(self.comments.get(path, "")).strip()
 
 
 def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> str:
-    """The whole reference of `package`; the same text for the same descriptors."""
+    """Write the whole reference of `package`; the same text for the same descriptors."""
     bounds, _ = limits(descriptors, package)
     own = (file for file in descriptors.file if file.package == package)
     sources = sorted((_source(file, bounds) for file in own), key=_order)
@@ -157,7 +157,7 @@ def _order(source: Source) -> tuple[int, str]:
 
 
 def _overview(sources: list[Source]) -> Iterator[str]:
-    """A table of all RPCs, each with the first sentence said about it."""
+    """Write a table of all RPCs, each with the first sentence of its comment."""
     yield from ("| RPC | kind | safe to retry | does |", "| --- | --- | --- | --- |")
     for source in sources:
         for i, service in enumerate(source.file.service):
@@ -278,7 +278,7 @@ def _bounds(field: pb.FieldDescriptorProto, bounds: Bounds) -> str:
 
 
 def _cell(comment: str) -> str:
-    """A comment in one line of a table; what is indented in it is an example."""
+    """Put a comment into one line of a table; indented blocks are examples."""
     parts = []
     for block in comment.split("\n\n"):
         text = " ".join(re.sub(r"-\n\s*", "-", block).split())
@@ -303,7 +303,7 @@ def _names(sources: list[Source]) -> Iterator[tuple[str, str]]:
 
 
 def _linker(sources: list[Source]) -> Callable[[str], str]:
-    """Turns names in backticks, error reasons and "as Query does" into links to what they name."""
+    """Make a function that links names in backticks, error reasons and "as Query does"."""
     known = dict(_names(sources))
     rpcs = {name.split(".")[1]: name for name in known if "Service." in name}
     reasons = {name.removeprefix(REASON): name for name in known if name.startswith(REASON)}

@@ -119,7 +119,7 @@ def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledImage]:
 def answers(
     options: Sequence[str], pictures: Sequence[LabelledImage], parallel: int
 ) -> Sequence[Scored]:
-    """What a server with these options finds."""
+    """Ask a server with these options about every image."""
     with LocalServer(["--device", "cpu", *options]) as server:
         server.wait_until_serving(_START_SECONDS, lambda _: None)
         with Client(server.target, timeout=_CALL_SECONDS) as client:
@@ -127,7 +127,7 @@ def answers(
 
 
 def counted(pictures: Sequence[LabelledImage], found: Sequence[Scored]) -> Counts:
-    """Counts in the order of the pictures."""
+    """Count hits, finds and truths in the order of the images."""
     counts = {picture.number: [0, 0, sum(map(len, picture.boxes.values()))] for picture in pictures}
     for each in found:
         counts[each.image][_HITS] += each.right
@@ -152,7 +152,7 @@ def difference(counts_P3: Counts, reference_P3: Counts, seed: int) -> Difference
 
 
 def table(counts: Mapping[str, Counts], differences: Mapping[str, Difference]) -> str:
-    """A row for each form."""
+    """Format a row for each form."""
     rows = []
     for name, each in counts.items():
         hits, found, true = each.sum(0)

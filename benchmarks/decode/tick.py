@@ -47,8 +47,10 @@ CERTAINTY: Certainty = (0.9, 0.8)
 
 
 class NullRunner:
-    """A device that is done at once; every row has `num_tokens` prepared tokens, with certainties
-    if they are `values`, and has drafted four if it drafts.
+    """A device that is done at once.
+
+    Every row has `num_tokens` prepared tokens, with certainties if they are `values`, and has
+    drafted four if it drafts.
     """
 
     def __init__(self, max_rows: int, num_tokens: int, *, values: bool, drafts: bool) -> None:
@@ -107,7 +109,7 @@ class BareTask:
         return 1
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
-        """The same events for every token."""
+        """Return the same events for every token."""
         return self._events
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
@@ -150,8 +152,9 @@ def ticks(
     num_tokens: int = 1,
     observer: Callable[[StepRecord], None] | None = None,
 ) -> list[int]:
-    """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`, which
-    has `num_tokens` tokens a row.
+    """Return nanoseconds of `count` steps.
+
+    Each launches and commits one decode of `streams`, which has `num_tokens` tokens a row.
 
     Without an `observer` the last launches are kept, as by a trace.
     """

@@ -153,7 +153,7 @@ def _compare_rows(
 
 
 def check_watchdog(tiles: list[int]) -> None:
-    """A wait for a signal that never comes is reported; the next launch works."""
+    """Check that a wait without its signal is reported and that the next launch works."""
     del tiles
     sizes = dataclasses.replace(MOONDREAM2, num_layers=2)
     model = Model.random(sizes, POSITIONS)
@@ -177,7 +177,7 @@ def check_watchdog(tiles: list[int]) -> None:
 
 
 def check_repeats(tiles: list[int]) -> None:
-    """The same bits in every launch; where one differs, the first layer, rows and columns."""
+    """Check that every launch has the same bits; else name the first layer, rows and columns."""
     sizes = MOONDREAM2
     model = Model.random(sizes, POSITIONS)
     weights = None

@@ -76,8 +76,9 @@ class DraftingRows:
         device: Device | None = None,
         compile_source: Compile = Module,
     ) -> None:
-        """On the current GPU, or on a `device` for which `compile_source` compiles. Answers are
-        planted so many positions `back`; with `values` tokens may have some.
+        """Prepare the kernel on the current GPU, or on a `device` that `compile_source` serves.
+
+        Answers are planted `back` positions before; with `values` tokens may have some.
         """
         sizes, self.count = model.sizes, len(positions)
         device = device or _device()
@@ -124,8 +125,9 @@ class DraftingRows:
     def begin(
         self, first: torch.Tensor, planted: torch.Tensor, limit: int, room: int, reach: int
     ) -> None:
-        """Rows have their first token; `planted` [S, N] lies in their histories. They feed tokens
-        up to `limit` positions from the first one, with pages for `reach`.
+        """Give rows their first token, with `planted` [S, N] in their histories.
+
+        They feed tokens up to `limit` positions from the first one, with pages for `reach`.
         """
         state, rows, at = self.state, range(self.count), self.positions.tolist()
         state.clear()
@@ -151,7 +153,7 @@ class DraftingRows:
         self.ring.reset()
 
     def place(self) -> None:
-        """The tokens of the next step by the kernels of single steps."""
+        """Place the tokens of the next step by the kernels of single steps."""
         self.state.allot(self.slot, self.table)
         self.state.propose(self.slot, self.table, self.policy.max_block)
         self.state.place(self.slot)
@@ -220,7 +222,7 @@ class DraftingRows:
         return self._kept
 
     def steps(self) -> list[DraftedStep]:
-        """What a launch that is over has told."""
+        """Read the steps of a finished launch."""
         if self.positions.is_cuda:
             torch.cuda.synchronize()
         assert self.build is not None
@@ -232,7 +234,7 @@ class DraftingRows:
         return told
 
     def told(self, outputs: Mapping[str, Any]) -> DraftedStep:
-        """A step's outputs by row."""
+        """Split a step's outputs by row."""
         counts, proposed = (list(map(int, outputs[name])) for name in ("count", "proposed"))
         tokens, begin = [], 0
         for count, drafted in zip(counts, proposed, strict=True):
@@ -243,8 +245,9 @@ class DraftingRows:
         )
 
     def replay(self, answers: torch.Tensor, steps: int) -> tuple[list[DraftedStep], list[bool]]:
-        """The same steps by the kernels of single steps, on tokens [S, N] that are known; and
-        whether each would be a loop's last.
+        """Run the same steps by the kernels of single steps, on known tokens [S, N].
+
+        Returns whether each would be a loop's last as well.
         """
         told, ends = [], []
         staged, state = self.slot.staged.device, self.state

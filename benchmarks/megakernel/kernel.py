@@ -74,8 +74,9 @@ class ResidentKernel:
         delays: bool = False,
         compile_source: Compile = Module,
     ) -> None:
-        """`program` other than the model's own: for faults that are planted. With `values` tokens
-        may have some; `under_way` and `compile_source` as a build has them.
+        """Prepare a kernel for the model's program, or for another `program` with planted faults.
+
+        With `values` tokens may have some; `under_way` and `compile_source` are those of a build.
         """
         self.sizes, self.tiles = model.sizes, tiles
         self._compile = compile_source
@@ -112,8 +113,10 @@ class ResidentKernel:
         profile: torch.Tensor | None = None,
         patience_ms: int | None = None,
     ) -> None:
-        """Enqueue `steps` steps; `payload` [B, 2]: values of the first tokens, `constraint` [B]: of
-        the rows, by index of `constraints_CV`.
+        """Enqueue `steps` steps.
+
+        `payload` [B, 2]: values of the first tokens; `constraint` [B]: by index of
+        `constraints_CV`.
         """
         count = len(tokens)
         self.rules.token_R[:count] = tokens
@@ -166,7 +169,7 @@ class ResidentKernel:
         return self._builds[key]
 
     def stop(self) -> None:
-        """The launch ends after the step that it is in."""
+        """Stop the launch after its current step."""
         self._words[STOP] = 1
 
     @property
@@ -197,7 +200,7 @@ class ResidentKernel:
         return payload, certainty
 
     def _field(self, which: int, width: int) -> torch.Tensor:
-        """[steps, rows * width] float32 of the ring."""
+        """View a field of the ring as float32 [steps, rows * width]."""
         words = self._ring[:, which * MAX_ROWS : (which + 1) * MAX_ROWS]
         return words.view(torch.float32)[:, : MAX_ROWS * width]
 

@@ -29,7 +29,7 @@ class Linear:
     def random(
         cls, outputs: int, inputs: int, gain: float = 1.0, device: torch.device = DEVICE
     ) -> Linear:
-        """Outputs of inputs with deviation 1 have deviation `gain`."""
+        """Make a map of inputs with deviation 1 to outputs with deviation `gain`."""
         weight = torch.randn(outputs, inputs, device=device, dtype=DTYPE) * gain / inputs**0.5
         return cls(weight, torch.randn(outputs, device=device, dtype=DTYPE) * 0.1)
 
@@ -113,7 +113,7 @@ class Cache:
         return cls(keys, values, pages.view(rows, row_pages))
 
     def clone(self) -> Cache:
-        """A copy that another forward pass may write."""
+        """Copy the cache, so that another forward pass may write it."""
         return Cache(self.keys.clone(), self.values.clone(), self.pages)
 
 

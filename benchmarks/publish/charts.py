@@ -63,7 +63,7 @@ def lone(records: Records) -> str:
 
 
 def launches(records: Records) -> str:
-    """Launches and waits of one answer by decode path."""
+    """Draw launches and waits of one answer by decode path."""
     bars: list[tuple[str, list[Part], str]] = []
     for name, each in counts(records).items():
         parts = [(each["launches"], BLUE, ""), (each["waits"], ORANGE, "")]
@@ -73,7 +73,7 @@ def launches(records: Records) -> str:
 
 
 def two_slots(records: Records) -> str:
-    """A step of the blocking loop beside one of two launches in flight."""
+    """Draw a step of the blocking loop beside one of two launches in flight."""
     groups: list[Group] = []
     for streams in STREAMS:
         row = records.row("h200/decode", task="query", streams=streams)

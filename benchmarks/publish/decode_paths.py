@@ -24,13 +24,13 @@ _CHANGES = ("mixed", "changing", "under pressure")
 
 
 def counts(records: Records) -> dict[str, Row]:
-    """Launches and waits of one answer by decode path."""
+    """Return launches and waits of one answer by decode path."""
     row = records.row(_LAUNCHES, streams=1)
     return {name: row[name] for name in NAMES}
 
 
 def launches(records: Records) -> str:
-    """Launches and waits of an answer, the step, and the host's CPU."""
+    """Format launches and waits of an answer, the step, and the host's CPU."""
     rows = [
         [
             NAMES[name],
@@ -52,7 +52,7 @@ def launches(records: Records) -> str:
 
 
 def loop_steps(records: Records) -> str:
-    """Steps of each path by rows, and how soon a request joins eight running answers."""
+    """Format each path's steps by rows, and how soon a request joins eight running answers."""
     figures, rows = records.figures(_LAUNCHES), []
     for name, words in NAMES.items():
         cells = [f"{row[name]['ms']:.3f}" for row in figures["rows"]]

@@ -112,7 +112,7 @@ def pipeline() -> str:
 
 
 def errors() -> str:
-    """What a client should do with a failed call."""
+    """Draw a client's reactions to failed calls."""
     canvas = Canvas(860, 420, "What to do with a failed call")
     rows = (
         ("UNAVAILABLE", "starting, lost, draining", "retry here or elsewhere (clients do)", GREEN),

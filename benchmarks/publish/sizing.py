@@ -205,7 +205,7 @@ def example_table(records: Records) -> str:
 
 
 def limits_table(records: Records) -> str:
-    """What a busy GPU needs of the rest of its host, by size of the image."""
+    """Format the host resources that a busy GPU needs, by size of the image."""
     lines = [limit_row(records, frame) for frame in frames(records).values()]
     known = [
         (figures["jpeg_bytes"] / 1e3, row["per_second"])

@@ -72,7 +72,7 @@ def service(records: Records) -> str:
 
 
 def idle_sessions(records: Records) -> str:
-    """What idle sessions cost a Query."""
+    """Format what idle sessions cost a Query."""
     name = records.newest("serve_2cores_*", "idle_sessions")
     rows = [
         [
@@ -173,7 +173,7 @@ def lone(records: Records) -> str:
 
 
 def hop(records: Records) -> str:
-    """What gRPC and the process boundary add to a request for a known image."""
+    """Format what gRPC and the process boundary add to a request for a known image."""
     rows = []
     for name in ("h200/hop", "h200/hop_again"):
         for row in records.rows(name):
@@ -250,7 +250,7 @@ def moondream3(records: Records) -> str:
 
 
 def adapters(records: Records) -> str:
-    """What an adapter adds to a decode step at one stream."""
+    """Format what an adapter adds to a decode step at one stream."""
     rows = []
     for model, words in (("moondream2", "Moondream 2"), ("moondream3", "Moondream 3")):
         steps = {
@@ -280,7 +280,7 @@ def tiny(records: Records) -> str:
 
 
 def headline(records: Records) -> str:
-    """The one table of README.md."""
+    """Format the one table of README.md."""
     labels = {
         "h200/kernels": "Legato's decode step and the byte floor",
         "h200/decode": "its sampling",

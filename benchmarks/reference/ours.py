@@ -50,11 +50,10 @@ class WatchedTask:
         self.tokens: list[Token] = []
 
     def constraint(self) -> int:
-        """The inner task's."""
         return self._inner.constraint()
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
-        """What the inner task makes of the token."""
+        """Record the token and pass it to the inner task."""
         self.tokens.append((token.token_id, token.payload))
         return self._inner.consume(token)
 
@@ -69,7 +68,6 @@ class WatchedTask:
         return self._inner.reasoning_tokens
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """The inner task's."""
         return self._inner.result(finish_reason)
 
 

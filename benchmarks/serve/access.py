@@ -69,7 +69,7 @@ def _image() -> media_pb2.Image:
 
 
 def _start(stack: contextlib.ExitStack) -> dict[str, Any]:
-    """A stub of each way, with its metadata."""
+    """Make a stub of each way, with its metadata."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     authority = trustme.CA()
     server, client = authority.issue_cert("localhost", "127.0.0.1"), authority.issue_cert("a.b")
@@ -129,7 +129,7 @@ def _wait_until_answered(stub: Any, metadata: Any, request: inference_pb2.QueryR
 def _compare(
     stubs: dict[str, Any], request: inference_pb2.QueryRequest, blocks: int, calls: int
 ) -> dict[str, Any]:
-    """Times of each way in ms: the median, and the tenth percentile, which others disturb least."""
+    """Time each way in ms: the median, and the tenth percentile, which others disturb least."""
     times: dict[str, list[float]] = {way: [] for way in stubs}
     for stub, metadata in stubs.values():
         _wait_until_answered(stub, metadata, request)

@@ -61,7 +61,7 @@ class InsideEngine:
         return self._engine.steps_committed
 
     def expect(self) -> None:
-        """It never sleeps."""
+        """Do nothing: it never sleeps."""
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Its state never changes."""
@@ -89,10 +89,10 @@ class InsideEngine:
         """None waits."""
 
     def set_pipeline_depth(self, depth: int) -> None:
-        """It has no pipeline."""
+        """Do nothing: it has no pipeline."""
 
     def drain(self) -> None:
-        """It only ever ends with its process."""
+        """Do nothing: it ends with its process."""
 
     async def hold(self, command: object) -> NoReturn:
         """Images are not held here."""

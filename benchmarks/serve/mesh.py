@@ -71,7 +71,7 @@ def _text() -> Call:
 
 
 def _image() -> Call:
-    """A decoder stops at the image's end, so the bytes after it cost their way alone."""
+    """Make a call with an image whose last bytes only travel: decoders stop at its end."""
     (file,) = jpegs(CHART, 1, (64, 48))
     data = file + os.urandom(_IMAGE_BYTES - len(file))
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
@@ -99,7 +99,7 @@ def _stream() -> Call:
 def _measure(
     stubs: dict[str, inference_pb2_grpc.InferenceServiceStub], call: Call, turns: int, calls: int
 ) -> Turns:
-    """The median of each turn, in milliseconds; the first turn warms up."""
+    """Measure the median of each turn, in milliseconds; the first turn warms up."""
     found = [
         {name: _median(stub, call, calls) for name, stub in _order(stubs, index)}
         for index in range(turns + 1)
@@ -120,7 +120,7 @@ def _median(stub: inference_pb2_grpc.InferenceServiceStub, call: Call, calls: in
 def _order(
     stubs: dict[str, inference_pb2_grpc.InferenceServiceStub], index: int
 ) -> list[tuple[str, inference_pb2_grpc.InferenceServiceStub]]:
-    """Forwards and backwards, so that no way is always the later one."""
+    """Alternate forwards and backwards, so that no way is always the later one."""
     return list(stubs.items())[:: -1 if index % 2 else 1]
 
 
@@ -146,7 +146,7 @@ def _stub(target: str) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
 
 @contextlib.contextmanager
 def _envoy(server: str) -> Iterator[str]:
-    """The address of an Envoy in front of the server, on a port that the kernel chooses."""
+    """Run an Envoy in front of the server, on a port that the kernel chooses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         EndpointFile(folder).write([server])

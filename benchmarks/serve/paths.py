@@ -113,7 +113,7 @@ def _measure(
     arguments: argparse.Namespace,
     numbers: Iterator[int],
 ) -> Row:
-    """The turns of every path; odd ones in the other order."""
+    """Measure the turns of every path; odd ones in the other order."""
     turns: dict[str, list[dict[str, Any]]] = {path: [] for path in contenders}
     calls = round(arguments.calls_scale * default_calls(kind.workload, callers))
     for index in range(arguments.turns):

@@ -166,6 +166,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and what it has started."""
+    """Return the process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in descendants(int(child)))]

@@ -89,7 +89,7 @@ def _caller(options: Sequence[str]) -> Iterator[_Caller]:
 
 @contextlib.contextmanager
 def _collector() -> Iterator[str]:
-    """An OpenTelemetry collector that drops everything; its CPU time is not counted."""
+    """Run an OpenTelemetry collector that drops everything; its CPU time is not counted."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
         lambda received, context: b""
@@ -106,7 +106,7 @@ def _collector() -> Iterator[str]:
 
 
 def _order(callers: dict[str, _Caller], index: int) -> list[tuple[str, _Caller]]:
-    """Forwards and backwards in turns, so that no server is always the later one."""
+    """Alternate forwards and backwards, so that no server is always the later one."""
     return list(callers.items())[:: -1 if index % 2 else 1]
 
 

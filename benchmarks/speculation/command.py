@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The model and the figures of each workload and setting, ready for JSON.
+    """Measure each workload and setting, ready for JSON.
 
     Raises:
         InvalidField: a setting or workload is unknown.
@@ -61,7 +61,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; the model's are those of `legato bench`."""
+    """Parse the options; the model's are those of `legato bench`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="speculation", help="of the record")

@@ -120,7 +120,7 @@ def _texts(off: Assembly, plan: Plan) -> list[Figures]:
 
 
 def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
-    """The profiles with every setting; one oracle learns each profile's tokens in turn."""
+    """Run the profiles with every setting; one oracle learns each profile's tokens in turn."""
     names = [name for name in plan.workloads if name in PROFILES]
     if not names:
         return []
@@ -151,7 +151,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
 
 
 def oracle_for(assembly: Assembly, capacity: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
-    """An oracle without known sequences, and its proposer for this device."""
+    """Make an oracle without known sequences, and its proposer for this device."""
     on = assembly.device.torch_device
     vocab_size = assembly.model.vocab_size
     oracle = OracleProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, capacity=capacity)

@@ -22,7 +22,7 @@ _FIFTHS = 5  # rates of 0.2, 0.4, ... are met exactly
 def known_history(
     prefix_length: int, prompt: Sequence[PromptToken], tokens: Sequence[int]
 ) -> list[int]:
-    """The tokens that `RowHistory` has for a sequence that has sampled `tokens`."""
+    """Return the tokens that `RowHistory` has for a sequence that has sampled `tokens`."""
     return [UNKNOWN] * prefix_length + [token.token_id for token in prompt] + list(tokens)
 
 

@@ -19,7 +19,7 @@ class OracleKernel:
     sequential = False
 
     def __init__(self, known_NC: torch.Tensor, drafts_NC: torch.Tensor) -> None:
-        """The tables may change between launches."""
+        """Compile the oracle; the tables may change between launches."""
         assert known_NC.is_contiguous(), "a sequence of the table is a row"
         assert drafts_NC.is_contiguous(), "a sequence of the table is a row"
         self._tables = (known_NC, drafts_NC)

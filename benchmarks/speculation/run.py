@@ -110,7 +110,6 @@ class RecordedTask:
         return self._inner.reasoning_tokens
 
     def constraint(self) -> int:
-        """The inner task's."""
         return self._inner.constraint()
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
@@ -121,7 +120,6 @@ class RecordedTask:
         return self._inner.consume(token)
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """The inner task's."""
         return self._inner.result(finish_reason)
 
 
@@ -182,7 +180,7 @@ class Run(SilentSink):
         return [task.tokens for task in self._tasks]
 
     def figures(self, workload: str, streams: int, setting: str, plain: Run) -> Figures:
-        """The run's figures next to the plain run of the same requests."""
+        """Compute the figures next to the plain run of the same requests."""
         records, tasks = self._records, self._tasks
         rows = sum(map(_rows, records))
         drafted, accepted = (sum(map(of, records)) for of in (_drafted, _accepted))
@@ -250,8 +248,9 @@ class Run(SilentSink):
         return Series(blocks, self._kv_use, np.percentile(gaps, range(101)).tolist())
 
     def _device_times(self) -> tuple[float, float]:
-        """Milliseconds of forwards and samplings, of decodes with the most rows; a loop has its
-        sampling in the forward, and counts by its mean step.
+        """Return mean milliseconds of forwards and samplings, of decodes with the most rows.
+
+        A loop has its sampling in the forward, and counts by its mean step.
         """
         most = max(len(record.launch.plan.rows) for record in self._records)
         launches = [
@@ -271,9 +270,7 @@ class Run(SilentSink):
 
 
 def interval(accepted: int, tried: int) -> tuple[float, float]:
-    """The 95 % interval of a rate, by Wilson, which stays within 0 and 1; all rates without a
-    sample.
-    """
+    """Return the 95 % interval of a rate by Wilson, within 0 and 1; all rates without a sample."""
     if not tried:
         return 0.0, 1.0
     weight = _SURE**2 / tried

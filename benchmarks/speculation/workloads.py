@@ -93,7 +93,7 @@ def rates_of(profile: Profile, requests: Sequence[EngineSequence]) -> list[Rate]
 
 
 def at_once(assembly: Assembly, profile: Profile) -> int:
-    """Requests of a profile that are submitted together."""
+    """Return how many requests of a profile are submitted together."""
     return assembly.config.max_running * (1 + profile.pressure)
 
 
@@ -120,7 +120,7 @@ def synthetic_requests(
 
 
 def cache_for(assembly: Assembly, profile: Profile, requests: Sequence[EngineSequence]) -> Assembly:
-    """The assembly with the pages that the profile allows; the longest request always fits.
+    """Give the assembly the pages that the profile allows; the longest request always fits.
 
     Under pressure all streams are admitted, and then answers outgrow the pages: a running request
     is preempted. So there are pages for the streams' prompts and for a part of their answers.
@@ -145,7 +145,7 @@ def _common_length(requests: Sequence[EngineSequence]) -> int:
 
 
 def sample_images(assembly: Assembly) -> list[PreparedImage]:
-    """The images that come with legato-tiny."""
+    """Load the images that come with legato-tiny."""
     folder = shipped(_SHIPPED) / "samples"
     return [_prepared(assembly, path) for path in sorted(folder.iterdir()) if _is_image(path)]
 
@@ -163,7 +163,7 @@ def _prepared(assembly: Assembly, path: Path) -> PreparedImage:
 
 
 def real_requests(assembly: Assembly, images: Sequence[PreparedImage]) -> list[EngineSequence]:
-    """A caption of each length and two questions for every image; greedy."""
+    """Make a caption of each length and two questions for every image; greedy."""
     tasks: list[TaskSpec] = [CaptionTask(length=length) for length in CaptionLength]
     tasks += [QueryTask(question=question) for question in _QUESTIONS]
     return [

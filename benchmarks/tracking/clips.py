@@ -42,7 +42,10 @@ class Motion:
 def clip(
     motion: Motion, seed: int, seconds: float, fps: float, missed: float, extra: float
 ) -> list[Frame]:
-    """A share `missed` of what can be seen is not found; `extra` boxes a frame are of nothing."""
+    """Make a clip in which a fraction `missed` of visible things is not found.
+
+    `extra` boxes a frame are of nothing.
+    """
     rng = np.random.default_rng(seed)
     paths = motion.things(rng)
     frames = []
@@ -75,7 +78,7 @@ def _inside(box: Array) -> bool:
 
 
 def _hidden(box: Array, nearer: list[Array]) -> float:
-    """The greatest share of the box behind one nearer box."""
+    """Return the greatest fraction of the box behind one nearer box."""
     return max((_shared(box, each) / (box[2] * box[3]) for each in nearer), default=0.0)
 
 
@@ -96,7 +99,7 @@ def _swing(
 
 
 def _lanes(rng: np.random.Generator) -> list[Path]:
-    """The things of the robot's example: each in a lane of its own."""
+    """Move the things of the robot's example, each in a lane of its own."""
     count = 4
     return [
         _path(

@@ -97,7 +97,7 @@ def _by_scipy(gain_TD: Array) -> list[tuple[int, int]]:
 
 
 def follower(name: str, fps: float) -> Follower:
-    """A new one, for a clip of which so many frames a second are answered."""
+    """Make a follower for a clip of which `fps` frames a second are answered."""
     match name:
         case "ByteTrack":
             return Library("ByteTrackTracker", fps, track_activation_threshold=0.25)
@@ -108,7 +108,7 @@ def follower(name: str, fps: float) -> Follower:
 
 
 def installed() -> list[str]:
-    """The contenders that can run here."""
+    """List the contenders that can run here."""
     names = ["ours"]
     if importlib.util.find_spec("scipy"):
         names.append("ours, scipy")

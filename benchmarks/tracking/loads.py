@@ -21,7 +21,7 @@ class Load:
     in_flight: int = 1
 
     def answered(self, frames: list[Frame], seed: int) -> list[Frame]:
-        """The frames that get results, in the order of these."""
+        """Return the frames that get results, in their order."""
         rng = np.random.default_rng(seed)
         free = [0.0] * self.in_flight  # when each place is free again
         waiting, ends = list(frames), []

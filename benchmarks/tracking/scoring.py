@@ -64,7 +64,7 @@ def extrapolated(frames: list[Frame], clip: list[Frame], ahead: float) -> dict[s
 
 
 def overlaps(one: list[Array], other_DA: Array) -> Array:
-    """The IoU of each with each."""
+    """Compute the IoU of each with each."""
     one_TA = np.array(one).reshape(-1, 4)
     reach = (one_TA[:, None, 2:] + other_DA[None, :, 2:]) / 2
     apart = np.abs(one_TA[:, None, :2] - other_DA[None, :, :2])

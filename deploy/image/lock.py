@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _resolved(requirements: list[str], constraints: str = "") -> dict[str, str]:
-    """The lines of each package with its hashes, by name."""
+    """Return the lines of each package with its hashes, by name."""
     command = ["uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate"]
     command += ["--generate-hashes", "--python-version", PYTHON, "--python-platform", PLATFORM]
     if constraints:

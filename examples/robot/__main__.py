@@ -26,7 +26,7 @@ _START_TIMEOUT = 300.0  # seconds for a server to load its model
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 1 if the session's books do not agree or nothing could be measured."""
+    """Run the command; 1 if the session's books do not agree or nothing could be measured."""
     args = _parser().parse_args(argv)
     scene = compose(tuple(args.nouns), args.seed, tuple(args.size))
     print(f"drawing {round(args.seconds * args.fps)} images", file=sys.stderr)
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The address to play to, of a server that serves."""
+    """Yield the address of the given server, or of one that runs meanwhile."""
     if args.target:
         yield args.target
         return

@@ -51,7 +51,6 @@ class Start:
 
     @classmethod
     def now(cls) -> Start:
-        """This moment."""
         return cls(time.monotonic(), time.time_ns())
 
     def elapsed(self) -> float:
@@ -59,11 +58,11 @@ class Start:
         return time.monotonic() - self.monotonic
 
     def at_ns(self, elapsed: float) -> int:
-        """A moment `elapsed` seconds after, on the clock of the stamps."""
+        """Return a moment `elapsed` seconds after the start, on the clock of the stamps."""
         return self.wall_ns + round(elapsed * _NS)
 
     def stamp(self, sequence: int, captured: float) -> FrameStamp:
-        """The stamp of an image taken `captured` seconds after."""
+        """Stamp an image taken `captured` seconds after the start."""
         return FrameStamp(CAMERA, self.at_ns(captured), sequence)
 
 
@@ -109,7 +108,7 @@ async def play(
 
 
 async def _write(session: AsyncSession, start: Start, clip: Clip, recording: Recording) -> None:
-    """An open loop: the clock alone says when the next frame goes."""
+    """Send frames in an open loop: the clock alone says when the next one goes."""
     with contextlib.suppress(LegatoError):  # the session has ended; the reader tells why
         async for sequence, captured in _ticks(start, clip):
             stamp, now = start.stamp(sequence, captured), start.elapsed()
@@ -121,7 +120,7 @@ async def _write(session: AsyncSession, start: Start, clip: Clip, recording: Rec
 
 
 async def _look(session: AsyncSession, start: Start, clip: Clip, recording: Recording) -> None:
-    """What a robot's control loop does: ask where things are, at the rate of the camera."""
+    """Ask where things are at the camera's rate, as a robot's control loop does."""
     async for _ in _ticks(start, clip):
         now = start.elapsed()
         recording.looks.append(Look(now, session.now(start.at_ns(now))))

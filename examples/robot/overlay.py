@@ -24,7 +24,7 @@ _STALE = (90, 90, 90)
 
 
 def moment(scene: Scene, t: float, tracks: Iterable[TrackNow], stale: Iterable[Box]) -> Image.Image:
-    """The scene at time t: white boxes where things are, coloured ones where they are expected.
+    """Draw the scene at time t: white boxes where things are, coloured where they are expected.
 
     The `stale` boxes, thin and grey, are where the model saw them.
     """
@@ -82,7 +82,7 @@ def _fit(scene: Scene, noun: str, boxes: Sequence[Box], t: float) -> float:
 
 
 def film(scene: Scene, recording: Recording) -> Iterator[Image.Image]:
-    """What the robot expects, moment by moment."""
+    """Draw what the robot expects, moment by moment."""
     for look in recording.looks:
         stale = [track.last.box for track in look.tracks]
         yield moment(scene, look.time, look.tracks, stale)

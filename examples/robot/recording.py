@@ -80,7 +80,7 @@ class Recording:
         return {frame.sequence: frame.captured for frame in self.sent}
 
     def answered(self) -> dict[int, list[Answer]]:
-        """The answers by frame, in the order of their arrival."""
+        """Group the answers by frame, in the order of their arrival."""
         frames: dict[int, list[Answer]] = collections.defaultdict(list)
         for answer in self.answers:
             frames[answer.sequence].append(answer)
@@ -112,7 +112,7 @@ class Recording:
         return lines + [f"frame {sequence}: never sent" for sequence in strangers]
 
     def _count_faults(self) -> list[str]:
-        """The server's own number is the one that is counted here, and the session ended well."""
+        """Compare the server's counts with those made here; list the differences and a bad end."""
         totals = [drop.total for drop in self.drops]
         lines = [self.failure] if self.failure else []
         if missing := self.num_frames - len(self.sent) - len(self.left_out):

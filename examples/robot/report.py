@@ -17,7 +17,7 @@ _LIKELY = 2  # standard deviations in which 95 % of places should lie
 
 
 def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
-    """The figures. Times are in milliseconds; what cannot be known is not a number.
+    """Compute the figures. Times are in milliseconds; NaN where a figure cannot be known.
 
     IoU is the mean over every true object of every answer, a missed one counted as 0. The answer's
     boxes are held against where the object was when the image was taken, which is the model's
@@ -70,7 +70,7 @@ def _track_fit(scene: Scene, noun: str, tracks: Iterable[TrackNow], t: float) ->
 
 
 def _moments(scene: Scene, recording: Recording, good: list[Answer]) -> dict[str, float]:
-    """The mean over all looks and nouns that had an answer before."""
+    """Return the mean over all looks and nouns that had an answer before."""
     held, expected = [], []
     for look in recording.looks:
         for noun in recording.nouns:
@@ -83,7 +83,7 @@ def _moments(scene: Scene, recording: Recording, good: list[Answer]) -> dict[str
 
 
 def newest_answer(answers: list[Answer], noun: str, t: float) -> Answer | None:
-    """The answer about the newest image of all that had arrived by then."""
+    """Return the answer about the newest image of all that had arrived by then."""
     known = (a for a in answers if a.noun == noun and a.arrived <= t and not a.error)
     return max(known, key=lambda answer: answer.sequence, default=None)
 
@@ -114,13 +114,13 @@ def _quality(scores: list[float]) -> dict[str, float]:
 
 
 def _gaps(answers: list[Answer]) -> list[float]:
-    """Times from one answered frame to the next."""
+    """Return the times from one answered frame to the next."""
     ends = sorted(answer.arrived for answer in answers if answer.is_last)
     return [1000 * (later - earlier) for earlier, later in itertools.pairwise(ends)]
 
 
 def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> str:
-    """The figures for people, with how they came about."""
+    """Write the figures for people, with how they came about."""
     frames, age = figures["frames"], figures["age_ms"]
     then, now = figures["iou_at_capture"], figures["iou_on_arrival"]
     expected, moments = figures["iou_extrapolated"], figures["iou_at_any_moment"]
@@ -158,7 +158,7 @@ def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> st
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None for what is not a number, which JSON cannot say."""
+    """Replace NaN, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {name: without_nan(part) for name, part in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -38,7 +38,6 @@ class Path1D:
     phase: float
 
     def at(self, t: float) -> float:
-        """The value at time t."""
         return self.middle + self.reach * math.sin(2 * math.pi * t / self.period + self.phase)
 
 
@@ -67,11 +66,11 @@ class Scene:
     things: tuple[Thing, ...]
 
     def truth(self, t: float) -> dict[str, Box]:
-        """The box of every thing at time t, by its noun."""
+        """Return the box of every thing at time t, by its noun."""
         return {thing.noun: self._box(thing, t) for thing in self.things}
 
     def image(self, t: float) -> Image.Image:
-        """What a camera sees at time t."""
+        """Draw what a camera sees at time t."""
         canvas = _ground(self.size).copy()
         for thing in self.things:
             left, top, width, height = thing.place(t)
@@ -80,7 +79,7 @@ class Scene:
         return canvas
 
     def jpeg(self, t: float) -> bytes:
-        """The same as a file, as a camera gives it."""
+        """Return the image at time t as a file, as a camera gives it."""
         buffer = io.BytesIO()
         self.image(t).save(buffer, "JPEG", quality=_JPEG_QUALITY)
         return buffer.getvalue()
@@ -92,7 +91,7 @@ class Scene:
 
 
 def compose(nouns: tuple[str, ...], seed: int, size: tuple[int, int] = (640, 480)) -> Scene:
-    """A scene with one thing of each noun, from top to bottom in lanes, so that none hides another.
+    """Compose a scene with one thing of each noun, in lanes, so that none hides another.
 
     The things swing from side to side, come nearer and go away again, at most half an image's
     width a second. ValueError for a noun without a drawing, one given twice, or more than five.
@@ -128,14 +127,14 @@ def _swing(
 
 @functools.cache
 def drawing(noun: str) -> Image.Image:
-    """The drawing of a noun, cropped to what is visible; not to be changed."""
+    """Load the drawing of a noun, cropped to what is visible; not to be changed."""
     with Image.open(ART / f"{noun}.webp") as art:
         return art.convert("RGBA")
 
 
 @functools.cache
 def _ground(size: tuple[int, int]) -> Image.Image:
-    """A sky over a meadow; not to be changed."""
+    """Draw a sky over a meadow; not to be changed."""
     width, height = size
     horizon = round(height * _HORIZON)
     rows = np.concatenate([_ramp(*_SKY, horizon), _ramp(*_MEADOW, height - horizon)])

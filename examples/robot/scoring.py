@@ -20,7 +20,7 @@ def overlap(one: Box, other: Box) -> float:
 
 
 def match(found: Sequence[Box], truth: Sequence[Box]) -> list[float]:
-    """The overlap of each true box with the box that is matched to it, in the order of `truth`.
+    """Return the overlap of each true box with its match, in the order of `truth`.
 
     Pairs are taken by greatest overlap first; a box is matched at most once, and a true box that
     gets none has 0.
@@ -44,14 +44,14 @@ def mean(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` (0..1) of the values do not exceed; not a number if none."""
+    """Return the least value that `share` (0..1) of the values do not exceed; NaN if none."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def quantiles(values: Sequence[float]) -> Mapping[str, float]:
-    """The three that are reported."""
+    """Return the three quantiles that are reported."""
     return {f"p{p}": percentile(values, p / 100) for p in (50, 90, 99)}
 
 

@@ -27,7 +27,7 @@ def main() -> None:
         help="seconds from NOT_SERVING until a server leaves (%(default)s)",
     )
     parser.add_argument(
-        "--interval", type=float, default=0.5, help="seconds between two looks (%(default)s)"
+        "--interval", type=float, default=0.5, help="seconds between polls (%(default)s)"
     )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

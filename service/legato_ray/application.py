@@ -28,7 +28,7 @@ _LAST_SECONDS = 20.0  # beyond delay and grace, before Ray kills the replica
 
 
 def directory() -> Any:
-    """The handle of the cluster's directory, which outlives the application."""
+    """Return the cluster's directory, which outlives the application."""
     actor = ray.remote(Directory).options(
         name=DIRECTORY,
         namespace=NAMESPACE,
@@ -61,7 +61,7 @@ class Server:
         self._teller.start()
 
     def check_health(self) -> None:
-        """Raises for a server that ended or hangs; one whose engine is lost heals itself."""
+        """Raise for a server that ended or hangs; one whose engine is lost heals itself."""
         if not self._unit.is_alive():
             raise RuntimeError("the server has ended or does not answer")
 
@@ -93,7 +93,7 @@ class Server:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application; `args` are those of `legato_ray.settings.Settings`."""
+    """Build the application; `args` are those of `legato_ray.settings.Settings`."""
     settings = Settings.of(args)
     deployment = serve.deployment(Server).options(
         name="server",

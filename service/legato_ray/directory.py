@@ -27,11 +27,11 @@ class Directory:
         self._entries: dict[str, _Entry] = {}
 
     def put(self, address: str, health_address: str) -> None:
-        """A server serves. To be repeated more often than every `MAX_AGE`."""
+        """List a serving server. To be repeated more often than every `MAX_AGE`."""
         self._entries[address] = _Entry(health_address, self._clock())
 
     def drop(self, address: str) -> None:
-        """A server is about to stop, or does not serve."""
+        """Remove a server that is about to stop, or does not serve."""
         self._entries.pop(address, None)
 
     def servers(self) -> Mapping[str, str]:

@@ -29,7 +29,7 @@ class EndpointFile:
         self._written = self.read()
 
     def read(self) -> frozenset[str]:
-        """The addresses in the file; none where there is no file, or one that another wrote."""
+        """Read the addresses in the file; none if it is missing or another program wrote it."""
         try:
             return frozenset(_addresses(json.loads(self.path.read_bytes())))
         except (OSError, ValueError, LookupError, TypeError):
@@ -88,7 +88,7 @@ def join(host: str, port: int) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A rename within the folder: Envoy never sees a part."""
+    """Write by a rename within the folder: Envoy never sees a part."""
     descriptor, name = tempfile.mkstemp(prefix=".endpoints-", dir=path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

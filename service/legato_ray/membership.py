@@ -1,4 +1,4 @@
-"""Which servers Envoy is told of. It neither waits nor asks."""
+"""Servers that Envoy routes to; decided without waiting or asking."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Membership:
     """
 
     def __init__(self, published: Collection[str], *, lame_duck: float) -> None:
-        """`published` are the addresses of an earlier writer."""
+        """Start with `published`, the addresses of an earlier writer."""
         self._lame_duck = lame_duck
         self._health_addresses = {address: address for address in published}
         self._silent_since: dict[str, float] = {}
@@ -22,7 +22,7 @@ class Membership:
         return frozenset(self._health_addresses)
 
     def unlisted(self, listed: Collection[str]) -> dict[str, str]:
-        """Published servers whose health decides, with their health addresses."""
+        """Return published servers whose health decides, with their health addresses."""
         return {a: h for a, h in self._health_addresses.items() if a not in listed}
 
     def update(

@@ -86,7 +86,7 @@ class Unit:
         return self._said["health_listening"]
 
     def wait_until_serving(self, timeout: float) -> None:
-        """Raises StartFailed; the process is ended then."""
+        """Wait until the server serves. Raises StartFailed and ends the process if it does not."""
         end = time.monotonic() + timeout
         while not (self._is_known() and self.is_serving()):
             code = self._process.poll()
@@ -108,7 +108,7 @@ class Unit:
         )
 
     def load(self) -> Load:
-        """Raises `grpc.RpcError` when it does not answer."""
+        """Ask for the load. Raises `grpc.RpcError` without an answer."""
         load: admin_pb2.GetLoadResponse = self._admin.GetLoad(
             admin_pb2.GetLoadRequest(), timeout=_ANSWER
         )

@@ -31,7 +31,7 @@ class EndpointWriter:
         self._pool = ThreadPoolExecutor(_PROBES, thread_name_prefix="health")
 
     def step(self) -> None:
-        """Raises OSError when the file cannot be written."""
+        """Write the file if servers changed. Raises OSError if it cannot be written."""
         try:
             listed = self._servers()
         except Exception:  # Ray's are many; health decides meanwhile

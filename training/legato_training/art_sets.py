@@ -125,7 +125,7 @@ def slug(label: str) -> str:
 
 
 def find_icon(art_set: ArtSet, label: str, names: set[str]) -> str | None:
-    """The icon of ``label`` in a set, or None when the set does not draw it."""
+    """Return the icon of ``label`` in a set, or None when the set does not draw it."""
     if art_set.name == "fxemoji":
         wanted = FX_NAMES.get(label, slug(label).replace("-", ""))
     else:

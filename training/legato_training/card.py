@@ -37,7 +37,6 @@ class Row:
     at_most: bool = False
 
     def aim(self, group: str) -> float | None:
-        """The aim of a column."""
         return self.trained_aim if group == TRAINED else self.unseen_aim
 
     def gap(self, metrics: dict[str, Any], group: str) -> float:
@@ -63,7 +62,7 @@ ROWS = (
 
 
 def aim_text(row: Row) -> str:
-    """The aims as the table shows them."""
+    """Format the aims as the table shows them."""
     if row.trained_aim is None:
         return ""
     if row.at_most:
@@ -89,7 +88,7 @@ def table(metrics: dict[str, Any]) -> str:
 
 
 def missed(metrics: dict[str, Any]) -> str:
-    """The missed aims of each column, with what lacks."""
+    """List the missed aims of each column, with what lacks."""
     lines = []
     for group, title in TITLES.items():
         gaps = [(row.title, row.gap(metrics, group)) for row in ROWS]
@@ -134,7 +133,7 @@ def listing(scores: dict[str, float], names: list[str]) -> str:
 
 
 def run_fields(log: str) -> dict[str, str]:
-    """Steps, images and speed of the run."""
+    """Read steps, images and speed of the run from its log."""
     ended = re.search(r"trained (\d+) steps", log)
     assert ended is not None, "the log is of a run that has not ended"
     steps = int(ended.group(1))
@@ -147,7 +146,7 @@ def run_fields(log: str) -> dict[str, str]:
 
 
 def confidence_fields(measured: dict[str, Any]) -> dict[str, str]:
-    """What the confidences are worth on held-out scenes."""
+    """Format what the confidences are worth on held-out scenes."""
     lines = [
         "| | objects found | right | ranks right above wrong | ECE before | ECE after | ships |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -173,7 +172,7 @@ def confidence_fields(measured: dict[str, Any]) -> dict[str, str]:
 
 
 def fields(metrics: dict[str, Any], log: str) -> dict[str, str]:
-    """What stands in the place of each @NAME@."""
+    """Return the text for each @NAME@."""
     scores = known(metrics)
     names = list(scores)
     alone = {group: drawings_alone(metrics, group) for group in (UNSEEN, THIN)}

@@ -121,7 +121,7 @@ def bins_of(fitted: Fit, pairs: Pairs) -> list[list[float]]:
 
 
 def diagram(measured: dict[str, Any]) -> str:
-    """An SVG with a square for each skill: share right over confidence, before and after."""
+    """Draw a square for each skill: fraction right over confidence, before and after."""
     squares = []
     for place, (skill, each) in enumerate(measured.items()):
         at = place * (WIDTH + MARGIN) + MARGIN

@@ -60,7 +60,7 @@ class ModelConfig:
 
 
 def engine_config(model: ModelConfig, templates: dict[str, dict[str, list[int]]]) -> dict[str, Any]:
-    """The config.json the engine reads; its keys are a contract, do not vary them."""
+    """Return the config.json the engine reads; its keys are a contract, do not vary them."""
     return {
         "architecture": "moondream2",
         "name": "legato-tiny",

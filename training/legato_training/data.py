@@ -65,14 +65,14 @@ class SceneStream(IterableDataset[Arrays]):
 
 
 def unchanged(batch: Arrays) -> Arrays:
-    """Keeps batches numpy, so that they travel through pipes and need no shared memory."""
+    """Keep batches numpy, so that they travel through pipes and need no shared memory."""
     return batch
 
 
 def scene_loader(
     book: SpriteBook, sets: tuple[int, ...], batch: int, seed: int, workers: int
 ) -> DataLoader[Arrays]:
-    """A loader of ready batches; workers are forked, so build it before CUDA is touched."""
+    """Load ready batches; workers are forked, so build it before CUDA is touched."""
     stream = SceneStream(book, sets, batch, seed)
     extra: dict[str, Any] = {}
     if workers:

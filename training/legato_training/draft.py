@@ -77,8 +77,10 @@ class Draft(nn.Module):
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the teacher makes of some scenes: its residual stream in their slots of text, keys and
-    values of everything, and the tokens generated after each position (-1: none).
+    """The teacher's output for some scenes.
+
+    Its residual stream in their slots of text, keys and values of everything, and the tokens
+    generated after each position (-1: none).
     """
 
     hidden_BGD: Tensor
@@ -87,7 +89,7 @@ class Lesson:
     said_BG: Tensor
 
     def __getitem__(self, which: Tensor | slice) -> "Lesson":
-        """Some of the scenes."""
+        """Select some of the scenes."""
         return Lesson(*(getattr(self, each.name)[which] for each in fields(self)))
 
     def __len__(self) -> int:
@@ -144,7 +146,7 @@ def roll(
 
 
 def ahead(said_BG: Tensor, step: int) -> Tensor:
-    """The token so many positions later, -1 past the end."""
+    """Return the token `step` positions later, -1 past the end."""
     moved = said_BG.roll(-step, 1)
     if step:
         moved[:, -step:] = -1

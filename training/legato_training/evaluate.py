@@ -81,7 +81,7 @@ class Examiner:
             self.caption(cache, scenes)
 
     def choose_phrase(self, narrator: Narrator) -> Phrase:
-        """The first name of a kind that is there."""
+        """Return the first name of a kind that is there."""
         kinds = list(narrator.members)
         return narrator.lexicon.phrases_of[kinds[self.builder.rng.integers(len(kinds))]][0]
 
@@ -175,7 +175,7 @@ def evaluate(
 
 
 def table(metrics: dict[str, Any]) -> str:
-    """A short markdown table."""
+    """Format a short markdown table."""
     rows = (
         "detect_f1",
         "detect_f1_small",

@@ -29,7 +29,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
 
 def load_exported(folder: Path) -> LegatoTiny:
-    """The exported model in f32."""
+    """Load the exported model in f32."""
     model = LegatoTiny(ModelConfig())
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})

@@ -35,13 +35,13 @@ Arrays = dict[str, Tensor]
 
 
 def hazard_kind() -> int:
-    """The kind that gets the new name."""
+    """Return the kind that gets the new name."""
     kinds = lexicon().kinds
     return next(i for i, k in enumerate(kinds) if (k.shape, k.colour) == (SHAPE, COLOUR))
 
 
 def hazard_lexicon() -> Lexicon:
-    """The one lexicon, in which yellow triangles are hazards first."""
+    """Return the one lexicon, in which yellow triangles are hazards first."""
     book, at = lexicon(), hazard_kind()
     kinds, phrases = list(book.kinds), list(book.phrases_of)
     old = kinds[at]
@@ -60,7 +60,7 @@ class HazardSampler(ShapeSampler):
         self.hazard = hazard_kind()
 
     def random_kind(self) -> int:
-        """A hazard, or any shape in any colour."""
+        """Return a hazard, or any shape in any colour."""
         return self.hazard if self.rng.random() < SHARE else super().random_kind()
 
     def tints(self, kinds: list[int], sprites: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -88,7 +88,7 @@ def batches(model: LegatoTiny, options: argparse.Namespace) -> Iterator[tuple[Te
 
 
 def slot_arrays(packed: Packed) -> dict[str, np.ndarray]:
-    """What the losses read of a scene's slots."""
+    """Return what the losses read of a scene's slots."""
     own = {"tokens": packed.tokens, "values": packed.values, "targets": packed.targets}
     return own | region_targets(packed)
 
@@ -107,7 +107,7 @@ def loss_of(model: LegatoTiny, image: Tensor, batch: Arrays, mask: tuple[Tensor,
 
 
 def train(model: LegatoTiny, options: argparse.Namespace) -> None:
-    """Some steps, their rate falling to nothing."""
+    """Train some steps, their rate falling to nothing."""
     trained = add_adapter(model, options.rank)
     optimiser = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
     mask = slot_mask(SLOTS, ModelConfig().prefix)

@@ -36,7 +36,7 @@ class Labels:
         self.categories = [{"id": kind + 1, "name": name} for kind, name in enumerate(names)]
 
     def add(self, name: str, scene: Scene) -> None:
-        """A scene under the name of its file."""
+        """Add a scene under the name of its file."""
         image = len(self.images) + 1
         self.images.append({"id": image, "file_name": name, "width": CROP, "height": CROP})
         for kind, (x0, y0, x1, y1) in zip(scene.kinds, scene.boxes, strict=True):

@@ -35,14 +35,14 @@ class Narrator:
         return PLACES[min(2, int((y0 + y1) * 1.5))][min(2, int((x0 + x1) * 1.5))]
 
     def colour(self, kind: int) -> str | None:
-        """The one colour all instances of a kind share, when it is not part of the name."""
+        """Return the one colour all instances of a kind share, unless it is part of the name."""
         colours = {self.scene.colours[i] for i in self.members[kind]}
         if len(colours) > 1 or -1 in colours or self.lexicon.kinds[kind].colour >= 0:
             return None
         return COLOUR_NAMES[colours.pop()]
 
     def counted(self, kind: int, adjective: str | None = None) -> str:
-        """``a dog``, ``three red apples``."""
+        """Return ``a dog`` or ``three red apples``."""
         entry, count = self.lexicon.kinds[kind], len(self.members[kind])
         prefix = f"{adjective} " if adjective and adjective not in entry.names[0].split() else ""
         if count == 1:
@@ -58,11 +58,11 @@ class Narrator:
         return join([self.counted(kind) for kind in self.members])
 
     def short(self) -> str:
-        """``A dog and two apples.``"""
+        """Return ``A dog and two apples.`` or the like."""
         return sentence(self.listing()) if self.members else "An empty picture."
 
     def normal(self) -> str:
-        """The list with colours and, for single objects, places."""
+        """List the objects with colours and, for single ones, places."""
         if not self.members:
             return f"An empty picture. {self.background()}".strip()
         parts = []
@@ -72,7 +72,7 @@ class Narrator:
         return sentence(join(parts))
 
     def long(self) -> str:
-        """What there is, then where and which colour, then the background."""
+        """Describe the objects, then where they are and their colours, then the background."""
         if not self.members:
             return f"The picture is empty. {self.background()}".strip()
         parts = [f"The picture shows {self.listing()}."]
@@ -91,7 +91,7 @@ class Narrator:
         return self.lexicon.kinds[kind].names[0] == self.lexicon.kinds[kind].plurals[0]
 
     def background(self) -> str:
-        """A sentence on the background."""
+        """Describe the background in a sentence."""
         kind, (first, second) = BACKGROUNDS[self.scene.background], self.scene.background_names
         if kind == "photo":
             return "The background is a photo."
@@ -120,7 +120,7 @@ class Narrator:
         return [i for i, kind in enumerate(self.scene.kinds) if kind in phrase.kinds]
 
     def question(self, absent: int) -> tuple[str, str]:
-        """A random question and its answer; ``absent`` is a kind that is not there."""
+        """Return a random question and its answer; ``absent`` is a kind that is not there."""
         makers = (
             self.ask_what,
             self.ask_count,
@@ -149,7 +149,7 @@ class Narrator:
         return text.upper() if roll < 0.28 else text
 
     def random_kind(self) -> int | None:
-        """A kind that is present."""
+        """Return a kind that is present."""
         kinds = list(self.members)
         return kinds[self.rng.integers(len(kinds))] if kinds else None
 
@@ -159,7 +159,7 @@ class Narrator:
         return singles[self.rng.integers(len(singles))] if singles else None
 
     def ask_what(self, _: int) -> tuple[str, str] | None:
-        """What is in the image."""
+        """Ask for the objects in the image."""
         if len(self.members) > 4:
             return None
         question = self.pick(
@@ -267,7 +267,7 @@ class Narrator:
         return question, "Yes." if yes else "No."
 
     def ask_beside(self, _: int) -> tuple[str, str] | None:
-        """What is left of, right of, above or below the only one of a kind."""
+        """Ask for the neighbour of the only one of a kind."""
         found = self.single()
         if not found or len(self.scene.kinds) > 4:
             return None
@@ -297,26 +297,25 @@ class Narrator:
         return f"{NUMBERS[count]} {self.lexicon.kinds[kind].plurals[0]}"
 
     def ask_background(self, _: int) -> tuple[str, str]:
-        """What the background is."""
         return self.pick(
             "What is the background?", "Describe the background.", "What is in the background?"
         ), self.background()
 
 
 def article_for(prefix: str, name: str) -> str:
-    """``a red car``, ``an orange cat``, ``green grapes``: adjective and noun decide the article."""
+    """Put an article first: ``a red car``, ``an orange cat``, ``green grapes``."""
     if with_article(name) == name:
         return prefix + name
     return f"{'an' if prefix[0] in 'aeiou' else 'a'} {prefix}{name}"
 
 
 def answer_number(count: int) -> str:
-    """``Three.``"""
+    """Return ``Three.`` or the like."""
     return f"{NUMBERS[count].capitalize()}."
 
 
 def join(parts: list[str]) -> str:
-    """``a, b and c``."""
+    """Join as in ``a, b and c``."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

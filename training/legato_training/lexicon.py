@@ -67,7 +67,6 @@ class Lexicon:
 
 
 def noun_kinds() -> list[Kind]:
-    """The emoji nouns."""
     return [Kind(noun.names, noun.plurals, noun.mirror) for noun in all_nouns()]
 
 
@@ -91,7 +90,7 @@ def groups(kinds: list[Kind], num_nouns: int) -> list[Phrase]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    """The one lexicon."""
+    """Build the one lexicon."""
     nouns = noun_kinds()
     kinds = nouns + shape_kinds()
     phrases = tuple(

@@ -15,7 +15,7 @@ from legato_training.config import COORD, SIZE, ModelConfig
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh approximation Moondream uses everywhere."""
+    """Apply GELU in the tanh approximation that Moondream uses everywhere."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -254,7 +254,7 @@ class LegatoTiny(nn.Module):
 
 
 def init_linear(module: nn.Module) -> None:
-    """Normal weights of 0.02 and no bias; region encoders keep a wider start."""
+    """Draw normal weights of 0.02 and no bias; region encoders start wider."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02 if module.in_features != 588 else 0.04)
         nn.init.zeros_(module.bias)

@@ -493,7 +493,7 @@ class Noun:
 
 
 def pluralise(name: str) -> str:
-    """The plural used in captions and counting questions."""
+    """Return the plural used in captions and counting questions."""
     if name in ALREADY_PLURAL:
         return name
     if name in IRREGULAR_PLURALS:
@@ -509,7 +509,7 @@ def pluralise(name: str) -> str:
 
 
 def with_article(name: str) -> str:
-    """``a dog``, ``an apple``, ``grapes``."""
+    """Return ``a dog``, ``an apple`` or ``grapes``."""
     if name in ALREADY_PLURAL or name in (
         "bread",
         "bacon",

@@ -40,7 +40,7 @@ def tone_map(linear_HW3: np.ndarray) -> np.ndarray:
 
 
 def load_panoramas(package: Path) -> list[np.ndarray]:
-    """The package's EXR panoramas (base64 inside JavaScript modules), decoded and cut."""
+    """Decode and cut the package's EXR panoramas (base64 inside JavaScript modules)."""
     import OpenEXR  # art script only
 
     cuts: list[np.ndarray] = []

@@ -127,7 +127,7 @@ def tensor(path: Path) -> Tensor:
 
 
 def places(answer: Answer, skill: str) -> list[Box | Point]:
-    """What an answer found."""
+    """Return the boxes or points of an answer."""
     if skill == "point":
         return [Point(x, y) for x, y in answer.points()]
     return [Box(*(min(max(v, 0.0), 1.0) for v in box)) for box in answer.boxes()]
@@ -240,7 +240,7 @@ def keep(path: Path, questions: dict[tuple[str, str], list[Question]]) -> None:
 def kept(
     path: Path, folders: dict[str, tuple[LabelledImage, ...]]
 ) -> dict[tuple[str, str], list[Question]]:
-    """What `keep` wrote."""
+    """Read what `keep` wrote."""
     pictures = {(name, each.number): each for name, all_ in folders.items() for each in all_}
     questions: dict[tuple[str, str], list[Question]] = {}
     with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -116,14 +116,14 @@ PICTURES = (
 
 
 def ramp(size: tuple[int, int], top: Colour, bottom: Colour) -> Image.Image:
-    """A vertical run of one colour into another."""
+    """Draw a vertical gradient."""
     share = np.linspace(0, 1, size[1])[:, None, None]
     rows = np.array(top) * (1 - share) + np.array(bottom) * share
     return Image.fromarray(np.broadcast_to(rows, (size[1], size[0], 3)).round().astype(np.uint8))
 
 
 def ground(picture: Picture) -> Image.Image:
-    """The image before anything is put into it."""
+    """Draw the image before anything is put into it."""
     sky = ramp(picture.size, picture.top, picture.bottom)
     if picture.hill is None:
         return sky
@@ -135,7 +135,7 @@ def ground(picture: Picture) -> Image.Image:
 
 
 def layer(picture: Picture, item: Item, icons: dict[str, Any]) -> Image.Image:
-    """A drawing alone, RGBA of the image's size."""
+    """Return a drawing alone, RGBA of the image's size."""
     names = set(icons["icons"]) | set(icons.get("aliases", {}))
     icon = find_icon(ART, item.label, names)
     assert icon is not None, item.label
@@ -151,7 +151,7 @@ def layer(picture: Picture, item: Item, icons: dict[str, Any]) -> Image.Image:
 
 
 def shadow(drawing: Image.Image) -> Image.Image:
-    """A soft dark copy, a little lower."""
+    """Return a soft dark copy, a little lower."""
     dark = drawing.getchannel("A").filter(ImageFilter.GaussianBlur(9)).point(lambda a: a * SHADOW)
     sheet = Image.new("RGBA", drawing.size, (10, 20, 30, 0))
     lowered = Image.new("L", drawing.size, 0)
@@ -173,7 +173,7 @@ def box_of(drawing: Image.Image) -> list[float]:
 def draw(
     picture: Picture, icons: dict[str, Any]
 ) -> tuple[Image.Image, dict[str, list[list[float]]]]:
-    """The image, and its boxes by noun from left to right."""
+    """Draw the image; return it with its boxes by noun from left to right."""
     noun_of = {label: noun.names[0] for noun in all_nouns() for label in noun.labels}
     canvas = ground(picture).convert("RGBA")
     boxes: dict[str, list[list[float]]] = {}

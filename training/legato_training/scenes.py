@@ -66,19 +66,19 @@ class SceneSampler:
         return self.place(self.choose_kinds())
 
     def random_kind(self) -> int:
-        """A noun, or sometimes a coloured shape."""
+        """Return a noun, or sometimes a coloured shape."""
         pool = self.shapes if self.rng.random() < self.shape_share else self.nouns
         return int(pool[self.rng.integers(len(pool))])
 
     def absent_kind(self, present: set[int]) -> int:
-        """A kind that is not in the image."""
+        """Return a kind that is not in the image."""
         while True:
             kind = self.random_kind()
             if kind not in present:
                 return kind
 
     def choose_kinds(self) -> list[int]:
-        """A counting scene (28%), or up to six objects with some repeats."""
+        """Choose a counting scene (28%), or up to six objects with some repeats."""
         roll = self.rng.random()
         if roll < 0.28:
             kinds = [self.random_kind()] * int(self.rng.integers(2, MAX_OBJECTS + 1))
@@ -94,7 +94,7 @@ class SceneSampler:
         return kinds
 
     def choose_sprite(self, kind: int) -> int:
-        """A drawing set first, so that sets count equally, then one of its drawings."""
+        """Choose a drawing set first, so that sets count equally, then one of its drawings."""
         by_set = self.by_kind[kind]
         sprites = by_set[self.rng.integers(len(by_set))]
         return int(sprites[self.rng.integers(len(sprites))])
@@ -224,7 +224,7 @@ class ShapeSampler(SceneSampler):
 
 
 def jitter_colour(rng: np.random.Generator, colour: int) -> np.ndarray:
-    """A named colour, slightly off."""
+    """Return a named colour, slightly off."""
     base = np.array(COLOURS[COLOUR_NAMES[colour]], np.float32)
     return np.clip(base * rng.uniform(0.85, 1.08) + rng.normal(0, 0.02, 3), 0, 1).astype(np.float32)
 
@@ -264,7 +264,7 @@ def patch_labels(scene: Scene, book: SpriteBook, background: int) -> np.ndarray:
 
 
 def render_arrays(scene: Scene) -> dict[str, np.ndarray]:
-    """What the renderer needs, padded to MAX_OBJECTS and in painting order."""
+    """Return the renderer's inputs, padded to MAX_OBJECTS and in painting order."""
     sprite = np.full(MAX_OBJECTS, -1, np.int32)
     level = np.zeros(MAX_OBJECTS, np.int32)
     inverse = np.zeros((MAX_OBJECTS, 2, 3), np.float32)

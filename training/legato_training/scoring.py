@@ -97,7 +97,7 @@ class Tally:
         self.sums["invented"] += any_box
 
     def point(self, scene: Scene, phrase: Phrase, points: Sequence[tuple[float, float]]) -> None:
-        """A point hits when it lies in a true box no other point has taken."""
+        """Count a point as a hit in a true box that no other point has taken."""
         free = self.truth(scene, phrase)
         self.sums["point_truth"] += len(free)
         self.sums["point_found"] += len(points)
@@ -136,7 +136,7 @@ class Tally:
         self.sums["segment_iou"] += (drawn & real).sum() / max((drawn | real).sum(), 1)
 
     def mask(self, scene: Scene, i: int) -> np.ndarray:
-        """The object's alpha on the canvas, bool [CANVAS, CANVAS]."""
+        """Return the object's alpha on the canvas, bool [CANVAS, CANVAS]."""
         ticks = (np.arange(CANVAS) + 0.5) / CANVAS
         x, y = ticks[None, :] - scene.centres[i, 0], ticks[:, None] - scene.centres[i, 1]
         inverse = np.linalg.inv(scene.matrices[i])
@@ -150,7 +150,7 @@ class Tally:
         return covered
 
     def count(self, scene: Scene, phrase: Phrase, answer: str) -> None:
-        """Counting right, up to five and in all."""
+        """Score counting, up to five and in all."""
         number = len(self.truth(scene, phrase))
         right = answer.strip().rstrip(".").lower() == NUMBERS[number]
         self.sums["counts"] += 1

@@ -118,7 +118,7 @@ class SlotBuilder:
         return packed
 
     def present_phrase(self, narrator: Narrator, avoid: Phrase | None = None) -> Phrase:
-        """A name of something that is there, sometimes of its group."""
+        """Return a name of something that is there, sometimes of its group."""
         kinds = [k for k in narrator.members if not avoid or k not in avoid.kinds] or list(
             narrator.members
         )
@@ -160,7 +160,7 @@ class SlotBuilder:
         return self.detect(narrator, narrator.name(self.hard_absent(narrator) or absent))
 
     def hard_absent(self, narrator: Narrator) -> int | None:
-        """A shape of the image in a colour it does not have there."""
+        """Return a shape of the image in a colour it does not have there."""
         shapes = [k for k in narrator.members if narrator.lexicon.kinds[k].shape >= 0]
         if not shapes or self.rng.random() < 0.4:
             return None
@@ -226,7 +226,7 @@ class SlotBuilder:
         raise AssertionError("a short caption always fits")
 
     def query(self, narrator: Narrator, absent: int, room: int) -> Turn | None:
-        """A question that fits, or None."""
+        """Return a question that fits, or None."""
         for _ in range(4):
             question, answer = narrator.question(absent)
             turn = Turn(self.prompt("query", question)).say(self.words.encode(answer)).say([EOS])
@@ -236,7 +236,7 @@ class SlotBuilder:
 
 
 def outline_in_box(outline_P2: np.ndarray, scene: Scene, i: int) -> np.ndarray:
-    """The sprite's outline moved into the scene, then into its box, [PATH_POINTS, 2] in 0..1."""
+    """Move the sprite's outline into the scene, then its box, [PATH_POINTS, 2] in 0..1."""
     moved = outline_P2 @ scene.matrices[i].T + scene.centres[i]
     box = scene.boxes[i]
     inside = np.clip((moved - box[:2]) / (box[2:] - box[:2]), 0.0, 1.0)

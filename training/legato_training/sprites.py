@@ -175,7 +175,7 @@ def dominant_colours(rgba: np.ndarray) -> np.ndarray:
 
 
 def shape_sprites() -> SpriteBook:
-    """The drawn shapes alone, white, over one black photograph: what needs no download."""
+    """Return the drawn shapes alone, white, over one black photograph; needs no download."""
     drawn = [draw_shape(name) for name in SHAPES]
     rgba = np.stack([pixels for pixels, _ in drawn])
     polygons = [p if is_clockwise(p) else p[::-1] for _, p in drawn]

@@ -241,7 +241,7 @@ def train(
     elapsed: float,
     out: Path,
 ) -> None:
-    """Steps until the minutes (or max_steps) are over, compilation not counted."""
+    """Train until the minutes (or max_steps) are over, compilation not counted."""
     c, begin, saved, marked, mark_step = (
         trainer.config,
         None,

@@ -92,7 +92,7 @@ class Words:
         return self.tokenizer.decode(ids)
 
     def templates(self) -> dict[str, dict[str, list[int]]]:
-        """The templates of config.json."""
+        """Return the templates of config.json."""
         word = self.word
         caption = {
             size: [OPEN, word["describe"], SEPARATOR, word[size], ANSWER]

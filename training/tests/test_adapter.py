@@ -29,7 +29,7 @@ SMALL = ModelConfig(
 
 
 def hidden(model: LegatoTiny) -> torch.Tensor:
-    """The residual stream of fixed tokens after a fixed image."""
+    """Return the residual stream of fixed tokens after a fixed image."""
     image = torch.randn(1, SMALL.num_image_tokens, 64, generator=torch.Generator().manual_seed(1))
     tokens, values = torch.arange(20, 28)[None], torch.zeros(1, 8, 2)
     with torch.no_grad():

@@ -67,7 +67,7 @@ def test_who_knows_the_next_states_is_always_right():
 
 
 def oracle_again(states):
-    """The same states, from the first on."""
+    """Return the same states, from the first on."""
     left = iter(states)
     return lambda state, word, seen, rope: next(left)
 

@@ -37,13 +37,12 @@ TRAINED = tuple(i for i, art in enumerate(ART_SETS) if not art.held_out)
 
 @pytest.fixture(scope="module")
 def book():
-    """The sprite pack."""
     return load_sprites(PACK)
 
 
 @pytest.fixture(scope="module")
 def batch(book):
-    """A few scenes with their slots."""
+    """Load a few scenes with their slots."""
     return next(iter(scene_loader(book, TRAINED, 4, 3, 0)))
 
 

@@ -1,5 +1,7 @@
-"""Requests that come while others decode: one that waits, callers that ask again when they have an
-answer, and answers that are aborted at random.
+"""Requests that arrive while others decode.
+
+One that waits, callers that ask again when they have an answer, and answers that are aborted at
+random.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ _SOON = 2e-3  # seconds, some steps
 
 
 class Join(NamedTuple):
-    """Milliseconds from a request's arrival to the begin of its prompt's launch on the device, at
-    the latest, and to its first token.
+    """Delays of a request, in milliseconds from its arrival.
+
+    `begun`: until its prompt's launch begins on the device, at the latest; `answered`: until its
+    first token.
     """
 
     begun: float
@@ -47,8 +51,10 @@ class Join(NamedTuple):
 
 
 class _Prompts(Decodes):
-    """Notes when a sequence's prompt began on the device, in `time.perf_counter_ns`: as long before
-    the host saw its end as the launch took. Two clocks apart drift by some 0.1 ms in a few seconds.
+    """Decodes that note when a sequence's prompt began on the device, in `time.perf_counter_ns`.
+
+    That is the launch's duration before the host saw its end. Device and host clocks drift apart by
+    some 0.1 ms in a few seconds.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class _Arrival:
     at = math.inf
 
     def pause(self, seconds: float) -> bool:
-        """A `Pause` that it cuts short, as in an engine."""
+        """Sleep, or return early once the request has arrived, as an engine's `Pause` does."""
         time.sleep(max(0.0, min(seconds, self.at - time.perf_counter())))
         return self.is_over
 
@@ -131,9 +137,9 @@ class Answers(NamedTuple):
 def ask_again(
     assembly: Assembly, callers: int, num_tokens: int, make: Callable[[int], EngineSequence]
 ) -> Answers:
-    """Answers until they have so many tokens, when each of `callers` asks again as soon as it has
-    one; `make` gets the number of requests before. As in a server, prompts share launches with
-    decodes.
+    """Answer until `num_tokens` are committed, with `callers` that ask again after each answer.
+
+    `make` gets the number of requests before. As in a server, prompts share launches with decodes.
     """
     run = Decodes.timed(assembly, at_once=1, shares=True)
     live: list[Answer] = []

@@ -44,7 +44,7 @@ NUM_SKILLS = 5
 def question(
     assembly: Assembly, index: int, length: int, said: str = "what is there?"
 ) -> EngineSequence:
-    """A question of its own, answered with `length` tokens, greedily or not."""
+    """Make a question of its own, answered with `length` tokens, greedily or not."""
     temperature = (0.0, 0.7)[index % 2]
     request = Request(
         request_id=RequestKey(f"question-{index}"),
@@ -65,8 +65,9 @@ def picture(assembly: Assembly) -> PreparedImage:
 def skilled(
     assembly: Assembly, image: PreparedImage, index: int, length: int, *, logprobs: bool = False
 ) -> EngineSequence:
-    """One of the skills about an image, a caption if the model lacks it, with an answer that ends
-    where it ends, or after `length` tokens.
+    """Make one of the skills about an image, a caption if the model lacks it.
+
+    The answer ends where it ends, or after `length` tokens.
     """
     label = f"thing {index}"
     task = (
@@ -121,7 +122,7 @@ class Decodes(SilentSink):
     def timed(
         cls, assembly: Assembly, *, at_once: int, depth: int = 2, shares: bool = False
     ) -> Self:
-        """A run whose time counts.
+        """Make a run whose time counts.
 
         What runs leave is collected before, not within it: scheduler and observer have each other.
         """
@@ -146,9 +147,7 @@ def recorded(sequences: Sequence[EngineSequence]) -> list[RecordedTask]:
 
 
 def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
-    """What the device chose for an answer: tokens and, where it has any, values with their
-    certainty, and log-probabilities.
-    """
+    """Return an answer's tokens and log-probabilities, with values and certainty if it has any."""
     payload, logprobs = sequence.task.has_payload, sequence.request.logprobs
     return [
         (

@@ -81,7 +81,7 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
 
 
 def _figures(assemblies: dict[str, Assembly], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the record keeps."""
+    """Measure the figures of the record."""
 
     def answers(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
         return steps_of(assembly, streams, arguments.length, arguments.context, depth)
