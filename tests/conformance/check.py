@@ -57,8 +57,9 @@ def match(pattern: Json, found: Json, at: str) -> None:
 
 
 def plain(document: Json) -> Json:
-    """A document whose Any messages are all in protobuf's own JSON; programs that lack a type say
-    its bytes instead.
+    """Convert all Any messages to protobuf's own JSON.
+
+    Programs that lack a type print its bytes instead.
     """
     if isinstance(document, list):
         return [plain(each) for each in document]

@@ -75,8 +75,9 @@ async def test_too_many_frames(server: Server) -> None:
 
 
 def test_deltas_and_changes(client: Client) -> None:
-    """Deltas come before their result, read late or not, where the window has room for all; tasks
-    are changed and a bad image fails alone.
+    """Deltas come before their result, read late or not, where the window has room for all.
+
+    Tasks are changed, and a bad image fails alone.
     """
     with client.session([CIRCLE], stream_deltas=True, answer_window=8) as session:
         session.send(JPEG)

@@ -1,5 +1,6 @@
-"""Faults that are planted in captured kernels that hold all inputs, each found by the emulated
-machine in a step that test_steps.py has with the sources as they are.
+"""Planted faults in captured kernels that hold all inputs.
+
+Each is found by the emulated machine in a step that test_steps.py has with the sources as they are.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Faults that are planted in the megakernel's source, each found by the emulated machine in a
-few launches: the tests that pass with the source as it is can fail.
+"""Planted faults in the megakernel's source.
+
+Each is found by the emulated machine in a few launches, so the tests that pass can fail.
 """
 
 from __future__ import annotations

@@ -54,8 +54,10 @@ def launch(module: EmulatedModule, name: str, threads: int, *arguments: torch.Te
 def test_products_have_the_layout_of_the_instruction(
     module: EmulatedModule, kind: torch.dtype
 ) -> None:
-    """Lane 4g + t: of A rows g and g + 8, columns 2t, 2t + 1 and 8 more; of B those rows of column
-    g; of D rows g and g + 8, columns 2t and 2t + 1.
+    """A lane's operands of a product have the places that the instruction defines.
+
+    Lane 4g + t: of A rows g and g + 8, columns 2t, 2t + 1 and 8 more; of B those rows of column g;
+    of D rows g and g + 8, columns 2t and 2t + 1.
     """
     torch.manual_seed(0)
     a, b, d = torch.randn(16, 16).to(kind), torch.randn(16, 8).to(kind), torch.randn(16, 8)

@@ -1,5 +1,6 @@
-"""The megakernel's own source on a CPU, every thread of it a fiber: what holds on a GPU holds
-here, in whatever order threads run.
+"""The megakernel's own source on a CPU, every thread of it a fiber.
+
+What holds on a GPU holds here, in whatever order threads run.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_its_own() -> Iterator[None]:
-    """Give back what a module's models and pools took, for the next one; the first fixture of a
-    module ends last.
+    """Return the memory of a module's models and pools, for the next module.
+
+    The first fixture of a module ends last.
     """
     yield
     if torch.cuda.is_available():

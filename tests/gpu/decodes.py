@@ -27,8 +27,10 @@ def close(assembly: Assembly) -> None:
 
 
 class Decodes(SilentSink):
-    """Counts committed launches by kind, draft tokens, prompts with a loop's rows, parts of
-    prompts, and loops whose constraints follow tokens in flight.
+    """Counts of committed launches.
+
+    By kind, with draft tokens, prompts with a loop's rows, parts of prompts, and loops whose
+    constraints follow tokens in flight.
     """
 
     def __init__(self) -> None:

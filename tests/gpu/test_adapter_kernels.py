@@ -58,9 +58,7 @@ class Adapted:
 
 
 def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
-    """Slots of all ranks up to `max_rank`, in the model's dtype, with changes as large as its own
-    maps.
-    """
+    """Fill slots of all ranks up to `max_rank` with changes as large as the model's maps."""
     moe = world.config.text.moe
     sizes = [(rank, share) for rank, share in zip(RANKS, SHARES, strict=True) if rank <= max_rank]
     bank = model.adapter_bank(len(sizes), max_rank)

@@ -1,5 +1,6 @@
-"""On a GPU: a loop of decode steps is one launch, and its answers have the bits of single steps, in
-captured loops and in the megakernel.
+"""Loops of decode steps on a GPU: one launch, with the bits of single steps.
+
+Both in captured loops and in the megakernel.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ def test_ten_thousand_short_steps_with_arrivals_and_aborts(looping: Assembly) ->
 def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
     graph: Assembly, looping: Assembly, late: int
 ) -> None:
-    """One launch has both, and all answers have the bits of single steps, whatever row it finds:
-    the last one comes when the answer of the first is about to end.
+    """One launch has both, and all answers have the bits of single steps.
+
+    That holds whatever row it finds: the last comes when the answer of the first is about to end.
     """
     asked = [
         Ask(6, 200, logprobs=True, after=0),

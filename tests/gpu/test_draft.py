@@ -36,8 +36,9 @@ LAYER = 1
 
 
 def on(device, dtype, rows):
-    """A layer of random weights with the parts of its model, and rows that stand anywhere; the same
-    numbers whatever the device and the dtype are, as all of them are bf16's.
+    """Make a layer of random weights with the parts of its model, and rows that stand anywhere.
+
+    The numbers are the same for any device and dtype, as all of them are bf16's.
     """
     draw = torch.Generator().manual_seed(rows)
 
@@ -122,9 +123,7 @@ def test_the_default_draft_says_what_the_model_will(temperature):
     ("streams", "setting"), [(8, "fixed:4"), (6, "fixed:8"), (12, "fixed:4"), (8, "fixed:8")]
 )
 def test_large_steps_are_right(streams, setting):
-    """Steps of 40, 54, 60 and 72 tokens, in passes over the weights, change no answer, then or
-    afterwards.
-    """
+    """Steps of 40 to 72 tokens, in passes over the weights, change no answer then or later."""
     command = [sys.executable, "-m", "tests.gpu.wrong_steps", "--child", "--only", "captured"]
     command += ["--streams", str(streams), "--setting", setting]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -133,8 +132,9 @@ def test_large_steps_are_right(streams, setting):
 
 
 def test_a_model_drafts_for_itself(tmp_path):
-    """With fixed shapes and nothing read on the host: what it says is mostly what the model says,
-    whose own sums depend on the batch here.
+    """With fixed shapes and nothing read on the host, most drafts are what the model says.
+
+    The model's own sums depend on the batch here.
     """
     hub_folder.write(tmp_path, hub_folder.phi())
     settings = {"speculation": "fixed:4", "draft": f"phi:{tmp_path}", "device": "cuda"}

@@ -1,6 +1,4 @@
-"""On a GPU: a loop of drafting steps is one launch, with the tokens, blocks and bits of single
-steps.
-"""
+"""Loops of drafting steps on a GPU: one launch, with the tokens and bits of single steps."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ pytestmark = [
 
 
 def test_the_guard_notices() -> None:
-    """Synchronisation and allocation by torch, by the driver and by the runtime, and a copy that
-    waits because its memory is pageable; a copy to page-locked memory passes.
+    """Synchronisation and allocation by torch, driver and runtime are noticed.
+
+    So is a copy that waits because its memory is pageable; a copy to page-locked memory passes.
     """
     on_device, stream = torch.ones(4, device="cuda"), torch.cuda.current_stream().cuda_stream
     pageable, pinned = torch.ones(4), torch.ones(4, pin_memory=True)
@@ -97,8 +98,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
 def test_a_warm_decode_loop_is_quiet(
     large: Assembly, setting: str, adapters: tuple[str, ...]
 ) -> None:
-    """Plain, in loops, in the megakernel and with speculation, with rows of adapters, which
-    the kernel leaves to loops, and without.
+    """Plain, looping, megakernel and drafting decodes neither allocate nor synchronise.
+
+    With rows of adapters, which the kernel leaves to loops, and without.
     """
     assembly, num_steps, num_launches = large, 40, 40
     path, _, drafts = setting.partition(" ")

@@ -194,8 +194,9 @@ def cached_images(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
 def test_images_of_one_launch_change_no_bit(
     large: Assembly, monkeypatch: pytest.MonkeyPatch, first: int, together: int
 ) -> None:
-    """Images that share a launch have the same keys, values, tokens and log-probabilities as one by
-    one. With a long question, there is room for two.
+    """Images that share a launch have the same keys, values and tokens as one by one.
+
+    With a long question, there is room for two.
     """
     expected = run(large, 1, first=first, count=12, crops=0, shares=False, logprobs=True)
     images = cached_images(large, expected)

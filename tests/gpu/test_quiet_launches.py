@@ -71,8 +71,9 @@ def answered(scheduler: Scheduler, sequence: Sequence) -> list[tuple[object, ...
 
 @pytest.mark.parametrize("repeats", [5, 6, 8, 18])
 def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
-    """Questions of some 350 to 1,260 tokens, from their prefill to their last token: in steps, or
-    in one pass of fixed shape or several.
+    """Questions of 350 to 1,260 tokens are quiet from their prefill to their last token.
+
+    In steps, or in one pass of fixed shape or several.
     """
     seen = Decodes()
     scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen.committed)
@@ -135,8 +136,10 @@ def test_the_loop_of_a_list_begins_quietly(large: Assembly, path: str) -> None:
 def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
     large: Assembly, repeats: int, parts: int, path: str
 ) -> None:
-    """Beside a decode that goes on, in steps of 32 tokens or in passes of 512. The whole is asked
-    beside the same decode, too: what both have in common is cached, and has the bits of steps.
+    """Beside a running decode, a prompt in parts is quiet and has the bits of the whole.
+
+    In steps of 32 tokens or in passes of 512. The whole is asked beside the same decode, too: what
+    both have in common is cached, and has the bits of steps.
     """
     assembly, given = with_decode_path(large, path), []
     for kind in ("whole", "parts"):
@@ -158,8 +161,9 @@ def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
 
 
 def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> None:
-    """A conversation that goes on where another one left it, and the same prompt after others that
-    share a part of it, have the tokens and log-probabilities that they have alone.
+    """A conversation that continues another has the tokens that it has alone.
+
+    So has the same prompt after others that share a part of it; log-probabilities are equal, too.
     """
     text = LONG * 6
     alone = answered(large.scheduler(Decodes(), pipeline_depth=2), asking(large, "alone", text))

@@ -1,5 +1,4 @@
-"""On a GPU: draft tokens inside the megakernel change how many steps an answer takes, and not
-one bit of it.
+"""Draft tokens inside the megakernel on a GPU: fewer steps, not one other bit.
 
 What must hold is in `tests/resident/drafts.py`, which `tests/emulator` checks without a GPU.
 """

@@ -83,8 +83,9 @@ def test_lists_are_those_without_speculation(
 
 @pytest.mark.parametrize("skills", [False, True])
 def test_requests_come_and_go(drafting: Assembly, skills: bool) -> None:
-    """Arrivals and aborts at any step, by launches of the kernel and by loops where there are more
-    rows than it takes: no hang.
+    """Arrivals and aborts at any step hang nothing.
+
+    Rows beyond those that the kernel takes run in loops.
     """
     totals = randomly(drafting, num_steps=3000, seed=7, skills=skills)
     assert totals["different"] == 0
@@ -97,8 +98,9 @@ def test_requests_come_and_go(drafting: Assembly, skills: bool) -> None:
     "kind", [CounterKind.BEST, CounterKind.SETTLED], ids=lambda kind: kind.name
 )
 def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: CounterKind, step: int) -> None:
-    """Its rows go on in loops after the last step that the host has heard of, also when some row
-    was settled in the one after it.
+    """Rows of a stuck launch continue in loops after the last step that was read.
+
+    Also when some row was settled in the step after it.
     """
     assembly = with_speculation(plain, "fixed:7")
     wanted = answers(plain, [60, 60])

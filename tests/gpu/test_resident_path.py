@@ -100,8 +100,10 @@ def test_any_mix_has_the_bits_of_single_steps(
 def test_short_steps_with_arrivals_and_aborts(
     resident: Assembly, monkeypatch: pytest.MonkeyPatch, skills: bool, num_steps: int
 ) -> None:
-    """No hang, and every answer is what it is alone. By name all loops are launches of the kernel,
-    but for those of more rows than it takes, or with a row that wants log-probabilities.
+    """Nothing hangs, and every answer is what it is alone.
+
+    By name all loops are launches of the kernel, but for those of more rows than it takes, or with
+    a row that wants log-probabilities.
     """
     had, loops = steps_of(resident), resident.runner._loops
     assert loops is not None
@@ -121,8 +123,10 @@ def test_short_steps_with_arrivals_and_aborts(
 
 @pytest.mark.parametrize("step", [0, 7])
 def test_a_stuck_launch_loses_no_request(graph: Assembly, step: int) -> None:
-    """Its rows go on with loops after the last step that they have, if any: no token differs. The
-    last one joins while the launch is stuck.
+    """Rows of a stuck launch continue in loops, and no token differs.
+
+    They start after the last step that they have, if any. The last row joins while the launch is
+    stuck.
     """
     assembly = with_decode_path(graph, "resident")
     asked = [Ask(5 + index, 50, logprobs=False, after=4 * index) for index in range(3)]

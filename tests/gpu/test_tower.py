@@ -49,8 +49,9 @@ def tower() -> tuple[Vision, torch.Tensor]:
 
 
 def test_shared_counters_change_no_bit():
-    """With shared counters, eager and replayed, the encoder keeps its bits for new crops each time,
-    and agrees with float32 but for rounding.
+    """With shared counters the encoder keeps its bits for new crops, eager and replayed.
+
+    It agrees with float32 within rounding.
     """
     vision, patches_NTP = tower()
     counted, exact = copy.deepcopy(vision), copy.deepcopy(vision).float()

@@ -254,8 +254,9 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of S steps: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], with
-    values what each token has [S][B] (see `values.PLAIN`), and with drafts those of each row.
+    """Results of S steps: tokens [S][B], residual streams [S, L, B, D], best logits [S, B].
+
+    With values each token's [S][B] (see `values.PLAIN`), and with drafts each row's.
     """
 
     tokens: list[list[int]]
@@ -301,8 +302,9 @@ def draw(logits: Floats, rule: Rule, position: int) -> int:
 def forward(
     weights: Weights, cache: Cache, tokens: list[int], steps: int, rules: Sequence[Rule] = ()
 ) -> Outcome:
-    """Steps by the model's definition; rows without a rule are greedy, and the first tokens' values
-    are those of `PLAIN`.
+    """Compute steps by the model's definition.
+
+    Rows without a rule are greedy, and the first tokens' values are those of `PLAIN`.
     """
     rules = [*rules, *[GREEDY] * (len(tokens) - len(rules))]
     sizes, rows = weights.sizes, len(tokens)

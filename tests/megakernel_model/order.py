@@ -87,8 +87,9 @@ class _Wait:
 
 
 class Order:
-    """Events known to be over when an event begins: `over[worker][index]` is the number of events
-    of each worker.
+    """Events known to be over when an event begins.
+
+    `over[worker][index]` is the number of events of each worker.
     """
 
     def __init__(self, program: Program, steps: int) -> None:
@@ -249,9 +250,10 @@ class _Barrier:
 
 
 class RingModel:
-    """Faults that can be planted: with `early` a warp lets a stage go when it has asked for its
-    contents, before it has them; without `looks_at_lap` and `meets` it does not do that.
-    `under_way` 0: any number of copies.
+    """A ring in which faults can be planted.
+
+    With `early` a warp releases a stage when it has asked for its contents, before it has them;
+    without `looks_at_lap` and `meets` it does not do that. `under_way` 0: any number of copies.
     """
 
     def __init__(

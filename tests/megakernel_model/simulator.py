@@ -514,8 +514,9 @@ Propose = Callable[[int, Sequence[int]], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """A token of a step: its row, its id, its position and the first one that its row writes in the
-    step, both counted from the launch's first, and what it has of values.
+    """A token of a step: its row, id and values.
+
+    Its position and the first one that its row writes in the step count from the launch's first.
     """
 
     row: int

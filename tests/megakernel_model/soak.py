@@ -81,9 +81,7 @@ class World:
 
 
 class DraftingWorld(World):
-    """Rows whose drafts are right up to a place that depends on the row and its length; all of them
-    are words.
-    """
+    """Rows of words whose drafts are right up to a place that depends on row and length."""
 
     length = 6
 
@@ -114,8 +112,9 @@ class DraftingWorld(World):
         return simulate(program, *given, rules=RULES, drafts=drafts, stops=stops)
 
     def agrees(self, outcome: Outcome) -> bool:
-        """Accepted tokens, their values and their residual streams are those of single tokens, and
-        the launch ends when a row has all of its own, unless the host ends it.
+        """Return whether accepted tokens, values and residual streams are those of single tokens.
+
+        The launch has to end when a row has all of its own, unless the host ends it.
         """
         had = [0] * len(TOKENS)
         for step, rows in enumerate(outcome.accepted):

@@ -127,8 +127,10 @@ def test_only_builds_that_win_are_wanted() -> None:
 
 
 def test_both_paths_are_measured_in_turns_and_the_shortest_counts() -> None:
-    """A lone row too, by the smallest build, unless that is for one; all are greedy, then drawn,
-    with pages of their own and then with common ones, which a lone row has not.
+    """Both paths are measured in turns, a lone row by the smallest build unless that is for one.
+
+    All are greedy, then drawn, with pages of their own and then with common ones, which a lone row
+    has not.
     """
     calls: list[bool] = []
 

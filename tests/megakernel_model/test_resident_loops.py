@@ -215,8 +215,9 @@ def test_lists_beside_answers_that_draft_are_its_own_where_it_has_values(
 
 @pytest.mark.parametrize("has_values", [True, False])
 def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool) -> None:
-    """Answers of every skill, with and without log-probabilities, are what they are alone; without
-    values it gets words alone, and log-probabilities it never gets.
+    """Answers of every skill, with and without log-probabilities, are what they are alone.
+
+    Without values the kernel gets words alone, and log-probabilities it never gets.
     """
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
@@ -256,8 +257,10 @@ def test_its_loops_are_worth_their_start_after_fewer_steps(graph: Assembly) -> N
 
 @pytest.mark.parametrize("steps", [0, 1, *range(8, 14)])
 def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
-    """The rows go on in loops after the last step that there was, and the log says once which wait
-    it was. The answer of 12 tokens ends while others are behind its loop.
+    """Rows of a stuck launch continue in loops, and the log says once which wait it was.
+
+    They start after the last step that there was. The answer of 12 tokens ends while others are
+    behind its loop.
     """
     expected = answers(graph, [30, 12, 30])
     assembly, fake = with_fake(graph, steps)

@@ -15,8 +15,10 @@ STAGES, WARPS = 60, 4
 
 
 def plan_of(chance: random.Random) -> list[Takers]:
-    """Weights and rows of attention in turns. A row's pages are each warp's in turns, from any one
-    on; a short row leaves most of them without any.
+    """Plan weights and rows of attention in turns.
+
+    A row's pages are each warp's in turns, from any one on; a short row leaves most warps without
+    any.
     """
     plan: list[Takers] = []
     while len(plan) < STAGES:

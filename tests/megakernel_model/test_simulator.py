@@ -72,8 +72,9 @@ def test_values_are_read_and_fed_back_in_every_order() -> None:
 
 @pytest.mark.parametrize("world", DRAFTING, ids=("wrong", "mixed", "right", "larger"))
 def test_drafts_change_no_token_in_any_order(world: DraftingWorld) -> None:
-    """Greedy and sampled rows; with right drafts there are fewer steps, and so with a host that
-    ends them.
+    """Drafts change no token of greedy and sampled rows, in any order of events.
+
+    Right drafts take fewer steps, also if the host ends them.
     """
     steps = set()
     for seed in range(12):

@@ -445,8 +445,10 @@ class _Cells:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """State of a worker: a residual stream's moments, sums up to a chunk, whether a layer's heads
-    are merged, which values a step needs, a step's token.
+    """State of a worker.
+
+    A residual stream's moments, sums up to a chunk, whether a layer's heads are merged, which
+    values a step needs, a step's token.
     """
 
     moments: Version = UNWRITTEN
@@ -579,8 +581,9 @@ class _Execution:
             worker.sums = UNWRITTEN
 
     def _may_add_parts(self, worker: _Worker, it: Instruction, version: Version) -> bool:
-        """Return whether a barrier, as in MERGE, separates stores of finished parts from the
-        last FC2, which adds them.
+        """Return whether a barrier separates stores of finished parts from the FC2 that adds them.
+
+        MERGE has one.
         """
         last = it.chunk + it.num_chunks == self._sizes.ff_ratio * self._sizes.chunks
         return not last or it.chunk < self._part_chunks or worker.merged == version

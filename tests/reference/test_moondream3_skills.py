@@ -97,8 +97,9 @@ def fed(token, w):
 
 @pytest.mark.parametrize("skill", ["detect", "point", "caption", "query", "segment"])
 def test_a_run_is_replayed_in_one_pass(skill):
-    """One pass over all tokens has the state of every step: a value is fed as its embedding and
-    read from the state that chose its token.
+    """One pass over all tokens has the state of every step.
+
+    A value is fed as its embedding and read from the state that chose its token.
     """
     case = cases()[skill]
     w, run = case.weights, case.run

@@ -1,5 +1,4 @@
-"""Properties of rows with values beside rows that draft, inside the megakernel, on any
-machine: no row has other bits than by single tokens.
+"""Rows with values beside rows that draft in the megakernel: the bits of single tokens.
 
 Shape legend: N rows, S steps.
 """

@@ -36,8 +36,9 @@ class CapturedSteps:
         return self.step(self._model.embedding[tokens.long()].clone(), positions)
 
     def step(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[B, V] of the embedding [B, D] of one token of each row, which becomes the last residual
-        stream.
+        """Return [B, V] of the embedding [B, D] of one token of each row.
+
+        The embedding becomes the last residual stream.
         """
         count = len(x)
         rows = torch.arange(count, device=x.device)

@@ -76,9 +76,10 @@ class CapturedValues:
 
 
 def bits_are_those_of_captured_steps(world: World, num_rows: int) -> None:
-    """Given the same tokens, values and hidden rows: embeddings, inner activations, bins, values
-    and certainties, of one step and of two, with a constraint that lets the first row's token be a
-    word, a scalar or a pair.
+    """Given the same tokens, values and hidden rows, captured steps have the same bits.
+
+    Compared are embeddings, inner activations, bins, values and certainties, of one step and of
+    two, with a constraint that lets the first row's token be a word, a scalar or a pair.
     """
     assert world.sizes.num_layers == 1, "the embedding is kept until the step's end"
     rows, kernel = Rows(world, num_rows), world.kernel(num_rows)
@@ -95,8 +96,9 @@ def bits_are_those_of_captured_steps(world: World, num_rows: int) -> None:
 
 
 def steps_are_captured_ones(world: World, num_rows: int, steps: int = 4) -> None:
-    """Logits, hidden rows, values and certainties of every step, all keys and values: values that
-    the kernel has read are fed back as captured steps feed back theirs.
+    """Every step has the logits, hidden rows, values and keys of captured steps.
+
+    Values that the kernel has read are fed back as captured steps feed back theirs.
     """
     rows, values = Rows(world, num_rows), CapturedValues(world)
     captured, kernel = CapturedSteps(world.model, rows.cache), world.kernel(num_rows)

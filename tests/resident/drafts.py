@@ -1,6 +1,4 @@
-"""Properties of draft tokens inside the megakernel, on any machine: they change how many
-steps an answer takes, and not one bit of it.
-"""
+"""Draft tokens inside the megakernel on any machine: fewer steps, not one other bit."""
 
 from __future__ import annotations
 
@@ -114,8 +112,10 @@ def accepted_by_row(
     tokens: torch.Tensor,
     fields: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[list[int]]:
-    """Return the accepted draft tokens in each step of each row, whose tokens are those of single
-    tokens [N, S], and so is every field: of the steps' tokens, and [N, S, ...].
+    """Return the accepted draft tokens in each step of each row.
+
+    Tokens are those of single tokens [N, S], and so is every field: of the steps' tokens, and [N,
+    S, ...].
     """
     at, accepted = [0] * len(tokens), [list[int]() for _ in tokens]
     for step, each in enumerate(told):
@@ -142,8 +142,9 @@ def check(
     room: int | None = None,
     delays: bool = False,
 ) -> list[int]:
-    """One launch of a whole answer at most; tokens, logits, and what the host hears. Returns the
-    numbers of accepted draft tokens.
+    """Run a launch of at most a whole answer; return the numbers of accepted draft tokens.
+
+    Tokens, logits and what the host hears are checked.
     """
     sampled = seed % 2 == 1
     tokens, logits = world.answers(sampled=sampled)
@@ -174,9 +175,10 @@ def check(
 def drafts_change_no_bit(
     world: World, name: str, count: int, shares: Iterable[float] = (0.0, 0.5, 0.8, 0.9, 1.0)
 ) -> None:
-    """Tokens and logits of accepted positions are those of single tokens; counts, draft tokens and
-    descriptors are those of the kernels around captured steps, and so is the last step. `shares` of
-    the planted tokens are right.
+    """Tokens and logits of accepted positions are those of single tokens.
+
+    Counts, draft tokens and descriptors are those of the kernels around captured steps, and so is
+    the last step. `shares` of the planted tokens are right.
     """
     rows = world.drafting(name, count)
     total: list[int] = []

@@ -13,9 +13,7 @@ from benchmarks.megakernel.model import DEVICE
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Device of the tensors and compiler of the kernel; the engine's device, but for the current
-    GPU.
-    """
+    """The tensors' device and the kernel's compiler; by default those of the current GPU."""
 
     device: torch.device = DEVICE
     compile_source: Compile = Module

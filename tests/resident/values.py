@@ -54,8 +54,9 @@ class World:
 
 @dataclasses.dataclass
 class Told:
-    """Results of S steps: tokens, values and certainties of the ring, logits, and each step's last
-    residual stream.
+    """Results of S steps: tokens, values and certainties of the ring, logits.
+
+    With each step's last residual stream.
     """
 
     tokens: torch.Tensor
@@ -120,8 +121,9 @@ class Rows:
 
 
 def values_are_fed_back_as_the_model_does(world: World, num_rows: int, steps: int = 5) -> None:
-    """Every step's logits are those of float32 within bf16's rounding, after tokens whose values
-    the kernel has read itself.
+    """Every step's logits are those of float32 within bf16's rounding.
+
+    They follow tokens whose values the kernel has read itself.
     """
     rows = Rows(world, num_rows)
     cache = rows.cache.clone()

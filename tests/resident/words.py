@@ -83,9 +83,7 @@ class Rows:
 
 
 def steps_are_the_models(world: World, num_rows: int, steps: int = 4) -> None:
-    """Logits of every step are those of float32 within bf16's rounding, and its token is the
-    highest of them.
-    """
+    """Every step's logits are those of float32 within bf16's rounding, its token the highest."""
     rows = Rows(world, num_rows)
     expected_cache = rows.cache.clone()
     tokens, logits = rows.run(world.kernel(num_rows), steps)
@@ -173,8 +171,9 @@ def tokens_are_those_of_the_sampling_kernel(
     rules: Iterable[tuple[float, float, int]] = RULES,
     shift: float = 0.0,
 ) -> None:
-    """Given equal logits: greedy rows and others side by side. With a large `shift` of all scores
-    many of them are equal.
+    """Given equal logits, greedy rows and others side by side sample the same tokens.
+
+    With a large `shift` of all scores many of them are equal.
     """
     sampler, device = Sampler(world.sizes.vocab_size), world.device
     free = torch.full((1, world.sizes.vocab_size), shift, device=device)

@@ -37,8 +37,9 @@ def test_rows_are_recognised_by_what_they_hold():
 
 
 def verifies(proposer, known, block):
-    """Tokens accepted, tokens tried and verifies, if every verify proposes as many as there are
-    left, up to `block`.
+    """Return tokens accepted, tokens tried and verifies.
+
+    Every verify proposes as many as there are left, up to `block`.
     """
     accepted = tried = count = 0
     for tokens, said in zip(known, proposer.tables[1].tolist(), strict=False):
@@ -75,8 +76,9 @@ def test_tokens_that_are_tried_are_right_as_often_as_asked(rate, block):
 @pytest.mark.parametrize("block", [1, 2, 3, 7])
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 def test_twenty_answers_are_a_sample_of_the_rate(rate, block):
-    """The share accepted of the tokens tried in twenty short answers is the rate within 0.01, but
-    for one sample of twenty; on average over samples it is the rate.
+    """On average over samples of twenty short answers the accepted fraction is the rate.
+
+    In all but one sample of twenty it is the rate within 0.01.
     """
     known = answers(20, 110)
     shares = []
@@ -91,8 +93,9 @@ def test_twenty_answers_are_a_sample_of_the_rate(rate, block):
 @pytest.mark.parametrize("block", [1, 3, 7])
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 def test_a_verify_commits_what_theory_says(rate, block):
-    """Luck that is shared evenly changes nothing of what is expected: with a fixed block of g and
-    a rate of a, `(1 - a ** (g + 1)) / (1 - a)` tokens a verify.
+    """A block of g at a rate of a gives `(1 - a ** (g + 1)) / (1 - a)` tokens a verify.
+
+    Luck that is shared evenly changes no expectation.
     """
     known = answers(20, 2000)
     proposer = OracleProposer(known, CPU, rates=[rate], vocab_size=2000)
@@ -136,8 +139,9 @@ def test_a_rate_may_change_with_the_position():
 
 
 def test_sequences_share_luck_evenly():
-    """Of a place, so many of them are right as the rate says, give or take one; and whether a token
-    is right says nothing of the next one of its sequence.
+    """At each place the fraction of right tokens is the rate, give or take one sequence.
+
+    Whether a token is right says nothing of the next one of its sequence.
     """
     proposer = OracleProposer(answers(24, 500), CPU, rates=[0.4], vocab_size=2000)
     known_NC, said_NC = (table[:-1, :502].clone() for table in proposer.tables)

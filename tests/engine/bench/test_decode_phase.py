@@ -107,9 +107,7 @@ def test_measure_counts_the_tokens_it_times(assembly):
 
 
 def test_compare():
-    """Prediction and observation are of one phase, whose zombies fill a step; in serving they do
-    not.
-    """
+    """Prediction and observation are of one phase, whose zombies fill a step."""
     costs = {1: COST, 2: dataclasses.replace(COST, period=5.0)}
     measurement = Measurement(
         task="query",

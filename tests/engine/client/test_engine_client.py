@@ -505,9 +505,7 @@ async def test_a_cancelled_hold_leaves_nothing():
 
 
 async def test_drain():
-    """While draining, open requests finish and new ones are refused; a lost engine is not
-    restarted.
-    """
+    """While draining, open requests finish, new ones are refused, lost engines stay down."""
     async with running() as client:
         stream = client.submit(request_to("slow"))
         client.drain()

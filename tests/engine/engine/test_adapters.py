@@ -169,9 +169,7 @@ def test_a_file_that_appears_is_found(world, folder):
 
 
 def test_a_replaced_file_is_for_later_requests(world, folder):
-    """A request that started with the old content finishes with it; the next one has the new
-    content.
-    """
+    """A request that started with the old content finishes with it; the next has the new."""
     path = folder / "changing.safetensors"
     task, data = CaptionTask(), png(seed=4)
     answers = {}

@@ -178,8 +178,9 @@ async def test_timeline_on_request():
 
 
 async def test_decode_steps_are_in_the_heartbeat():
-    """The last heartbeat of an engine that becomes idle has all of its steps, and tells the
-    pipeline's depth when that was changed.
+    """The last heartbeat of an engine that becomes idle has all of its steps.
+
+    It has the pipeline's depth if that was changed.
     """
     async with running() as client:
         at_first = client.load
@@ -312,8 +313,9 @@ async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, t
     ],
 )
 def test_logs_are_as_the_service_asks(settings, shown):
-    """JSON, or lines for people, each in place of a progress bar; and below the level nothing, the
-    standard library's included.
+    """Logs are JSON, or lines for people, each in place of a progress bar.
+
+    Nothing below the level is shown, the standard library's included.
     """
     program = (
         f"from legato_engine.core.process import configure_logging; configure_logging({settings});"

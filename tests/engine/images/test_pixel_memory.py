@@ -50,9 +50,7 @@ def test_a_view_holds_its_memory(view):
 
 
 def test_a_full_slab_falls_back_to_other_memory():
-    """Without a free extent, memory outside of the slab is used; at the end all of the slab is
-    free.
-    """
+    """Without a free extent other memory is used; at the end all of the slab is free."""
     memory = PixelMemory(host_slab(2 * SIZE))
     images = [memory.allocate(SHAPE) for _ in range(4)]
     for value, pixels in enumerate(images):

@@ -104,8 +104,9 @@ def kinds(outputs):
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
-    """A request sends `Started`, one `Delta` per token and `Done`; without deltas the result is the
-    same.
+    """A request sends `Started`, one `Delta` per token and `Done`.
+
+    Without deltas the result is the same.
     """
     started, *deltas, done = bench.run(task=task)
     assert isinstance(started, Started)

@@ -56,8 +56,9 @@ async def read(batches, count):
 
 
 async def test_what_a_real_engine_tells_its_watchers():
-    """Two watchers share its batches; another engine's go on with a start of their own; nothing
-    comes when the last watcher has left.
+    """Two watchers share an engine's batches, and nothing comes after the last has left.
+
+    Those of another engine continue with a start of their own.
     """
     async with asyncio.timeout(100), running() as client:
         one, two = client.timeline.batches(), client.timeline.batches()

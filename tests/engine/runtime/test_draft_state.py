@@ -249,8 +249,9 @@ def test_a_row_forgets_its_last_sequence(device):
 
 @pytest.mark.parametrize("heard", [0, 1, 2])
 def test_a_step_that_the_host_has_not_heard_of_is_taken_back(device, heard):
-    """After a launch that ended before it told of its last step: positions, newest tokens and their
-    values, history and descriptors are those of the steps before.
+    """After a launch without its last report, the state is that of the steps before.
+
+    Positions, newest tokens and their values, history and descriptors are taken back.
     """
     rows, state = Rows(device), RowState(ROWS, 2, device.torch_device)
     state.token_R = rows.token_R

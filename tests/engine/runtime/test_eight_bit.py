@@ -84,8 +84,9 @@ def test_scales_that_the_weights_lack_are_calibrated():
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_batches_and_cached_prefixes_change_no_answer(assembly, temperature):
-    """Every skill has the same tokens, values and log-probabilities alone, in order and all at
-    once.
+    """Every skill has the same answer alone, in order and all at once.
+
+    Tokens, values and log-probabilities are equal.
 
     Pages are small, so that prefixes end inside them and are copied; cached prefixes were computed
     in another launch.

@@ -370,8 +370,9 @@ def run_as_steps(assembly, monkeypatch, most):
 
 
 def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
-    """Each pass is a launch while others decode, whose steps run between them. It changes no
-    answer, as passes begin at the same tokens.
+    """A prompt's passes are launches between others' decode steps and change no answer.
+
+    Passes begin at the same tokens.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     monkeypatch.setattr(kernel_backend, "CHUNK", 32)
@@ -402,8 +403,9 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
 
 
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
-    """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
-    either side of it, in passes of fixed shape or by torch alone.
+    """A prompt too long for a shared launch runs as steps, up to a bound.
+
+    Its answer is the same on either side of it, in passes of fixed shape or by torch alone.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly, max_prompts=3)
@@ -425,8 +427,9 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
 
 @pytest.mark.parametrize(("question", "is_long"), [("x", 0), ("x" * 60, 1)])
 def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, is_long):
-    """After a preemption an answer of more tokens than there are staged steps runs as steps, as it
-    did when it was decoded; only a prompt too long for steps does not.
+    """After a preemption an answer of more tokens than staged steps runs as steps again.
+
+    Only a prompt too long for steps does not.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
@@ -465,8 +468,10 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
 
 
 def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
-    """Images of one launch pass the decoder together if that keeps their bits, else one after
-    another. Each fills its own pages, and prompts of cached images share the launch.
+    """Images of one launch pass the decoder together if that keeps their bits.
+
+    Otherwise they pass one after another. Each fills its own pages, and prompts of cached images
+    share the launch.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     monkeypatch.setattr(kernel_backend, "_MIN_QUEUE_LENGTH", 0)

@@ -95,9 +95,7 @@ def staged(slot, copy, count):
 
 
 def test_a_pass_is_staged_with_what_it_writes_first(slot):
-    """`fresh` is the first position of a token's row in this pass; the entries after it are
-    padding.
-    """
+    """`fresh` is a row's first position in this pass; entries after its tokens are padding."""
     passes = cut_passes([decode(1, 20)], [prompt(2, 5, 3), prompt(3, 0, 3)], 4)
     assert len(passes) == 2
     stage_pass(slot, 0, passes[0], 4, 6)

@@ -191,8 +191,9 @@ def test_a_request_starts_with_the_first_part_of_its_image() -> None:
 def test_a_request_may_be_aborted_in_any_phase_of_its_image(
     depth: int, expires: bool, key: str | None, phase: int
 ) -> None:
-    """Waiting, between two encodes, prefilled or decoding: resources are released once, and a
-    request about the same image is not blocked.
+    """Whatever the phase, an abort releases resources once and blocks no other request.
+
+    It may wait, be between two encodes, prefilled or decoding; the other asks about the same image.
     """
     world = World(depth=depth)
     text = decoding(world)

@@ -136,8 +136,9 @@ def test_parts_of_a_long_prompt_are_its_own_passes() -> None:
 
 
 def test_what_is_not_cut() -> None:
-    """A prompt that could share its launch with an image to compute, or any without limits of a
-    pass.
+    """A prompt that could share its launch with an image stays whole.
+
+    So does any without limits of a pass.
     """
     assert not plan_of(planner_of(with_image(10))).has_partial_prefill
     unlimited = BatchLimits(4, tokens=24, sampled=8)

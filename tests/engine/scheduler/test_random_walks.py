@@ -231,8 +231,9 @@ def test_no_way_of_launching_changes_a_token(
     num_rows: int,
     seed: int,
 ) -> None:
-    """Every request reads the same tokens and ends the same way at any depth, with or without
-    split images, shared launches, draft tokens and refinements.
+    """Every request reads the same tokens and ends the same way at any depth.
+
+    That holds with or without split images, shared launches, draft tokens and refinements.
     """
     outcomes = []
     for depth, crops_per_launch, largest, prompts, refines, streams in (

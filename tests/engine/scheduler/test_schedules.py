@@ -1,5 +1,6 @@
-"""Random schedules in tiny pools: a thousand, four thousand with the slow tests; `make soak` runs a
-million.
+"""Random schedules in tiny pools.
+
+A thousand, four thousand with the slow tests; `make soak` runs a million.
 """
 
 import pytest
@@ -20,8 +21,9 @@ was shared; a loop behind a decode that does not count went further than was cou
     "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
 )
 def test_no_schedule_changes_an_answer(part: int) -> None:
-    """Preempted, aborted, stopped, sharing, drafting, looping or stuck in a loop, every request
-    reads what it reads alone, all end, and every page always has one owner.
+    """Every request reads what it reads alone, all end, and a page always has one owner.
+
+    They are preempted, aborted, stopped, sharing, drafting, looping or stuck in a loop.
     """
     totals = run_all(range(part * PART, (part + 1) * PART))
     assert totals.whole > 3 * PART

@@ -28,8 +28,9 @@ def shared(
     pass_tokens: int = 0,
     long_chunk_tokens: int = 0,
 ) -> BatchLimits:
-    """Limits that only a long prompt or many rows exceed. With `long_chunk_tokens` every
-    prompt that does not share a launch is chunked.
+    """Make limits that only a long prompt or many rows exceed.
+
+    With `long_chunk_tokens` every prompt that does not share a launch is chunked.
     """
     return BatchLimits(
         prompts,

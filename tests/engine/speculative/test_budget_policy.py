@@ -101,8 +101,10 @@ def test_a_draft_is_paid_by_the_longest_block():
 
 
 def test_a_longer_step_has_to_be_worth_it():
-    """Seven tokens bring a quarter of a hundredth more than three at a rate of 0.49, and nearly two
-    at 0.52; the step is 5.5 % longer. Where it is as long, everything is proposed.
+    """A longer step is proposed only if its expected tokens outweigh its cost.
+
+    Seven tokens bring a quarter of a hundredth more than three at a rate of 0.49, and nearly two at
+    0.52; the step is 5.5 % longer. Where it is as long, everything is proposed.
     """
     costs = CostTable(((1, 0.791), (4, 0.871), (5, 0.919), (8, 0.919)), prefill=0.0)
     policy = TokenBudgetPolicy(costs, max_block=7)

@@ -100,8 +100,9 @@ async def until_async(condition):
 
 
 async def test_a_killed_worker_fails_its_own_calls_only():
-    """Both processes serve calls. Those of a killed worker fail and are aborted in the engine, the
-    others continue, and another worker replaces it.
+    """Both processes serve; the calls of a killed worker alone fail and are aborted.
+
+    Another worker replaces it.
     """
     async with two_processes() as (running, worker, clients):
         streams = await clients.begin("wait")

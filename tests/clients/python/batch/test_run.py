@@ -324,8 +324,9 @@ def wait_for_lines(path, count):
     ],
 )
 def test_killed_twice_and_complete(tmp_path, num_files, kills_after):
-    """SIGKILL while requests are in flight: every image has one line, those done are not asked
-    again, and a torn line is not taken for one.
+    """After SIGKILL while requests are in flight, every image has one line.
+
+    Those done are not asked again, and a torn line is not taken for one.
     """
     folder = tmp_path / "images"
     for number in range(num_files):

@@ -133,8 +133,9 @@ def _early_caller(port, **environment):
 
 
 def test_a_server_that_comes_late_is_noticed():
-    """By a client that only asks now and then; sooner than by a program that says how seldom gRPC
-    looks at connections while no call waits.
+    """A client that asks only now and then notices the server.
+
+    It does so sooner than one that says how seldom gRPC looks at connections between calls.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -119,8 +119,9 @@ def test_progress_is_optional(world):
 
 @EITHER_KIND
 def test_answers_do_not_depend_on_depth_or_order(assembly):
-    """Every result is the same at any pipeline depth, also one that changes between steps, order of
-    arrival and prefix sharing.
+    """Every result is the same at any pipeline depth, order of arrival and prefix sharing.
+
+    That includes a depth that changes between steps.
     """
     refs = (Point(x=0.25, y=0.5), Box(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
     requests = {
