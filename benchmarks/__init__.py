@@ -1,1 +1,1 @@
-"""Benchmarks: each one command, each writing raw JSON and a Markdown record into `results/`."""
+"""Benchmarks: each one command, each writing a record into `results/`."""

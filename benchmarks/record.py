@@ -1,4 +1,4 @@
-"""Records of benchmarks: a JSON and a Markdown file for each run, with the facts to repeat it."""
+"""Records of benchmarks: a JSON file for each run, with the facts to repeat it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def environment() -> dict[str, Any]:
 
 
 def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[str]) -> Path:
-    """Write `results/<name>.json` and `.md`, and return the path of the Markdown file.
+    """Write `results/<name>.json`, and return its path.
 
     `LEGATO_RESULTS` names another folder than `results`. The tables are printed first, so that a
     refused record loses no figures.
@@ -55,14 +55,11 @@ def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[st
     folder = Path(os.environ.get("LEGATO_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     facts = environment()
-    document = {"title": title, "surroundings": facts, "figures": figures}
-    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    lines = [f"# {title}", ""]
-    lines += [f"- {key}: `{value}`" for key, value in facts.items() if value]
-    lines += ["", *tables, ""]
-    path = folder / f"{name}.md"
-    path.write_text("\n".join(lines))
-    print(f"written: {name}.json, {name}.md")
+    lines = "\n".join(tables).splitlines()
+    document = {"title": title, "surroundings": facts, "tables": lines, "figures": figures}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"written: {path.name}")
     return path
 
 

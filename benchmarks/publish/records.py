@@ -58,9 +58,8 @@ class Records:
         return members
 
     def link(self, name: str, words: str = "") -> str:
-        """Link a record's Markdown file, or its JSON file if it has no other."""
-        path = self._root / RESULTS / f"{name}.md"
-        path = path if path.exists() else path.with_suffix(".json")
+        """Link a record's file."""
+        path = self._root / RESULTS / f"{name}.json"
         return f"[{words or Path(name).name}]({os.path.relpath(path, self._folder)})"
 
     def cite(self, name: str) -> str:

@@ -15,7 +15,7 @@ _EXPLAINED = (
     "sides (largest difference over largest magnitude). Tokens: the engine answers by itself, "
     "eight prompts at a time, two launches in flight; what is behind the reference's budget is "
     "left out. "
-    "In float32 the crops of images are the same to the byte. The JSON file has more columns."
+    "In float32 the crops of images are the same to the byte. `figures` has more columns."
 )
 
 

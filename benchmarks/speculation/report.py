@@ -147,7 +147,7 @@ _SHOWN = 8  # requests of a row
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:
-    """Write the record, its plots and their series; return the path of the Markdown."""
+    """Write the record, its plots and their series; return its path."""
     model, rows = figures["model"], figures["rows"]
     title = f"Speculation: {model['name']} ({model['dtype']}) on {model['device']}"
     series = [row.pop("series") for row in rows]
@@ -177,7 +177,7 @@ def write(name: str, figures: dict[str, Any]) -> Path:
 # ---------------------------------------------------------------- tables
 
 _REST = (
-    "The JSON file also has step times, latencies, rates with their confidence intervals, "
+    "The figures also have step times, latencies, rates with their confidence intervals, "
     "variances and last sizes of blocks, KV pages and preemptions."
 )
 
@@ -193,7 +193,7 @@ def _note(device: str) -> list[str]:
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    """Return gains of settings side by side; the JSON file has all other figures."""
+    """Return gains of settings side by side; `figures` has all others."""
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     off = {_load(row): row for row in rows if row["setting"] == "off"}
     by_load: dict[tuple[str, int], dict[str, Row]] = {load: {} for load in off}

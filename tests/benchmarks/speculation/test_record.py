@@ -16,10 +16,10 @@ def test_a_record_has_tables_plots_and_series(tmp_path, monkeypatch, capsys):
     assert speculation.main([*MODEL, *options, "--workloads", "0.8,under pressure"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     plots = {f"speculation_{kind}.svg" for kind in ("blocks", "acceptance", "pressure", "latency")}
-    assert names == {"speculation.json", "speculation.md", "speculation_series.json", *plots}
-    text = (tmp_path / "speculation.md").read_text()
-    assert all(f"({plot})" in text for plot in plots)
-    rows = json.loads((tmp_path / "speculation.json").read_text())["figures"]["rows"]
+    assert names == {"speculation.json", "speculation_series.json", *plots}
+    record = json.loads((tmp_path / "speculation.json").read_text())
+    assert all(f"({plot})" in "".join(record["tables"]) for plot in plots)
+    rows = record["figures"]["rows"]
     assert [row["setting"] for row in rows] == ["off", "fixed:2", "seed"] * 2
     series = json.loads((tmp_path / "speculation_series.json").read_text())
     assert len(series) == len(rows)
