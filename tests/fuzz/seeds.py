@@ -147,10 +147,34 @@ def http_bodies() -> dict[str, tuple[object, ...]]:
         "tools": [],
         "stream_options": {"include_usage": True},
     }
+    said = [{"type": "output_text", "text": "a cat", "annotations": [], "logprobs": []}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": []}
+    response = {
+        "model": "fake",
+        "instructions": "be brief",
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "what?"},
+                    {"type": "input_image", "image_url": picture, "detail": "auto"},
+                ],
+            },
+            thought,
+            {"type": "message", "id": "msg_1", "role": "assistant", "content": said},
+            {"type": "message", "role": "user", "content": "why?"},
+        ],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "reasoning": {"effort": "none"},
+        "text": {"format": {"type": "text"}},
+        "metadata": {"a": "b"},
+    }
     task = {"detect": {"object": "cat", "min_confidence": 0.5, "tracking": {"max_unseen": "2s"}}}
     talk = {"query": {"messages": [{"role": "CHAT_ROLE_USER", "parts": [{"text": "hi"}]}]}}
     return {
         "/v1/chat/completions": (chat, {**chat, "stream": True}),
+        "/v1/responses": (response, {**response, "stream": True}),
         "/v1/query": (
             {"question": "why?", "image_url": picture, "settings": settings, "spatial_refs": place},
             {"question": "why?", "stream": True, "reasoning": True},

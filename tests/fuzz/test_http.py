@@ -14,7 +14,8 @@ from legato_client import LegatoError
 from legato_client.web import bodies, moondream_api
 from legato_client.web.bodies import Bodies
 from legato_client.web.errors import RejectedRequest
-from legato_client.web.openai_api import ChatBody, task_of
+from legato_client.web.openai_api import ChatBody
+from legato_client.web.responses_api import ResponsesBody
 from msgspec import Struct
 from starlette.requests import Request
 
@@ -31,6 +32,7 @@ TRACES = (b"Traceback", b"a bug of this HTTP server", b"Internal Server Error")
 
 BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/v1/query": moondream_api.QueryBody,
     "/v1/caption": moondream_api.CaptionBody,
     "/v1/detect": moondream_api.DetectBody,
@@ -61,9 +63,8 @@ async def _body_to_task(data: bytes) -> None:
     headers = [(b"content-type", b"application/json")]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
     async with Bodies(accept).reading(request, kind) as body:
-        if isinstance(body, ChatBody):
-            body.check()
-            await task_of(body)
+        if isinstance(body, ChatBody | ResponsesBody):
+            await body.asked().task()
         elif isinstance(body, moondream_api.Question):
             body.task()
             if body.image_url is not None:

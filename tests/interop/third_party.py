@@ -54,6 +54,14 @@ def shown(image: str) -> list[dict[str, Any]]:
     ]
 
 
+def input_shown(image: str) -> list[dict[str, Any]]:
+    """The same as input of a response."""
+    return [
+        {"type": "input_text", "text": QUESTION},
+        {"type": "input_image", "image_url": data_url(image), "detail": "auto"},
+    ]
+
+
 def openai_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
     """OpenAI's own package, which has more endpoints than `legato http`."""
     import openai
@@ -81,12 +89,22 @@ def openai_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Ca
             )
         return [text(reply) for reply in replies]
 
+    def respond(**more: Any) -> Any:
+        return client.responses.create(model=model, **{"input": "hello", **more})
+
+    def streamed_response() -> list[Any]:
+        *events, last = respond(stream=True)
+        said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert last.response.output_text == said
+        return [said, last.response.status, last.response.usage.output_tokens > 0]
+
     talk = [
         {"role": "system", "content": ""},
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "again"},
     ]
+    seen = [{"role": "user", "content": input_shown(image)}]
     remote = [{"type": "image_url", "image_url": {"url": "https://a.example/a.jpg"}}]
     return {
         "models": lambda: [each.id for each in client.models.list()],
@@ -113,7 +131,17 @@ def openai_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Ca
         "n": lambda: text(ask(n=2)),
         "penalties": lambda: text(ask(frequency_penalty=0.5)),
         "URL of an image": lambda: text(ask(remote)),
-        "responses": lambda: client.responses.create(model=model, input="hello").output_text,
+        "response": lambda: respond().output_text,
+        "streamed response": streamed_response,
+        "response about an image": lambda: respond(input=seen).output_text,
+        "continued response": lambda: (
+            respond(
+                input=[*seen, *respond(input=seen).output, {"role": "user", "content": "again"}]
+            ).output_text
+        ),
+        "tools of a response": lambda: respond(tools=[{"type": "web_search"}]),
+        "structured response": lambda: respond(text={"format": {"type": "json_object"}}),
+        "stored response": lambda: respond(previous_response_id="resp_1"),
         "completions": lambda: client.completions.create(model=model, prompt="hello").choices,
         "embeddings": lambda: client.embeddings.create(model=model, input="hello").data,
     }
@@ -172,6 +200,11 @@ def langchain_cases(url: str, model: str, image: str, _folder: str) -> dict[str,
             {"title": "count", **SCHEMA}
         ).invoke("hello"),
         "JSON mode": lambda: chat.with_structured_output(None, method="json_mode").invoke("hello"),
+        "responses API": lambda: (
+            ChatOpenAI(base_url=f"{url}/v1", api_key="unused", model=model, use_responses_api=True)
+            .invoke("hello")
+            .text
+        ),
         "embeddings": lambda: OpenAIEmbeddings(
             base_url=f"{url}/v1", api_key="unused", max_retries=0, check_embedding_ctx_length=False
         ).embed_query("hello"),
@@ -229,6 +262,14 @@ def litellm_cases(url: str, model: str, image: str, _folder: str) -> dict[str, C
         "top_k": lambda: text(ask(top_k=-1)),
         "tools": lambda: text(ask(tools=[TOOL])),
         "structured output": lambda: text(ask(response_format=FORMAT)),
+        "responses": lambda: (
+            litellm.responses(
+                model=f"openai/{model}", api_base=f"{url}/v1", api_key="unused", input="hello"
+            )
+            .output[-1]
+            .content[0]
+            .text
+        ),
         "embeddings": lambda: litellm.embedding(
             model=f"openai/{model}", api_base=f"{url}/v1", api_key="unused", input=["hello"]
         ),
@@ -273,12 +314,111 @@ def llm_cases(url: str, model: str, image: str, folder: str) -> dict[str, Case]:
     }
 
 
+def home_assistant_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """Requests of the integration `openai_conversation` in Home Assistant 2026.11.
+
+    It makes its client from a key alone, so the address is in the environment. The token limit
+    and the temperature are settings of the integration, by default 3,000 and 1.
+    """
+    os.environ["OPENAI_BASE_URL"] = f"{url}/v1"
+    import openai
+    from openai.types import responses as types
+
+    recorded = {
+        "model": model,
+        "max_output_tokens": 256,
+        "safety_identifier": "01KB5A3VX0K5Q4T0Y0E8W7N2ZM",
+        "prompt_cache_key": "01KB5A1HJ2S6ZC6D6YJ2F2N3WV",
+        "service_tier": "auto",
+        "store": False,
+        "stream": True,
+        "top_p": 1.0,
+        "temperature": 0.0,
+        "prompt_cache_retention": "24h",
+    }
+    system = {"type": "message", "role": "developer", "content": "You are a voice assistant."}
+    hello = {"type": "message", "role": "user", "content": "hello"}
+    answer = {"type": "message", "role": "assistant", "content": "Hi."}
+    camera = {"type": "message", "role": "user", "content": input_shown(image)}
+    tool = {
+        "type": "function",
+        "name": "HassTurnOn",
+        "description": "Turns on a device.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}},
+        "strict": False,
+    }
+    form = {"type": "json_schema", "name": "count", "schema": SCHEMA, "strict": True}
+
+    async def run(asked: list[Any], **more: Any) -> str:
+        async with openai.AsyncOpenAI(api_key="unused", max_retries=0) as client:
+            said = ""
+            stream = await client.responses.create(**{**recorded, **more}, input=asked)
+            async for event in stream:
+                if isinstance(event, types.ResponseTextDeltaEvent):
+                    said += event.delta
+                elif isinstance(event, types.ResponseCompletedEvent):
+                    assert event.response.usage, "Home Assistant shows what an answer used"
+                    assert isinstance(event.response.output[0], types.ResponseOutputMessage)
+                    return said
+        raise Failed("the stream ended without response.completed")
+
+    def ask(*asked: Any, **more: Any) -> str:
+        return asyncio.run(run([system, *asked], **more))
+
+    async def set_up() -> list[str]:
+        async with openai.AsyncOpenAI(api_key="unused") as client:
+            return [each.id async for each in client.with_options(timeout=10.0).models.list()]
+
+    return {
+        "setup": lambda: asyncio.run(set_up()),
+        "Assist": lambda: ask(hello),
+        "continued conversation": lambda: ask(hello, answer, hello),
+        "AI task": lambda: ask(hello),
+        "AI task about a camera": lambda: ask(camera),
+        "Assist with control of the house": lambda: ask(hello, tools=[tool]),
+        "a limit of 3000 tokens": lambda: ask(hello, max_output_tokens=3000),
+        "web search": lambda: ask(
+            hello, tools=[{"type": "web_search", "search_context_size": "medium"}]
+        ),
+        "structured AI task": lambda: ask(camera, text={"format": form}),
+    }
+
+
+def frigate_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """Requests of the provider `openai` of Frigate's generative AI, as of July 2026."""
+    import openai
+
+    client = openai.OpenAI(api_key="unused", base_url=f"{url}/v1", max_retries=0)
+    thumbnail = {"type": "image_url", "image_url": {"url": data_url(image), "detail": "low"}}
+
+    def send(*images: Any, **more: Any) -> str:
+        content = [{"type": "text", "text": QUESTION}, *images]
+        messages: Any = [{"role": "user", "content": content}]
+        result = client.chat.completions.create(model=model, messages=messages, timeout=60, **more)
+        return str(result.choices[0].message.content).strip()
+
+    def context_size() -> int:
+        (found,) = [each for each in client.models.list().data if each.id == model]
+        return int(found.max_model_len)  # type: ignore[attr-defined]  # as vLLM adds it
+
+    return {
+        "models": lambda: sorted(each.id for each in client.models.list().data),
+        "context size": context_size,
+        "object description": lambda: send(thumbnail),
+        "several thumbnails": lambda: send(thumbnail, thumbnail),
+        "review description": lambda: send(thumbnail, response_format=FORMAT),
+        "chat with tools": lambda: send(tools=[TOOL], tool_choice="auto"),
+    }
+
+
 CLIENTS: dict[str, Callable[[str, str, str, str], dict[str, Case]]] = {
     "openai": openai_cases,
     "moondream": moondream_cases,
     "langchain-openai": langchain_cases,
     "litellm": litellm_cases,
     "llm": llm_cases,
+    "Home Assistant": home_assistant_cases,
+    "Frigate": frigate_cases,
 }
 
 

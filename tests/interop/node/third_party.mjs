@@ -39,6 +39,17 @@ async function spelled() {
   return Buffer.from(reply.choices[0].logprobs.content.flatMap(({ bytes }) => bytes)).toString();
 }
 
+const respond = (more = {}) => client.responses.create({ model, input: 'hello', ...more });
+const seen = [
+  {
+    role: 'user',
+    content: [
+      { type: 'input_text', text: 'What is in the picture?' },
+      { type: 'input_image', image_url: picture, detail: 'auto' },
+    ],
+  },
+];
+
 const talk = [
   { role: 'system', content: '' },
   { role: 'user', content: 'hello' },
@@ -61,7 +72,13 @@ const cases = {
   tools: () => text(ask('hello', { tools: [tool] })),
   'structured output': () => text(ask('hello', { response_format: format })),
   n: () => text(ask('hello', { n: 2 })),
-  responses: async () => (await client.responses.create({ model, input: 'hello' })).output_text,
+  response: async () => (await respond()).output_text,
+  'streamed response': async () => {
+    const events = await collected(await respond({ stream: true }));
+    return [events.at(-1).response.output[0].content[0].text, events.at(-1).response.status];
+  },
+  'response about an image': async () => (await respond({ input: seen })).output_text,
+  'tools of a response': () => respond({ tools: [{ type: 'web_search' }] }),
   embeddings: async () => (await client.embeddings.create({ model, input: 'hello' })).data,
 };
 

@@ -49,6 +49,7 @@ STATUSES: Mapping[str, int] = {
 REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
 """HTTP statuses by reason, if it is more precise than the status."""
 
+_NO_MEMBERS: Mapping[str, str] = {}
 _MESSAGES = ("task.", *(f"{name}." for name in skills.BY_NAME), "sampling.", "options.")
 
 _KINDS: tuple[tuple[type[LegatoError], str], ...] = (
@@ -103,8 +104,13 @@ def status_of(error: LegatoError) -> int:
     return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def document_of(error: LegatoError | RejectedRequest) -> ErrorDocument:
-    """Return the body of the answer, also sent inside a stream that has begun."""
+def document_of(
+    error: LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
+) -> ErrorDocument:
+    """Return the body of the answer, also sent inside a stream that has begun.
+
+    `members` are the request body's names of what the contract calls otherwise.
+    """
     if isinstance(error, RejectedRequest):
         return _document(error.message, _kind_of_status(error.status), error.field, error.code)
     fields = error.field_violations
@@ -112,12 +118,14 @@ def document_of(error: LegatoError | RejectedRequest) -> ErrorDocument:
     return _document(
         error.message,
         kind or _kind_of_status(status_of(error)),
-        _member(fields[0].field) if fields else None,
+        _member(fields[0].field, members) if fields else None,
         (error.reason or error.code).lower(),
     )
 
 
-def response_of(error: LegatoError | RejectedRequest) -> Response:
+def response_of(
+    error: LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
+) -> Response:
     status = error.status if isinstance(error, RejectedRequest) else status_of(error)
     headers: dict[str, str] = {}
     if error.retry_after is not None:
@@ -129,12 +137,12 @@ def response_of(error: LegatoError | RejectedRequest) -> Response:
             headers["x-should-retry"] = "false"
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    return _response(document_of(error), status, headers)
+    return _response(document_of(error, members), status, headers)
 
 
 async def on_legato_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LegatoError | RejectedRequest)
-    response = response_of(error)
+    response = response_of(error, getattr(request.state, "members", _NO_MEMBERS))
     if "x-request-id" not in response.headers and (named := request.headers.get("x-request-id")):
         response.headers["x-request-id"] = named
     return response
@@ -159,11 +167,12 @@ async def on_bug(_request: Request, _error: Exception) -> Response:
     return _response(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
 
 
-def _member(field: str) -> str:
+def _member(field: str, members: Mapping[str, str]) -> str:
     """Convert a field of the contract to the HTTP body's name, which has no outer messages."""
     for message in _MESSAGES:
         field = field.removeprefix(message)
-    return field
+    name, dot, rest = field.partition(".")
+    return f"{members.get(name, name)}{dot}{rest}"
 
 
 def _may_be_repeated(error: LegatoError) -> bool:

@@ -428,15 +428,15 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
         if body.stream:
             events = backend.client.generate(image, task, options=options, timeout=seconds)
             request_id, begun = await streams.begin(request.receive, events)
-            return streams.EventStream(_documents(begun), request_id)
+            return streams.EventStream(_frames(begun), request_id)
         call = operations.ask(backend.client, image, task, options, seconds)
         result = await streams.cancel_on_disconnect(request.receive, call)
     return answered(answer_of(result), result.info.request_id)
 
 
-async def _documents(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+async def _frames(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(events):
         async for event in events:
             document = event_of(event)
             if document is not None:
-                yield msgspec.json.encode(document)
+                yield streams.frame(msgspec.json.encode(document))

@@ -1,11 +1,12 @@
-"""OpenAI's chat completions and models."""
+"""OpenAI's chat completions and models, and what they share with its Responses API."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from legato_client._errors import NotFound, Preempted
+from legato_client._errors import LegatoError, NotFound, Preempted
 from legato_client._types import results
 from legato_client._types.results import (
     Event,
@@ -27,9 +28,9 @@ from legato_client._types.results import (
     TokensDelta,
 )
 from legato_client._types.server import ModelInfo
-from legato_client._types.tasks import Message, QueryTask, Role
+from legato_client._types.tasks import Message, QueryTask, Role, Sampling
 from legato_client.web import bodies, streams
-from legato_client.web.errors import RejectedRequest
+from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.moondream_api import GroundedSpan, spans_of
 from legato_client.web.operations import (
     MAX_COUNT,
@@ -46,9 +47,111 @@ Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Stop = str | list[str] | None
 
 
-def _null() -> Raw:
+def null() -> Raw:
     """Return the default of a field that stays raw: at most a short value is inspected."""
     return Raw(b"null")
+
+
+# ---------------------------------------------------------------- request model
+
+
+@dataclasses.dataclass(slots=True)
+class Turn:
+    """A message of a conversation in either wire form.
+
+    `where` is its place in the body; `images` are data URLs with theirs.
+    """
+
+    where: str
+    role: Role
+    said: str | tuple[str, ...]
+    images: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A request in either wire form.
+
+    `top_logprobs` is None without log-probabilities. `token_limit` is the body's name of
+    `max_tokens`.
+    """
+
+    turns: Sequence[Turn]
+    model: str | None
+    sampling: Sampling
+    reasoning: bool
+    top_logprobs: int | None
+    stream: bool
+    token_limit: str
+
+    @property
+    def members(self) -> dict[str, str]:
+        """Return the body's names of what the contract calls otherwise."""
+        places = {f"messages[{i}]": each.where for i, each in enumerate(self.turns)}
+        return {**places, "max_tokens": self.token_limit}
+
+    async def task(self) -> QueryTask:
+        """Build the task; the server checks the order of the messages.
+
+        Raises:
+            RejectedRequest: it has several images, or one outside of the user's first message.
+        """
+        first = next((i for i, each in enumerate(self.turns) if each.role == "user"), -1)
+        messages = [
+            await _message(each, may_show=index == first) for index, each in enumerate(self.turns)
+        ]
+        return QueryTask(reasoning=self.reasoning, sampling=self.sampling, messages=tuple(messages))
+
+
+async def _message(turn: Turn, *, may_show: bool) -> Message:
+    if not turn.images:
+        return Message(turn.role, turn.said)
+    url, field = turn.images.pop()  # the image takes its memory's place
+    if turn.images or not may_show:
+        raise RejectedRequest(
+            "a conversation has one image, in the user's first message", field=field
+        )
+    image = await bodies.decoded(url, field)
+    # The model sees the image before the words of its message, wherever it stood among them.
+    texts = (turn.said,) if isinstance(turn.said, str) else turn.said
+    return Message(turn.role, (image, *texts))
+
+
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+def short_value(value: object) -> object:
+    """Return the value of a raw field if its text is short, else the text."""
+    if isinstance(value, Raw) and len(memoryview(value)) <= _SHORT:
+        return msgspec.json.decode(value)
+    return value
+
+
+_SHORT = 32  # bytes: values that ask for nothing are shorter
+
+
+def check_unserved(
+    body: Struct, no_ops: Mapping[str, tuple[object, ...]], instead: Mapping[str, str]
+) -> None:
+    """Raise RejectedRequest for a field that would change the answer and is not served.
+
+    `no_ops` are the values of such fields that ask for nothing, by name.
+    """
+    for name, values in no_ops.items():
+        value: object = body
+        for part in name.split("."):
+            value = None if value is None else getattr(value, part)
+        if short_value(value) not in values:
+            hint = instead.get(name, "leave it out")
+            raise RejectedRequest(f"{name} is not served: {hint}", field=name, code="unsupported")
+
+
+# ---------------------------------------------------------------- chat's request
 
 
 class ImageUrl(Struct):
@@ -82,9 +185,9 @@ class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart | ImagePart | RefusalPart] | None = None
     name: str | None = None
-    tool_calls: Raw = msgspec.field(default_factory=_null)
-    function_call: Raw = msgspec.field(default_factory=_null)
-    audio: Raw = msgspec.field(default_factory=_null)
+    tool_calls: Raw = msgspec.field(default_factory=null)
+    function_call: Raw = msgspec.field(default_factory=null)
+    audio: Raw = msgspec.field(default_factory=null)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -122,21 +225,21 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: Raw = msgspec.field(default_factory=_null)
+    logit_bias: Raw = msgspec.field(default_factory=null)
     response_format: ResponseFormat | None = None
-    tools: Raw = msgspec.field(default_factory=_null)
-    tool_choice: Raw = msgspec.field(default_factory=_null)
-    functions: Raw = msgspec.field(default_factory=_null)
-    function_call: Raw = msgspec.field(default_factory=_null)
-    audio: Raw = msgspec.field(default_factory=_null)
+    tools: Raw = msgspec.field(default_factory=null)
+    tool_choice: Raw = msgspec.field(default_factory=null)
+    functions: Raw = msgspec.field(default_factory=null)
+    function_call: Raw = msgspec.field(default_factory=null)
+    audio: Raw = msgspec.field(default_factory=null)
     modalities: list[str] | None = None
-    prediction: Raw = msgspec.field(default_factory=_null)
+    prediction: Raw = msgspec.field(default_factory=null)
     reasoning_effort: str | None = None
-    web_search_options: Raw = msgspec.field(default_factory=_null)
+    web_search_options: Raw = msgspec.field(default_factory=null)
     store: bool | None = None
 
     # These have no effect on the answer.
-    metadata: Raw = msgspec.field(default_factory=_null)
+    metadata: Raw = msgspec.field(default_factory=null)
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -147,13 +250,8 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raise RejectedRequest for what would change the answer and is not served."""
-        self.metadata = _null()  # a raw field keeps the bytes of the whole body
-        for name, values in _ASKING_NOTHING.items():
-            if short_value(getattr(self, name)) not in values:
-                hint = _INSTEAD.get(name, "leave it out")
-                raise RejectedRequest(
-                    f"{name} is not served: {hint}", field=name, code="unsupported"
-                )
+        self.metadata = null()  # a raw field keeps the bytes of the whole body
+        check_unserved(self, _NO_OPS, _INSTEAD)
         if self.top_logprobs and not self.logprobs:
             raise RejectedRequest("top_logprobs needs logprobs=true", field="top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
@@ -174,22 +272,54 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         """Return whether the stream ends with a usage event."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def asked(self) -> Conversation:
+        """Return the request. Raises RejectedRequest for what is not served."""
+        self.check()
+        return Conversation(
+            turns=[_turn(each, f"messages[{i}]") for i, each in enumerate(self.messages)],
+            model=self.model,
+            sampling=sampling_of(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                max_tokens=self.most_tokens,
+                seed=self.seed,
+                stop=self.stop_strings,
+            ),
+            reasoning=bool(self.reasoning),
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            stream=bool(self.stream),
+            token_limit="max_tokens" if self.max_tokens else "max_completion_tokens",
+        )
 
-def short_value(value: object) -> object:
-    """Return the value of a raw field if its text is short, else the text."""
-    if isinstance(value, Raw) and len(memoryview(value)) <= _SHORT:
-        return msgspec.json.decode(value)
-    return value
+    def form(self, created: int) -> ChatForm:
+        return ChatForm(created, logprobs=bool(self.logprobs), usage=self.includes_usage)
 
 
-_SHORT = 32  # bytes: values that ask for nothing are shorter
+def _turn(message: ChatMessage, where: str) -> Turn:
+    for name in ("tool_calls", "function_call", "audio"):
+        if short_value(getattr(message, name)):
+            raise RejectedRequest("tools and audio are not served", field=f"{where}.{name}")
+    content, role = message.content, ROLES[message.role]
+    if content is None or isinstance(content, str):
+        return Turn(where, role, content or "")
+    texts, images = [], []
+    for index, part in enumerate(content):
+        match part:
+            case ImagePart(ImageUrl(url) as shown):
+                images.append((url, f"{where}.content[{index}].image_url.url"))
+                shown.url = ""  # only the turn holds its memory
+            case TextPart(text) | RefusalPart(text):
+                texts.append(text)
+    return Turn(where, role, tuple(texts), images)
+
 
 _INSTEAD = {
     "n": "ask once for each answer",
     "reasoning_effort": "reasoning=true thinks first, without degrees",
 }
 
-_ASKING_NOTHING: dict[str, tuple[object, ...]] = {
+_NO_OPS: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -331,7 +461,10 @@ class ChatChunk(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A served model. `tasks` are Legato's names of what it can do; when it was made is unknown."""
+    """A served model. `tasks` are Legato's names of what it can do; when it was made is unknown.
+
+    `max_model_len` is vLLM's name of the context length, which Frigate reads.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -339,6 +472,7 @@ class Model(Struct, kw_only=True):
     owned_by: str = "legato"
     tasks: list[str]
     context_length: int
+    max_model_len: int
 
 
 class ModelList(Struct, kw_only=True):
@@ -409,70 +543,6 @@ def _written(piece: bytes) -> str:
     return piece.decode("utf-8", "backslashreplace")
 
 
-# ---------------------------------------------------------------- conversation
-
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-
-
-async def task_of(body: ChatBody) -> QueryTask:
-    """Build the task; the server checks the order of the messages.
-
-    Raises:
-        RejectedRequest: it has tools, several images, or one outside of the user's first message.
-    """
-    first = next((i for i, each in enumerate(body.messages) if each.role == "user"), -1)
-    messages = [
-        await _message(each, f"messages[{index}]", may_show=index == first)
-        for index, each in enumerate(body.messages)
-    ]
-    return QueryTask(
-        reasoning=bool(body.reasoning),
-        sampling=sampling_of(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            max_tokens=body.most_tokens,
-            seed=body.seed,
-            stop=body.stop_strings,
-        ),
-        messages=tuple(messages),
-    )
-
-
-async def _message(message: ChatMessage, where: str, *, may_show: bool) -> Message:
-    for name in ("tool_calls", "function_call", "audio"):
-        if short_value(getattr(message, name)):
-            raise RejectedRequest("tools and audio are not served", field=f"{where}.{name}")
-    content = message.content
-    if content is None or isinstance(content, str):
-        return Message(_ROLES[message.role], content or "")
-    texts = _texts(content)
-    shown = [index for index, part in enumerate(content) if isinstance(part, ImagePart)]
-    if not shown:
-        return Message(_ROLES[message.role], texts)
-    field = f"{where}.content[{shown[-1]}].image_url.url"
-    if len(shown) > 1 or not may_show:
-        raise RejectedRequest(
-            "a conversation has one image, in the user's first message", field=field
-        )
-    part = content[shown[0]]
-    assert isinstance(part, ImagePart), "these indices are of images"
-    image = await bodies.decoded(part.image_url.url, field)
-    part.image_url.url = ""  # the image has taken its memory's place
-    # The model sees the image before the words of its message, wherever it stood among them.
-    return Message(_ROLES[message.role], (image, *texts))
-
-
-def _texts(content: Sequence[TextPart | ImagePart | RefusalPart]) -> tuple[str, ...]:
-    said = [part for part in content if not isinstance(part, ImagePart)]
-    return tuple(part.text if isinstance(part, TextPart) else part.refusal for part in said)
-
-
 # ---------------------------------------------------------------- chunks
 
 DONE = b"[DONE]"
@@ -507,22 +577,34 @@ class AnswerTokens:
         return taken
 
 
-class Chunks:
-    """The chunks of one answer."""
+class ChatForm:
+    """Chat completions' form of one answer."""
 
-    def __init__(self, request_id: str, created: int, *, logprobs: bool, usage: bool) -> None:
-        self._id = completion_id(request_id)
+    def __init__(self, created: int, *, logprobs: bool, usage: bool) -> None:
+        self._id = ""
         self._created = created
         self._logprobs = logprobs
         self._tells_usage = usage
         self._model = ""
         self._tokens = AnswerTokens()
 
-    def of(self, event: Event) -> Iterator[ChatChunk]:
+    def answer(self, result: QueryResult, tokens: Iterable[Token] | None) -> ChatCompletion:
+        return completion(result, tokens, self._created)
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        for chunk in self._chunks(event):
+            yield streams.frame(msgspec.json.encode(chunk))
+        if isinstance(event, Finished):
+            yield streams.frame(DONE)
+
+    def failure(self, error: LegatoError) -> bytes:
+        return streams.frame(msgspec.json.encode(document_of(error)))
+
+    def _chunks(self, event: Event) -> Iterator[ChatChunk]:
         tokens = self._tokens.of(event)
         match event:
             case Started():
-                self._model = event.model
+                self._id, self._model = completion_id(event.request_id), event.model
                 yield self._chunk(Delta(role="assistant", content=""))
             case ReasoningDelta(text) if text:
                 yield self._chunk(Delta(reasoning=text))
@@ -554,16 +636,6 @@ class Chunks:
         )
 
 
-async def documents(
-    events: AsyncGenerator[Event, None], chunks: Chunks
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(events):
-        async for event in events:
-            for chunk in chunks.of(event):
-                yield msgspec.json.encode(chunk)
-    yield DONE
-
-
 # ---------------------------------------------------------------- endpoints
 
 _TAG = "OpenAI"
@@ -589,16 +661,48 @@ def routes() -> list[BaseRoute]:
 
 async def chat_completions(request: Request) -> ASGIApp:
     """Answer the last message of a conversation, about an image if one is shown."""
+    return await answer(request, ChatBody)
+
+
+class WireForm(Protocol):
+    """Answers and stream events of one API."""
+
+    def answer(self, result: QueryResult, tokens: Iterable[Token] | None) -> Struct:
+        """Build the answer; `tokens` are the answer's, None if they were not requested."""
+        ...
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        """Return the server-sent events of an event."""
+        ...
+
+    def failure(self, error: LegatoError) -> bytes:
+        """Return the server-sent event of a failure in a stream that has begun."""
+        ...
+
+
+class ConversationBody(Protocol):
+    """Request body of one API."""
+
+    def asked(self) -> Conversation:
+        """Return the request. Raises RejectedRequest for what is not served."""
+        ...
+
+    def form(self, created: int) -> WireForm:
+        """Return the form of its answer, made at `created` seconds."""
+        ...
+
+
+async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:
+    """Answer a conversation in the form of its body."""
     backend = backend_of(request)
     created = int(time.time())
-    async with backend.bodies.reading(request, ChatBody) as body:
-        body.check()
-        task = await task_of(body)
-        logprobs, streaming = bool(body.logprobs), bool(body.stream)
-        alternatives = (body.top_logprobs or 0) if logprobs else None
-        options = options_of(request, body.model, top_logprobs=alternatives)
-        seconds = timeout_of(request, streaming=streaming)
-        if not (streaming or logprobs):
+    async with backend.bodies.reading(request, kind) as body:
+        asked, form = body.asked(), body.form(created)
+        request.state.members = asked.members
+        task = await asked.task()
+        options = options_of(request, asked.model, top_logprobs=asked.top_logprobs)
+        seconds = timeout_of(request, streaming=asked.stream)
+        if not asked.stream and asked.top_logprobs is None:
             call = backend.client.chat(
                 task.messages,
                 reasoning=task.reasoning,
@@ -607,15 +711,23 @@ async def chat_completions(request: Request) -> ASGIApp:
                 timeout=seconds,
             )
             result = await streams.cancel_on_disconnect(request.receive, call)
-            return answered(completion(result, None, created), result.info.request_id)
+            return answered(form.answer(result, None), result.info.request_id)
         # Only a stream shows which tokens belong to the answer.
         events = backend.client.generate(None, task, options=options, timeout=seconds)
         request_id, begun = await streams.begin(request.receive, events)
-        if not streaming:
+        if not asked.stream:
             result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
-            return answered(completion(result, tokens, created), request_id)
-    chunks = Chunks(request_id, created, logprobs=logprobs, usage=body.includes_usage)
-    return streams.EventStream(documents(begun, chunks), request_id)
+            return answered(form.answer(result, tokens), request_id)
+    return streams.EventStream(_framed(begun, form), request_id, form.failure)
+
+
+async def _framed(
+    events: AsyncGenerator[Event, None], form: WireForm
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            for frame in form.frames(event):
+                yield frame
 
 
 async def models(request: Request) -> ASGIApp:
@@ -651,4 +763,7 @@ async def _collected(
 
 
 def _model(served: ModelInfo) -> Model:
-    return Model(id=served.name, tasks=list(served.tasks), context_length=served.max_context_tokens)
+    length = served.max_context_tokens
+    return Model(
+        id=served.name, tasks=list(served.tasks), context_length=length, max_model_len=length
+    )

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from legato_client._errors import DeadlineExceeded, LegatoError, Unavailable
 from legato_client._version import version
-from legato_client.web import moondream_api, openai_api
+from legato_client.web import moondream_api, openai_api, responses_api
 from legato_client.web.errors import ErrorDocument, response_of
 from legato_client.web.operations import TIMEOUT, Operation, OperationRoute
 from legato_client.web.server import backend_of
@@ -140,5 +140,5 @@ async def readyz(request: Request) -> Response:
 
 
 def routes() -> list[BaseRoute]:
-    served = [*openai_api.routes(), *moondream_api.routes()]
+    served = [*openai_api.routes(), *responses_api.routes(), *moondream_api.routes()]
     return [*served, *about_routes(), route(served)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,15 +52,31 @@ async def begin(
     return request_id, _continued(first, events)
 
 
-class EventStream:
-    """Server-sent events, each the bytes of one document.
+def frame(document: bytes, event: str = "") -> bytes:
+    """Return a server-sent event; most APIs name none."""
+    named = b"event: " + event.encode() + b"\n" if event else b""
+    return named + b"data: " + document + b"\n\n"
 
-    A failure is the last event, and cuts the connection: a client that looks for answers only does
-    not take the part for the whole.
+
+def _failure(error: LegatoError) -> bytes:
+    return frame(msgspec.json.encode(document_of(error)))
+
+
+class EventStream:
+    """Server-sent events, each made by `frame`.
+
+    A failure is the last event, made by `failure`, and cuts the connection: a client that looks for
+    answers only does not take the part for the whole.
     """
 
-    def __init__(self, documents: AsyncGenerator[bytes, None], request_id: str) -> None:
-        self._documents = documents
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        request_id: str,
+        failure: Callable[[LegatoError], bytes] = _failure,
+    ) -> None:
+        self._frames = frames
+        self._failure = failure
         self._headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -69,24 +85,23 @@ class EventStream:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._documents):
+        async with contextlib.aclosing(self._frames):
             with contextlib.suppress(ReaderLeft):
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         try:
-            async for document in self._documents:
-                await _send(send, document)
+            async for each in self._frames:
+                await _send(send, each)
         except LegatoError as error:
-            await _send(send, msgspec.json.encode(document_of(error)))
+            await _send(send, self._failure(error))
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send(send: Send, document: bytes) -> None:
-    line = b"data: " + document + b"\n\n"
-    await send({"type": "http.response.body", "body": line, "more_body": True})
+async def _send(send: Send, frame: bytes) -> None:
+    await send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
 async def _first(events: AsyncIterator[Event]) -> Event:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 import textwrap
 import urllib.parse
 
+import grpc
 import openai
 import pytest
+from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, task_pb2
 
-from tests.clients.python.fake_server import events
+from tests.clients.python.failures import failure
+from tests.clients.python.fake_server import STREAMS, events
 from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, IMAGE
 
 
@@ -427,3 +431,223 @@ def test_what_is_no_json(web, body):
     """Bytes that are no document are the caller's fault, not a bug."""
     reply = web.send("POST", CHAT, body, {"content-type": "application/json"})
     assert reply.status == 400
+
+
+# ---------------------------------------------------------------- responses
+
+RESPONSES = "/v1/responses"
+LOGPROBS = ["message.output_text.logprobs"]
+NUMERIC = failure(grpc.StatusCode.INTERNAL, "NUMERIC")
+
+
+@pytest.mark.usefixtures("web")
+def test_a_response_has_what_the_client_reads(client):
+    """Text, status, usage, model and the request's id arrive where OpenAI's client looks."""
+    response = client.responses.create(model="fake", input="hello", max_output_tokens=3)
+    assert (response.output_text, response.model, response.id) == ("two cats", "fake", "resp_r-1")
+    (message,) = response.output
+    assert (message.role, message.status, message.id) == ("assistant", "completed", "msg_r-1")
+    used = response.usage
+    assert (used.input_tokens, used.output_tokens, used.total_tokens) == (7, 3, 10)
+    assert (response.status, response.max_output_tokens, response.store) == ("completed", 3, False)
+    assert response._request_id == "r-1"
+
+
+def test_parameters_of_a_response_arrive(web, client):
+    """Each parameter that is served reaches the field that chat completions' reach."""
+    client.responses.create(
+        model="fake",
+        input="hello",
+        instructions="be brief",
+        temperature=0.5,
+        top_p=0.25,
+        max_output_tokens=9,
+        reasoning={"effort": "medium"},
+        text={"format": {"type": "text"}, "verbosity": "medium"},
+        store=False,
+        truncation="disabled",
+        metadata={"a": "b"},
+        safety_identifier="somebody",
+        extra_headers={"X-Request-Id": "mine"},
+    )
+    asked = web.fake.last("Query")
+    assert asked.sampling == task_pb2.Sampling(temperature=0.5, top_p=0.25, max_tokens=9)
+    assert (asked.reasoning, asked.options.request_id) == (True, "mine")
+    assert [(each.role, each.parts[0].text) for each in asked.messages] == [
+        (task_pb2.CHAT_ROLE_SYSTEM, "be brief"),
+        (task_pb2.CHAT_ROLE_USER, "hello"),
+    ]
+
+
+def test_both_forms_ask_the_same(web, client):
+    """A conversation about an image becomes one request, in whichever form it is sent."""
+    image = {"type": "image_url", "image_url": {"url": DATA_URL}}
+    ask(
+        client,
+        [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]},
+            {"role": "assistant", "content": [{"type": "text", "text": "two cats"}]},
+            {"role": "user", "content": "how?"},
+        ],
+    )
+    chat = web.fake.last("Query")
+    first = client.responses.create(model="fake", input="hello")
+    client.responses.create(
+        model="fake",
+        input=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "type": "message",
+                "content": [
+                    {"type": "input_text", "text": "what is it?"},
+                    {"type": "input_image", "image_url": DATA_URL, "detail": "auto"},
+                ],
+            },
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            *(each.model_dump(exclude_none=True) for each in first.output),
+            {"role": "user", "content": "how?"},
+        ],
+    )
+    assert web.fake.last("Query") == chat
+    assert chat.image.encoded.data == IMAGE
+
+
+@pytest.mark.usefixtures("web")
+def test_a_response_streams_in_order(client):
+    """OpenAI's own accumulator takes the events; items are within their response, in order."""
+    with client.responses.stream(model="fake", input="hello") as stream:
+        told = list(stream)
+        # The scripted answer ends at the token limit.
+        response = told[-1].response
+    assert [each.type for each in told] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [each.output_index for each in told[2:-1]] == [0] * 6 + [1] * 7
+    thought, message = response.output
+    assert (thought.content[0].text, response.output_text) == ("hm", "two cats")
+    assert (message.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert response.usage.total_tokens == 10
+
+
+def test_events_of_a_response_are_named(web):
+    """Each server-sent event has the name of its type and the next number; none is [DONE]."""
+    reply = web.post(RESPONSES, {"input": "hello", "stream": True})
+    frames = [each.split("\n") for each in reply.body.decode().split("\n\n") if each]
+    documents = [json.loads(data.removeprefix("data: ")) for _, data in frames]
+    assert [name for name, _ in frames] == [f"event: {each['type']}" for each in documents]
+    assert [each["sequence_number"] for each in documents] == list(range(len(frames)))
+
+
+def test_a_response_that_fails_later(web, client):
+    """The last event tells the failure and its code, and the connection is cut before any end."""
+    web.fake.script["Generate"].append([*STREAMS["query"][:5], NUMERIC])
+    stream, received = client.responses.create(model="fake", input="hello", stream=True), []
+    with pytest.raises(openai.APIConnectionError):
+        received.extend(stream)
+    assert (received[-1].type, received[-1].code) == ("error", "numeric")
+    assert received[-2].type == "response.output_text.delta"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_response(web, client, stream):
+    """Every token of the answer is told, in the delta that has its text and in the whole."""
+    told = _stream_with_tokens(_END, reason=task_pb2.FINISH_REASON_STOP)
+    web.fake.script["Generate"].append(told)
+    response = client.responses.create(
+        model="fake", input="hello", include=LOGPROBS, top_logprobs=2, stream=stream
+    )
+    if stream:
+        received = list(response)
+        response = received[-1].response
+        deltas = [each for each in received if each.type == "response.output_text.delta"]
+        assert [[token.token for token in each.logprobs] for each in deltas] == [
+            ["\\xc3", "\\xa9"],
+            ["a", "b"],
+        ]
+    tokens = response.output[-1].content[0].logprobs
+    assert b"".join(bytes(each.bytes) for each in tokens).decode() == "éab" == response.output_text
+    assert web.fake.last("Generate").options.top_logprobs == 2
+
+
+def _content(part: dict[str, str]) -> dict[str, object]:
+    return {"input": [{"role": "user", "content": [part]}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("store", {"store": True}),
+        ("background", {"background": True}),
+        ("truncation", {"truncation": "auto"}),
+        ("include[0]", {"include": ["reasoning.encrypted_content"]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("temprature", {"temprature": 1}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("input", {"input": []}),
+        ("input[0].type", {"input": [{"type": "function_call", "call_id": "c"}]}),
+        ("input[0].role", {"input": [{"content": "hello"}]}),
+        ("input[0].content[0].type", _content({"type": "input_file", "file_id": "f"})),
+        ("input[0].content[0].file_id", _content({"type": "input_image", "file_id": "f"})),
+        (
+            "input[0].content[0].image_url",
+            _content({"type": "input_image", "image_url": "https://a.example/a.jpg"}),
+        ),
+    ],
+)
+def test_a_response_that_is_not_served(web, field, body):
+    """What is malformed or would change the answer is a 400 that names the field."""
+    reply = web.post(RESPONSES, {"input": "hello", **body})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert reply.error["type"] == "invalid_request_error"
+    assert not web.fake.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "path", "body"),
+    [
+        ("sampling.max_tokens", "max_tokens", CHAT, {"messages": HELLO, "max_tokens": 9}),
+        (
+            "task.sampling.max_tokens",
+            "max_completion_tokens",
+            CHAT,
+            {"messages": HELLO, "max_completion_tokens": 9},
+        ),
+        ("sampling.max_tokens", "max_output_tokens", RESPONSES, {"input": "x"}),
+        ("messages[0].parts", "instructions.parts", RESPONSES, {"input": "x", "instructions": "y"}),
+        ("messages[1].role", "input[0].role", RESPONSES, {"input": HELLO, "instructions": "y"}),
+    ],
+)
+def test_a_refusal_of_the_server_names_the_body_s_field(web, field, param, path, body):
+    """What the server finds is named as the body names it, not as the contract does."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description="no")
+    details = error_details_pb2.BadRequest(field_violations=[violation])
+    refusal = failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", details)
+    web.fake.script["Query"].append(refusal)
+    reply = web.post(path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)

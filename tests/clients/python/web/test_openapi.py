@@ -11,6 +11,7 @@ from legato_client.web.operations import OperationRoute
 
 PATHS = {
     "/v1/chat/completions": ["post"],
+    "/v1/responses": ["post"],
     "/v1/models": ["get"],
     "/v1/models/{name}": ["get"],
     "/v1/caption": ["post"],
