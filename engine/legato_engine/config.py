@@ -55,7 +55,7 @@ _RANGES = {
     "adapter_slots": (1, math.inf),
     "max_adapter_rank": (1, MAX_ADAPTER_RANK),
     "max_prefill_rows": (0, MAX_PREFILL_ROWS),
-    "pictures_per_launch": (1, MAX_IMAGES_PER_LAUNCH),
+    "images_per_launch": (1, MAX_IMAGES_PER_LAUNCH),
 }
 
 
@@ -74,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Launches: `pipeline_depth` 1 blocks, 2 pipelines. Up to `max_prefill_rows` prompts share a
     launch, which running decodes may join; 1 disables both, 0 is 4 on a GPU with kernels for the
     model, else 1. While other requests stream, an image is encoded `crops_per_launch` crops at a
-    time. While many wait and none streams, up to `pictures_per_launch` images share a launch on a
+    time. While many wait and none streams, up to `images_per_launch` images share a launch on a
     GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
@@ -123,7 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split an image
     max_prefill_rows: int = 0
-    pictures_per_launch: int = 4
+    images_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
     weight_dtype: str = "auto"  # of linear layers: auto, model, packed and fp8 (GPU), int8, int4

@@ -199,5 +199,5 @@ def _program(machine: _Machine) -> Iterator[bytes]:
 
 
 def _instruction(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Return a `struct sock_filter`; the jumps skip so many instructions."""
+    """Return a `struct sock_filter`; jumps are in instructions."""
     return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -33,7 +33,7 @@ class Settings:
     num_replicas: int = 1
     """Servers at the start, and the fewest."""
     max_replicas: int = 0
-    """The most; 0: as many as `num_replicas`, without autoscaling."""
+    """Maximum replicas; 0: as many as `num_replicas`, without autoscaling."""
     max_surge_percent: int = 0
     """Servers beyond these while an update replaces them, in percent; needs room on the nodes."""
     num_cpus: float = 1.0

@@ -251,9 +251,9 @@ def add_queue(add: Add, engine: EngineConfig) -> None:
         "0: automatic",
     )
     add(
-        "--pictures-per-launch",
+        "--images-per-launch",
         type=positive,
-        default=engine.pictures_per_launch,
+        default=engine.images_per_launch,
         help="images computed in one launch while many wait and none streams; 1: one by one",
     )
     add(

@@ -2,7 +2,7 @@
 
 Its four axes (centre x, centre y, width, height) are filtered apart. Each has a position, a
 velocity and an acceleration that changes at random and fades (Singer's model). Lengths are shares
-of the picture, times seconds. Shapes: A = 4 axes, K = 3 derivatives.
+of the image, times seconds. Shapes: A = 4 axes, K = 3 derivatives.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def gains(mean_TA: Array, variance_TA: Array, box_DA: Array) -> Array:
     """Return the log-likelihood gain of each track for each box over a new object; TD.
 
     In natural logarithms of likelihoods; minus infinity beyond `GATE`. The variances include the
-    measurement's. A new object may be anywhere in the picture, and about as large as the track;
+    measurement's. A new object may be anywhere in the image, and about as large as the track;
     a track that was long unseen may not be elsewhere either, so its spread is limited to the same.
     """
     difference_TDA = box_DA[None] - mean_TA[:, None]

@@ -49,7 +49,7 @@ _KEPT = (
     "page_size",
     "crops_per_launch",
     "max_prefill_rows",
-    "pictures_per_launch",
+    "images_per_launch",
     "speculation",
 )
 """Settings of the crashed engine that determine its launches."""

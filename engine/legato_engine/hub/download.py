@@ -299,12 +299,12 @@ def _translate_errors(folder: Path) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         raise HubUnreachable(
             f"{constants.ENDPOINT} does not answer: {reason}; what is here stays, "
-            "and the next pull goes on from there"
+            "and the next pull resumes from there"
         ) from None
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise DiskFull(f"cannot write to {folder}: {error.strerror}") from None
-        raise PullFailed(f"{error.strerror or error}; the next pull goes on") from None
+        raise PullFailed(f"{error.strerror or error}; the next pull resumes") from None
     except Exception as error:  # noqa: BLE001 - the library raises whatever an odd answer trips
         problem = f"{constants.ENDPOINT} gives an answer that is not understood"
         raise ContentMismatch(f"{problem}: {type(error).__name__}: {error}") from None

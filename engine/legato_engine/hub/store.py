@@ -245,7 +245,7 @@ def pull_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="legato pull",
         description="Fetch the weights of a model from Hugging Face, or from HF_ENDPOINT, so that "
-        "`legato serve --model NAME` finds them. A pull that was cut off goes on where it ended.",
+        "`legato serve --model NAME` finds them. An interrupted pull resumes where it ended.",
         allow_abbrev=False,
     )
     parser.add_argument("model", choices=sorted(MODELS), metavar="NAME", help=", ".join(MODELS))

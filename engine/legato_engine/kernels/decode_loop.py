@@ -96,7 +96,7 @@ def control_step(loop: LoopTensors) -> bool:
 def control_drafting_step(loop: DraftLoopTensors) -> bool:
     """Publish the step's outputs, advance constraints and return whether a step follows.
 
-    Besides, none follows after a row's last token, where a row's pages do not suffice for its
+    No step follows after a row's last token, where a row's pages do not suffice for its
     maximum of draft tokens, or if no row had a token to feed: then the host plans anew.
     """
     fed_B = (loop.row_B != loop.scratch_row) & (loop.count_B > 0)

@@ -139,7 +139,7 @@ HEADER_WORDS = 4
 TARGET_WORDS = 9
 
 MAX_PIXELS = 4096 * 4096
-"""The largest image, and the most pixels between the passes of both targets together."""
+"""Maximum pixels of an image, and between the passes of both targets together."""
 
 MAX_WORDS = 1 << 18
 """The largest plan; weights grow with the longer side of an image."""

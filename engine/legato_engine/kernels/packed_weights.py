@@ -18,14 +18,14 @@ from legato_engine.kernels.cpu.library import Library
 GROUP = 32  # inputs that share a scale and a zero in int4
 
 _EXACT_ROWS = 8
-"""Up to here each number of rows has a kernel of oneDNN; more rows are padded to whole blocks of
-so many, which bounds the kernels that it makes."""
+"""Up to here each number of rows has a kernel of oneDNN; more rows are padded to whole blocks
+of this many, which bounds the kernels that it makes."""
 
 _LEAST_WEIGHTS = 1 << 16
 """Of a smaller map: it takes less time than oneDNN's preparations for a call, and little memory."""
 
 _INT4_OUTPUTS = 16
-"""The int4 kernels take multiples of so many outputs."""
+"""The int4 kernels take multiples of this many outputs."""
 
 _LEAST_SCALE = 1e-12
 

@@ -370,7 +370,7 @@ def _shared_out(out_TKD: torch.Tensor, routes: Routes) -> torch.Tensor:
 
 # ---------------------------------------------------------------- reference certainty
 
-# How sure a model is of a token with a value: the specification of
+# A model's confidence in a token with a value: the specification of
 # `cuda/sources/value_argmax.cu`.
 #
 # Rows do not interact. Shape legend: B tokens, V vocabulary, N bins.

@@ -90,7 +90,7 @@ Fill = Callable[[str, torch.Tensor], None]
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[Fill]:
-    """Read tensors by name, without a copy besides that in their destination where that can be."""
+    """Read tensors by name, directly into their destination where possible."""
     if file.suffix in _PICKLED:
         yield functools.partial(_copy, _unpickled(file).__getitem__)
     elif is_gguf(file):

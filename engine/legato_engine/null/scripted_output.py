@@ -131,8 +131,8 @@ def _object_output(
     task: DetectTask | PointTask, num_objects: int, max_tokens: int | None
 ) -> ScriptedOutput:
     most = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
-    sure = [index for index in range(num_objects) if _confidence(index) >= task.min_confidence]
-    events: tuple[Event, ...] = tuple(_object(task, index) for index in sure[:most])
+    confident = [index for index in range(num_objects) if _confidence(index) >= task.min_confidence]
+    events: tuple[Event, ...] = tuple(_object(task, index) for index in confident[:most])
     reason = FinishReason.MAX_OBJECTS if len(events) == task.max_objects else FinishReason.STOP
     return _limited(task, events, reason, max_tokens)
 

@@ -30,7 +30,7 @@ _TIMES = 5
 _PAIRS = 3
 _MAX_SHAPE_SECONDS = 0.1  # of measuring one shape
 _LONG_STEP_SECONDS = 0.1  # from which on larger steps may be extrapolated
-_COMPUTE_BOUND_RATIO = 4  # a step that takes so many times the first is bound by compute
+_COMPUTE_BOUND_RATIO = 4  # a step that takes this many times the first is compute-bound
 _STEP_CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 

@@ -44,7 +44,7 @@ from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.speculative.policy import BlockPolicy
 
 FEW_GROUPS = (1, 2)
-"""Token groups that steps are laid out for, besides one per token."""
+"""Token groups that steps are laid out for, plus one per token."""
 
 
 def laid_out_groups(bucket: int, num_groups: int) -> int:
@@ -437,7 +437,7 @@ class KernelBackend:
         uploads: list[Event] = []
         for index, (given, bucket) in enumerate(zip(passes.each, passes.buckets, strict=True)):
             is_last = passes.is_last(index)
-            if index >= MAX_PASSES:  # only a long answer after a preemption has so many
+            if index >= MAX_PASSES:  # only a long answer after a preemption has that many
                 uploads[index - MAX_PASSES].wait()
             if index:
                 self._stage(slot, passes, index)

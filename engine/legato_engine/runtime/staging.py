@@ -153,14 +153,14 @@ def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[Toke
 
 # ---------------------------------------------------------------- preparation
 
-# What a launch changes in the rows' state before its forward, as one captured work.
+# Changes of the rows' state before a launch's forward, captured as one graph.
 
 
 class Changes(NamedTuple):
     """Row changes that a slot has staged."""
 
     grows: bool = False  # pages begin
-    places: bool = False  # rows go on behind the loop in the other slot
+    places: bool = False  # rows continue behind the loop in the other slot
 
 
 def upload_step(slot: DecodeSlot, changes: Changes, stream: Stream) -> None:
@@ -272,7 +272,7 @@ class StepStaging:
             staged["page"][index] = sequence.pages.ids[page]
 
     def constraints(self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]) -> int:
-        """Stage a constraint for each row; return the most tokens that are sampled."""
+        """Stage a constraint for each row; return the maximum number of sampled tokens."""
         slot.constraint.host["constraint"][: len(constraints)] = constraints
         slot.constraint.host["after"][: len(plan.after)] = plan.after
         if self._drafts is None:

@@ -68,7 +68,7 @@ def warm_runner(
         proposer=proposer if block else None,
         block_policy=policy,
         max_prompts=config.max_prefill_rows,
-        max_images=config.pictures_per_launch,
+        max_images=config.images_per_launch,
         refiner=refiner,
         loops=None if config.decode_path == AUTO_PATH else config.decode_path in LOOP_PATHS,
         megakernel=None if config.decode_path == AUTO_PATH else config.decode_path == RESIDENT_PATH,

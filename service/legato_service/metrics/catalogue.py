@@ -222,7 +222,7 @@ ENGINE = (
     _engine("legato_image_held_bytes", _G, "Prepared images held for their owners."),
     _engine("legato_images_cached", _G, "Prepared images, held ones included."),
     _engine("legato_adapter_slots_used", _G, "Adapter slots of live requests."),
-    _engine("legato_preemptions", _C, "Requests that gave up their KV pages to others."),
+    _engine("legato_preemptions", _C, "Requests preempted to free KV pages for others."),
     _engine("legato_recomputed_tokens", _C, "Positions computed again after preemptions."),
     _engine(
         "legato_engine_step_seconds",

@@ -126,8 +126,8 @@ def test_more_prompts_than_could_share_are_refused(count):
 def test_more_images_than_fit_are_refused(count):
     """Each image has page-locked memory of its own, which limits them."""
     with pytest.raises(InvalidField) as caught:
-        assemble(msgspec.structs.replace(CONFIG, pictures_per_launch=count))
-    assert caught.value.metadata["field"] == "pictures_per_launch"
+        assemble(msgspec.structs.replace(CONFIG, images_per_launch=count))
+    assert caught.value.metadata["field"] == "images_per_launch"
 
 
 def test_launches_are_not_shared_without_a_gain(assembly):

@@ -166,7 +166,7 @@ def _report(
     terminal.document(
         {
             "output": str(args.output),
-            "pictures": done,
+            "images": done,
             "new": new,
             "failed": failed,
             "annotations": boxes,

@@ -91,7 +91,7 @@ _QUERIES = 24
 """Queries of adjacent rows of a sequence that read a head of keys and values together."""
 
 LANES = 8
-"""Dims of a head come in multiples of so many."""
+"""Dims of a head are multiples of this."""
 
 _CACHES = (torch.float32, torch.bfloat16)
 
@@ -146,7 +146,7 @@ class CpuLowRank:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuRows:
-    """Per-row inputs of a call besides the activations."""
+    """Per-row inputs of a call, in addition to the activations."""
 
     k_LNHSE: torch.Tensor
     v_LNHSE: torch.Tensor

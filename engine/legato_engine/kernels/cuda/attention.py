@@ -19,13 +19,13 @@ from legato_engine.kernels.cuda.module import Kernel, Module
 
 HEAD_DIM = 64
 GROUP = 8
-"""The most tokens of a group."""
+"""Maximum tokens of a group."""
 TILE = 16
 """Positions of a tensor core product; a page holds a multiple."""
 MAX_CONTEXT = 32768
-"""The most positions that have been tested."""
+"""Maximum positions that have been tested."""
 MAX_TOKENS = 32
-"""The most tokens of a launch, each counted once for every query head of a key head.
+"""Maximum tokens of a launch, each counted once for every query head of a key head.
 
 A decoder's pass over its weights has as many.
 """

@@ -19,7 +19,7 @@ _ROWS, _WARPS, _READERS = 4, 8, 32
 _HEAD_DIM = 64
 
 WIDEST = 3072
-"""The most inputs of the next stream, D + F: four rows of them fit shared memory as float32."""
+"""Maximum inputs of the next stream, D + F: four rows of them fit shared memory as float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class MlpBins:
 
 
 class ValueReader:
-    """Reads the values of tokens, and how sure they are, from the logits of their bins.
+    """Reads the values of tokens, and their confidence, from the logits of their bins.
 
     Can be captured.
     """

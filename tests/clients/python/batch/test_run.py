@@ -166,7 +166,7 @@ def test_a_message_may_name_what_is_no_text(folder, server, tmp_path):
             timeout=100,
             check=True,
         )
-    assert json.loads(done.stdout.decode())["pictures"] == 12
+    assert json.loads(done.stdout.decode())["images"] == 12
 
 
 def test_a_image_that_fails_does_not_stop_the_run(run, folder, server):
@@ -281,7 +281,7 @@ def test_json(run, folder):
     """One document, with the counts."""
     _, _, out, _ = run(folder, "--json")
     document = json.loads(out)
-    assert (document["pictures"], document["new"], document["failed"]) == (12, 12, 0)
+    assert (document["images"], document["new"], document["failed"]) == (12, 12, 0)
 
 
 class GatedServer(FakeServer):

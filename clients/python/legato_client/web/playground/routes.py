@@ -224,7 +224,7 @@ _REMEDIES = {
     "MODEL_NOT_FOUND": "Choose a model that this server serves.",
     "ADAPTER_NOT_FOUND": "Leave the adapter empty, or name one that this server has.",
     "TASK_UNSUPPORTED": "This model lacks the skill: choose another skill or another model.",
-    "PROMPT_TOO_LONG": "Shorten the question or the conversation, or lower the most tokens.",
+    "PROMPT_TOO_LONG": "Shorten the question or the conversation, or allow fewer tokens.",
     "QUEUE_FULL": "The server is full: ask again in a moment.",
     "QUOTA_EXCEEDED": "This caller's share is used up: ask less often.",
     "CLIENT_TOO_SLOW": "The answer was not read quickly enough: ask for less.",
