@@ -9,7 +9,7 @@ import sys
 from release import publish, versions
 from release.build import build
 from release.distributions import ROOT
-from release.errors import ReleaseError
+from release.process import ReleaseError
 
 DIST = ROOT / "dist"
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from release import distributions
 from release.distributions import Distribution
-from release.errors import ReleaseError
-from release.process import run
+from release.process import ReleaseError, run
 
 SUMS = "SHA256SUMS"
 

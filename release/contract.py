@@ -6,8 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from release.errors import ReleaseError
-from release.process import run
+from release.process import ReleaseError, run
 
 
 def check(root: Path) -> str:

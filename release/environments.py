@@ -14,8 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from release.errors import ReleaseError
-from release.process import run
+from release.process import ReleaseError, run
 
 
 class Environment:

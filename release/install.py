@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
 from release import environments
-from release.distributions import ALL, CLIENT, SERVER, TINY
+from release.distributions import ALL, CLIENT, ROOT, SERVER, TINY
 from release.environments import Environment
-from release.errors import ReleaseError
+from release.process import ReleaseError, run
 
 PROTOBUF_MAJORS = (6, 7)  # those that the stubs promise to work with
 CLIENT_LIMIT = 3 * 1024 * 1024  # bytes on the disk of `pip install legato`, bytecode and page too
@@ -132,3 +133,18 @@ def check_server(clean: Environment) -> None:
     clean.run(clean.bin / "legato", "demo", "--output", drawn)
     if not drawn.is_file():
         raise ReleaseError("`legato demo` drew nothing")
+
+
+def describe(installed: Environment, output: Path, epoch: str) -> None:
+    """Write the bill of materials of an installed server, in CycloneDX's JSON.
+
+    Raises:
+        ReleaseError: It could not be written, or names files of this machine.
+    """
+    program = Path(sys.executable).with_name("cyclonedx-py")
+    project = ROOT / SERVER.folder / "pyproject.toml"
+    options: list[str | Path] = ["--pyproject", project, "--output-reproducible", "--no-validate"]
+    command = [program, "environment", *options, "--output-file", output, installed.python]
+    run(command, installed.folder, {"SOURCE_DATE_EPOCH": epoch})
+    if "file://" in output.read_text():
+        raise ReleaseError(f"{output.name} names files of this machine")

@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from release.errors import ReleaseError
+
+class ReleaseError(Exception):
+    """Something must be put right before a release; the message says what."""
 
 
 def run(

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from release import build, changelog, contract, distributions, install, sbom, tags, versions
+from release import build, changelog, contract, distributions, install, tags, versions
 from release.changelog import UNRELEASED, Changelog
-from release.errors import ReleaseError
-from release.process import run
+from release.process import ReleaseError, run
 
 NOTES = "NOTES.md"
 
@@ -122,13 +121,9 @@ class Publication:
             server = install.install_server(self._dist, self._version, folder / "server")
             install.check_server(server)
             sizes = {client.result() for client in clients}
-        bill, epoch = self._dist / sbom.file_name(self._version), self._epoch()
-        validates = not self._is_rehearsal
-        components = sbom.write(server, bill, self._version, epoch, validates)
-        return (
-            f"the client takes {max(sizes) / 2**10:.0f} KiB; the server ran its demo; "
-            f"{bill.name} has {components} components"
-        )
+        bill = self._dist / f"{distributions.SERVER.stem}-{self._version}.cdx.json"
+        install.describe(server, bill, self._epoch())
+        return f"the client takes {max(sizes) / 2**10:.0f} KiB; the server ran its demo"
 
     def _epoch(self) -> str:
         return build.source_date_epoch(self._root)

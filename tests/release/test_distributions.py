@@ -9,7 +9,7 @@ import pytest
 
 from release import build, install, versions
 from release.distributions import ALL, CLIENT, ROOT, SERVER, TINY, file_names
-from release.errors import ReleaseError
+from release.process import ReleaseError
 
 
 def project(distribution):

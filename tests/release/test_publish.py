@@ -11,7 +11,7 @@ import pytest
 
 from release import changelog, contract, publish, tags, versions
 from release.distributions import ROOT
-from release.errors import ReleaseError
+from release.process import ReleaseError
 from release.publish import Publication
 
 FILES = {place.path for place in (*versions.VERSIONS, *versions.REVISIONS, tags.MODULE)}
