@@ -95,6 +95,10 @@ class FakeRunner:
                 self._prefill(row)
         self._slots[launch.slot] = use
 
+    def mask(self, launch: Launch, constraints: Sequence[int]) -> Sequence[int]:
+        """Refuse: none of these requests has a grammar."""
+        raise AssertionError(f"launch {launch.launch_id} has no grammar")
+
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Sample every row; zombies have constraint 0."""
         self.calls.append(("sample", launch.launch_id))

@@ -83,6 +83,8 @@ class FakeTask:
     With `uses_transition_table` by `TABLE`, which a device can do.
     """
 
+    grammar = None
+
     def __init__(
         self,
         *,

@@ -65,6 +65,10 @@ class NullRunner:
     def forward(self, launch: Launch) -> None:
         """Nothing."""
 
+    def mask(self, launch: Launch, constraints: Sequence[int]) -> Sequence[int]:
+        """Refuse: none of these requests has a grammar."""
+        raise AssertionError(f"launch {launch.launch_id} has no grammar")
+
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Nothing."""
 
@@ -93,6 +97,7 @@ class BareTask:
     """The smallest task; `spoken` says whether every token emits an event."""
 
     uses_transition_table = False
+    grammar = None
     has_payload = False
     reasoning_tokens = 0
 

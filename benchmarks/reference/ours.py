@@ -39,6 +39,8 @@ _RUNNING = 8
 class WatchedTask:
     """A `tasks.Task` that records its tokens."""
 
+    grammar = None
+
     def __init__(self, inner: Task) -> None:
         self._inner = inner
         self.prompt = inner.prompt

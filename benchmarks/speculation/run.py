@@ -87,6 +87,8 @@ class Figures:
 class RecordedTask:
     """A task that keeps its tokens and the times of their commits."""
 
+    grammar = None
+
     def __init__(self, inner: Task) -> None:
         self._inner = inner
         self.tokens: list[int] = []

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from legato_engine.grammar import Grammar
 from legato_engine.types import (
     Certainty,
     Event,
@@ -51,6 +52,11 @@ class Task(Protocol):
     constrained: bool
     uses_transition_table: bool
     has_payload: bool
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Return the grammar that the next token must follow besides the constraint, if any."""
+        ...
 
     def constraint(self) -> int:
         """Return an index into the model's constraint table."""

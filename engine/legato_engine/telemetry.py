@@ -141,6 +141,7 @@ class SpanMaker:
             ("cpu plan", "plan", record.plan_start, record.plan_end),
             ("cpu launch", "launch", record.plan_end, record.launch_end),
             ("cpu finalize", "finalize", record.sample_start, record.sample_end),
+            *_mask_span(record),
             ("cpu wait", "wait", record.wait_start, record.wait_end),
             ("cpu commit", "commit", record.wait_end, record.commit_end),
             ("device compute", "forward", times.forward_start, times.forward_end),
@@ -161,6 +162,12 @@ class SpanMaker:
             TimelineSpan(lane, name, start, end - start, *common)
             for lane, name, start, end in parts
         ]
+
+
+def _mask_span(record: StepRecord) -> tuple[tuple[str, str, int, int], ...]:
+    if not record.mask_end:
+        return ()
+    return (("cpu finalize", "mask", record.sample_start, record.mask_end),)
 
 
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
@@ -268,6 +275,7 @@ class StepParts(NamedTuple):
     wait: int
     idle: int
     blocking: int
+    mask: int = 0
 
 
 _Counts = tuple[int, int, int, int, int]
@@ -290,6 +298,7 @@ def step_parts(before: Step, step: Step) -> StepParts:
         idle=(times.forward_start - before.times.sample_end)
         + (times.sample_start - times.forward_end),
         blocking=forward + sampling + period - blocked - min(finalize, forward),
+        mask=record.mask_ns,
     )
 
 
@@ -342,10 +351,10 @@ class StepStats:
         rows, zombies, tokens, proposed, accepted = (
             sum(each) for each in zip(*counts, strict=True)
         )
-        period, forward, sampling, bookkeeping, wait, idle, blocking = (
+        period, forward, sampling, bookkeeping, wait, idle, blocking, mask = (
             float(ns) / _NS_PER_MS for ns in np.median(times, axis=0)
         )
-        elapsed, _, _, _, _, _, blocked = (float(ns) for ns in times.sum(axis=0))
+        elapsed, _, _, _, _, _, blocked, _ = (float(ns) for ns in times.sum(axis=0))
         zombie_ratio = zombies / rows
         live_rows = max(1, rows - zombies)
         return PipelineStats(
@@ -365,6 +374,7 @@ class StepStats:
             proposed_per_row=proposed / live_rows,
             acceptance=accepted / max(1, proposed),
             observed_gain=predicted_speedup(blocked, elapsed, zombie_ratio) - 1.0,
+            mask_ms=mask,
         )
 
 

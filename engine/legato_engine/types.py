@@ -159,11 +159,21 @@ class Turn(Value, frozen=True):
     answer: str
 
 
+class ResponseFormat(Value, frozen=True):
+    """Texts that an answer may be; one field is set. `grammar` is in GBNF or Lark."""
+
+    json_schema: str = ""
+    regex: str = ""
+    choices: tuple[str, ...] = ()
+    grammar: str = ""
+
+
 class QueryTask(Value, frozen=True):
     """Answer a question, about the image if there is one.
 
     The image precedes the first question of `history`; `shows_image` requires one. Then that
-    question may be empty: it asks for a description.
+    question may be empty: it asks for a description. The answer, not the reasoning, matches
+    `response_format`.
     """
 
     question: str
@@ -172,6 +182,7 @@ class QueryTask(Value, frozen=True):
     system: str = ""
     history: tuple[Turn, ...] = ()
     shows_image: bool = False
+    response_format: ResponseFormat | None = None
 
     @property
     def num_characters(self) -> int:

@@ -1,6 +1,7 @@
 """Generate: every skill's events, in the order of the contract, while they are made."""
 
 import asyncio
+import re
 from contextlib import suppress
 
 import grpc
@@ -89,3 +90,62 @@ async def moments_of_places(server, skill):
         await marking
     check([event for event, _ in seen], ok=True)
     return [moment for event, moment in seen if event.WhichOneof("event") == DELTAS[skill]]
+
+
+# ---------------------------------------------------------------- response formats
+
+SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9},
+"colour": {"enum": ["red", "green"]}}, "required": ["n", "colour"],
+"additionalProperties": false}"""
+FORMATS = {
+    "json_schema": (
+        task_pb2.ResponseFormat(json_schema=SCHEMA),
+        r'\{"n":[0-9],"colour":"(red|green)"\}',
+    ),
+    "regex": (task_pb2.ResponseFormat(regex="[A-D][0-9]{2}"), "[A-D][0-9]{2}"),
+    "choices": (
+        task_pb2.ResponseFormat(choices=task_pb2.Choices(texts=["circle", "square"])),
+        "circle|square",
+    ),
+    "grammar": (
+        task_pb2.ResponseFormat(grammar='root ::= ("a" | "b")+ "."\n'),
+        r"[ab]+\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_matches_its_format(server, name):
+    """Query and Generate give the same answer, which matches and ends by itself."""
+    wanted, pattern = FORMATS[name]
+    asked = {"question": "Which shape is there?", "response_format": wanted}
+    sampling = task_pb2.Sampling(temperature=1.0, seed=3, max_tokens=200)
+    answer = server.inference.Query(
+        inference_pb2.QueryRequest(image=SCENE.message(), sampling=sampling, **asked)
+    )
+    task = task_pb2.Task(query=task_pb2.QueryTask(**asked), sampling=sampling)
+    (finished,) = check(server.inference.Generate(request(task)), ok=True).of("finished")
+    assert re.fullmatch(pattern, answer.answer)
+    assert finished.finished.result.query.answer == answer.answer
+    assert answer.info.finish_reason == task_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        (task_pb2.ResponseFormat(), "response_format"),
+        (task_pb2.ResponseFormat(json_schema='{"type":"colour"}'), "response_format.json_schema"),
+        (task_pb2.ResponseFormat(regex="("), "response_format.regex"),
+        (task_pb2.ResponseFormat(regex="a" * 70_000), "response_format.regex"),
+        (task_pb2.ResponseFormat(choices=task_pb2.Choices()), "response_format"),
+        (task_pb2.ResponseFormat(grammar="start: missing"), "response_format.grammar"),
+    ],
+)
+def test_a_bad_format_is_refused(server, wanted, field):
+    """INVALID_ARGUMENT names the field, and a stream that runs meanwhile is not disturbed."""
+    running = server.inference.Generate(request(TASKS["caption"]))
+    with pytest.raises(grpc.RpcError) as refused:
+        server.inference.Query(inference_pb2.QueryRequest(question="?", response_format=wanted))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in refused.value.details()
+    check(running, ok=True)

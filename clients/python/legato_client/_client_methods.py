@@ -34,12 +34,15 @@ class ClientMethods(BaseClient):
         *,
         reasoning: bool = False,
         spatial_refs: Sequence[_tasks.SpatialRef] = (),
+        response_format: _tasks.ResponseFormat | None = None,
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.QueryResult:
         """Answer a question, about the image when there is one."""
-        task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
+        task = _tasks.QueryTask(
+            question, reasoning, tuple(spatial_refs), sampling, response_format=response_format
+        )
         return await self._ask(skills.QUERY, image, task, options, timeout)
 
     async def chat(
@@ -47,6 +50,7 @@ class ClientMethods(BaseClient):
         messages: str | Sequence[_tasks.Message],
         *,
         reasoning: bool = False,
+        response_format: _tasks.ResponseFormat | None = None,
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
@@ -60,7 +64,12 @@ class ClientMethods(BaseClient):
         """
         if isinstance(messages, str):
             messages = (_tasks.Message("user", messages),)
-        task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
+        task = _tasks.QueryTask(
+            reasoning=reasoning,
+            sampling=sampling,
+            messages=tuple(messages),
+            response_format=response_format,
+        )
         image = skills.image_of(task, None)
         return await self._ask(skills.QUERY, image, task, options, timeout)
 

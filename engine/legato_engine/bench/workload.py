@@ -68,6 +68,8 @@ class FixedLengthTask:
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
 
+    grammar = None
+
     def constraint(self) -> int:
         return self._constraints[self._inner.constraint()]
 
@@ -299,7 +301,7 @@ def step_cost(steps: abc.Sequence[Step], streams: int) -> StepCost:
     ]
     if not parts:
         raise ValueError(f"no two full steps of {streams} rows in a row; use longer requests")
-    period, forward, sampling, bookkeeping, wait, idle, blocking = (
+    period, forward, sampling, bookkeeping, wait, idle, blocking, _ = (
         statistics.median(column) / _NS_PER_MS for column in zip(*parts, strict=True)
     )
     return StepCost(

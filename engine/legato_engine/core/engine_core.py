@@ -257,9 +257,15 @@ class EngineCore:
     def _start_text(
         self, request: Request, task: Lazy[Task], image: PendingImage | None
     ) -> concurrent.futures.Future[Task] | None:
-        """Tokenise a short text on this thread, which is faster than waking another thread."""
+        """Tokenise a short text on this thread, which is faster than waking another thread.
+
+        Compiling a grammar may take tens of milliseconds.
+        """
         asked = request.task
-        if isinstance(asked, QueryTask) and asked.num_characters > _MAX_INLINE_CHARACTERS:
+        is_long = isinstance(asked, QueryTask) and (
+            asked.num_characters > _MAX_INLINE_CHARACTERS or asked.response_format is not None
+        )
+        if is_long:
             return self._texts.submit(task.get)
         try:
             task.get()

@@ -288,6 +288,8 @@ def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFronten
         raise InvalidField("the answer has ended before it", field=field)
     constraint = frontend.constraints[sequence.task.constraint()]
     allowed = constraint.allowed is None or token_id in constraint.allowed
+    grammar = sequence.task.grammar
+    allowed = allowed and (grammar is None or grammar.allows(token_id))
     if not (0 <= token_id < frontend.vocab_size and allowed) or token_id in constraint.suppressed:
         raise InvalidField("the task allows no such token here", field=field)
 

@@ -42,6 +42,7 @@ class PipelineStats(Value, frozen=True):
     proposed_per_row: float = 0.0  # draft tokens per such row
     acceptance: float = 0.0  # of the draft tokens
     observed_gain: float = 0.0  # as predicted_gain, of the elapsed time instead of medians
+    mask_ms: float = 0.0  # of the bookkeeping, for answers with a grammar
 
 
 class KVCacheStats(Value, frozen=True):

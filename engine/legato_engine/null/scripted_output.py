@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from legato_engine.errors import TaskUnsupported
 from legato_engine.sequence import with_token
 from legato_engine.types import (
     Box,
@@ -91,6 +92,9 @@ class ScriptedOutput:
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
     match task:
         case QueryTask():
+            if task.response_format is not None:
+                problem = "the null engine has no response_format"
+                raise TaskUnsupported(problem, task="query")
             thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
             return _text_output(task, thoughts if task.reasoning else [], sampling)
         case CaptionTask():

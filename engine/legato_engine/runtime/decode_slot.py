@@ -76,6 +76,7 @@ class DecodeSlot:
     - `grown`: entries of the page table (row * pages of a row + index) and their new pages; with
       speculation, of a loop.
     - `constraint`: of each row and, for a loop, `Plan.after`.
+    - `masks`: of each row with a grammar, its constraint (`base`) and the bits of allowed tokens.
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
     - `outputs`: by token.
@@ -112,6 +113,8 @@ class DecodeSlot:
         self.speculates = speculates = max_drafting > 0
         self.max_prompts, self.max_images = max_prompts, max_images
         self.constraint = StagingBuffer(device, {"constraint": rows, "after": rows})
+        words = ((max_rows, -(-vocab_size // 32)), torch.int32)
+        self.masks = StagingBuffer(device, {"base": rows, "words": words})
         num_prompts = max_prompts + max_images - 1
         begun = ((max_grown or max_rows,), torch.int64)
         prompt = _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)
@@ -428,13 +431,18 @@ class Resources:
     slots: tuple[DecodeSlot, ...]
     bank: AdapterBank | None  # None: no row has an adapter
     buckets: tuple[int, ...]  # tokens, ascending
-    constraints_CV: torch.Tensor  # float32, added to logits
+    constraints_CV: torch.Tensor  # float32, added to logits; the last rows are grammars' masks
     successor_C2: torch.Tensor  # of `successor_table`
     graphs: GraphRunner
 
     @property
     def compute(self) -> Stream:
         return self.device.compute
+
+    @property
+    def first_mask(self) -> int:
+        """Return the constraint of a launch's first row with a grammar."""
+        return len(self.model.constraints)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from legato_engine.runtime.calibration import LoopTimes, StepCosts
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Resources, RowState
 from legato_engine.runtime.graphs import GraphRunner, Work
 from legato_engine.runtime.loops import DecodeLoops
-from legato_engine.runtime.sampler import constraint_table, successor_table
+from legato_engine.runtime.sampler import MaskStep, constraint_table, successor_table
 from legato_engine.runtime.staging import StepStaging, upload_step
 from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
@@ -74,7 +74,7 @@ def allocate(
         )
         for _ in range(NUM_SLOTS)
     )
-    constraints_CV = constraint_table(model.constraints, model.vocab_size)
+    constraints_CV = constraint_table(model.constraints, model.vocab_size, buckets[-1])
     return Resources(
         model=model,
         device=device,
@@ -84,7 +84,7 @@ def allocate(
         bank=adapters,
         buckets=tuple(buckets),
         constraints_CV=constraints_CV.to(device.torch_device),
-        successor_C2=successor_table(model.constraints).to(device.torch_device),
+        successor_C2=successor_table(model.constraints, buckets[-1]).to(device.torch_device),
         graphs=graphs,
     )
 
@@ -168,6 +168,7 @@ class LaunchEvents:
 
     forward_start: Event
     forward_end: Event
+    mask_end: Event
     sample_start: Event
     sample_end: Event
     copy_end: Event
@@ -225,7 +226,7 @@ class ModelRunner:
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots = self._resources.slots
-        self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
+        self._events = [LaunchEvents(*(device.compute.record() for _ in range(6))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
         self._loops: DecodeLoops | None = None
         self._unmeasured: MegakernelOffer | None = None
@@ -264,6 +265,9 @@ class ModelRunner:
             self._staging.padding(slot)
             slot.staged.upload_from(slot.prompt, compute)
         self._backend.warm_up()
+        for index, _ in enumerate(self._slots):
+            for bucket in self._resources.buckets:
+                self._resources.graphs.run(self._mask_work, index, bucket)
         if self._loops is not None:
             self._loops.warm_up()
         if self._refine is not None:
@@ -316,6 +320,22 @@ class ModelRunner:
                 changes = self._staging.changes(slot, launch.plan)
                 self._backend.prefill(launch.slot, prompts, decodes, self._rank(decodes), changes)
         events.forward_end = compute.record(events.forward_end)
+
+    def mask(self, launch: Launch, constraints: Sequence[int]) -> list[int]:
+        """Stage and apply the masks of rows with a grammar; return all rows' constraints."""
+        slot, events = self._slots[launch.slot], self._events[launch.slot]
+        compute, copy = self._device.compute, self._device.copy
+        masked, count = self._staging.masks(slot, launch.plan, constraints)
+        if count:
+            slot.masks.upload(copy)
+            events.mask_end = copy.record(events.mask_end)
+            compute.wait_event(events.mask_end)
+            bucket = self._staging.bucket(count)
+            self._resources.graphs.run(self._mask_work, launch.slot, bucket)
+        return masked
+
+    def _mask_work(self, slot: int, count: int) -> Work:
+        return MaskStep(self._resources, self._slots[slot], count)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Upload the constraints on the copy stream, sample, and start the copy back."""

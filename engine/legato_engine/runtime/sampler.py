@@ -18,10 +18,12 @@ from legato_engine.sequence import Constraint
 GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
 
 
-def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torch.Tensor:
-    """[C, V] float32: 0 where a token is allowed, -inf where not."""
-    table_CV = torch.zeros(len(constraints), vocab_size)
-    for row_V, constraint in zip(table_CV, constraints, strict=True):
+def constraint_table(
+    constraints: Sequence[Constraint], vocab_size: int, num_masks: int = 0
+) -> torch.Tensor:
+    """[C, V] float32: 0 where a token is allowed, -inf where not; then rows for masks."""
+    table_CV = torch.zeros(len(constraints) + num_masks, vocab_size)
+    for row_V, constraint in zip(table_CV, constraints, strict=False):
         if constraint.allowed is not None:
             row_V.fill_(-torch.inf)
             row_V[list(constraint.allowed)] = 0.0
@@ -29,13 +31,34 @@ def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torc
     return table_CV
 
 
-def successor_table(constraints: Sequence[Constraint]) -> torch.Tensor:
+def successor_table(constraints: Sequence[Constraint], num_masks: int = 0) -> torch.Tensor:
     """[C, 2] int64: after which token (`ANY`: all) which constraint follows."""
     rows = [
         (ANY, index) if of.then is None else (ANY if of.on is None else of.on, of.then)
-        for index, of in enumerate(constraints)
+        for index, of in enumerate((*constraints, *[Constraint()] * num_masks))
     ]
     return torch.tensor(rows, dtype=torch.int64)
+
+
+class MaskStep:
+    """Adds the masks of a slot's first rows to their constraints; can be captured.
+
+    Shape legend: M rows with a grammar, W words of 32 tokens.
+    """
+
+    def __init__(self, resources: Resources, slot: DecodeSlot, count: int) -> None:
+        first = resources.first_mask
+        self._table_CV = resources.constraints_CV
+        self._out_MV = resources.constraints_CV[first : first + count]
+        self._base_M = slot.masks.device["base"][:count]
+        self._words_MW = slot.masks.device["words"][:count]
+        self._shift_32 = torch.arange(32, dtype=torch.int32, device=self._base_M.device)
+
+    def __call__(self) -> None:
+        bits_MV = ((self._words_MW[:, :, None] >> self._shift_32) & 1).flatten(1)
+        forbidden_MV = bits_MV[:, : self._out_MV.shape[1]] == 0
+        base_MV = self._table_CV[self._base_M]
+        self._out_MV.copy_(base_MV.masked_fill_(forbidden_MV, -torch.inf))
 
 
 def greedy(logits_BV: torch.Tensor) -> torch.Tensor:

@@ -205,6 +205,7 @@ class StepStaging:
         self._scratch_row = state.scratch_row
         self._max_pages = state.page_table_RM.shape[1]
         self._buckets = resources.buckets
+        self._first_mask = resources.first_mask
         self._page_size = resources.kv.page_size
 
     def bucket(self, num_tokens: int) -> int:
@@ -270,6 +271,20 @@ class StepStaging:
         for index, (sequence, page) in enumerate(grown):
             staged["entry"][index] = sequence.row * self._max_pages + page
             staged["page"][index] = sequence.pages.ids[page]
+
+    def masks(
+        self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Stage the masks of rows with a grammar; return all constraints and the masks' number."""
+        host, masked, count = slot.masks.host, list(constraints), 0
+        for index, row in enumerate(plan.sampled_rows):
+            grammar = row.sequence.task.grammar
+            if grammar is not None and not row.sequence.finalized:
+                host["base"][count] = constraints[index]
+                grammar.fill(host["words"][count])
+                masked[index] = self._first_mask + count
+                count += 1
+        return masked, count
 
     def constraints(self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]) -> int:
         """Stage a constraint for each row; return the maximum number of sampled tokens."""

@@ -193,6 +193,7 @@ class StepRecord:
     plan_end: int
     launch_end: int = 0
     sample_start: int = 0
+    mask_end: int = 0  # 0: no row has a grammar
     sample_end: int = 0
     wait_start: int = 0
     wait_end: int = 0
@@ -216,6 +217,10 @@ class StepRecord:
     @property
     def sample_ns(self) -> int:
         return self.sample_end - self.sample_start
+
+    @property
+    def mask_ns(self) -> int:
+        return max(0, self.mask_end - self.sample_start)
 
     @property
     def commit_ns(self) -> int:

@@ -76,11 +76,16 @@ class Runner(Protocol):
     """Executor of launches on the device.
 
     Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
-    slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.
+    slot's buffers in between; before `sample`, one of `mask` if a row has a grammar. Only `collect`
+    blocks. `Sequence.inputs` is read in `forward`.
     """
 
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
+        ...
+
+    def mask(self, launch: Launch, constraints: abc.Sequence[int]) -> abc.Sequence[int]:
+        """Make masks of the rows' grammars; return the constraints to sample with."""
         ...
 
     def sample(self, launch: Launch, constraints: abc.Sequence[int]) -> None:

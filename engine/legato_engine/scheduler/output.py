@@ -164,6 +164,9 @@ class OutputProcessor:
             return
         try:
             events = task.consume(token)
+        except LegatoError as error:
+            self.fail(sequence, error)
+            return
         except Exception as error:  # noqa: BLE001 - a task's bug ends its own request only
             _log.error("task_failed", request_id=sequence.request.request_id.name, exc_info=error)
             self.fail(sequence, InternalError("the task could not read its tokens"))

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Many
 
 from legato_engine import failpoints
 from legato_engine.crash import Recorder
@@ -340,10 +341,13 @@ class Scheduler:
     def _sample(self, launch: Launch) -> None:
         record = self._records[-1]
         record.sample_start = self._clock.perf_ns()
-        constraints = [
+        constraints: Many[int] = [
             FREE if row.sequence.finalized else row.sequence.task.constraint()
             for row in launch.plan.sampled_rows
         ]
+        if any(row.sequence.task.grammar is not None for row in launch.plan.sampled_rows):
+            constraints = self._runner.mask(launch, constraints)
+            record.mask_end = self._clock.perf_ns()
         self._runner.sample(launch, constraints)
         self._pipeline.mark_sampled(launch)
         record.sample_end = self._clock.perf_ns()

@@ -173,6 +173,7 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
         zombie_ratio=stats.zombie_ratio,
         predicted_gain=stats.predicted_gain,
         observed_gain=stats.observed_gain,
+        mask_ms=stats.mask_ms,
     )
 
 

@@ -28,6 +28,7 @@ from legato_engine.types import (
     PointTask,
     QueryResult,
     QueryTask,
+    ResponseFormat,
     SegmentResult,
     SegmentTask,
     SpatialRef,
@@ -300,7 +301,12 @@ def _query(message: Query, path: str) -> QueryTask:
         field = f"{path}question"
         check_text_size([message.question], field)
         question = text(message.question, field, MAX_TEXT_BYTES)
-        return QueryTask(question=question, reasoning=message.reasoning, spatial_refs=places)
+        return QueryTask(
+            question=question,
+            reasoning=message.reasoning,
+            spatial_refs=places,
+            response_format=_response_format(message, path),
+        )
     if message.question:
         raise InvalidField("a question or messages, not both", field=f"{path}question")
     talk = conversation(message.messages, f"{path}messages")
@@ -311,6 +317,21 @@ def _query(message: Query, path: str) -> QueryTask:
         system=talk.system,
         history=talk.history,
         shows_image=talk.shows_image,
+        response_format=_response_format(message, path),
+    )
+
+
+def _response_format(message: Query, path: str) -> ResponseFormat | None:
+    if not message.HasField("response_format"):
+        return None
+    asked = message.response_format
+    if asked.WhichOneof("format") is None:
+        raise InvalidField("no format is set", field=f"{path}response_format")
+    return ResponseFormat(
+        json_schema=asked.json_schema,
+        regex=asked.regex,
+        choices=tuple(asked.choices.texts),
+        grammar=asked.grammar,
     )
 
 

@@ -36,7 +36,7 @@ from legato_service.session.session import SessionRegistry
 from legato_service.version import version
 
 _KINDS = ("encode", "prefill", "decode", "refine")
-_PARTS = ("forward", "sampling", "bookkeeping", "wait", "idle", "blocking", "step")
+_PARTS = ("forward", "sampling", "bookkeeping", "wait", "idle", "blocking", "mask", "step")
 
 
 def write_engine(snapshot: Snapshot, engine: EngineConnection) -> None:

@@ -141,13 +141,13 @@ class Engine:
         return [token.token_id for token in task.prompt]
 
     def ask(self, questions, depth=2, together=True, logprobs=False, **sampling):
-        """Run all requests; forget earlier ones."""
+        """Run all requests, questions or tasks; forget earlier ones."""
         answers = Answers()
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
         for index, question in enumerate(questions):
             request = Request(
                 request_id=RequestKey(str(index)),
-                task=QueryTask(question=question),
+                task=QueryTask(question=question) if isinstance(question, str) else question,
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
                 logprobs=logprobs,

@@ -133,6 +133,10 @@ class ReadingRunner:
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
+    def mask(self, launch: Launch, constraints: Sequence[int]) -> Sequence[int]:
+        """Refuse: none of these requests has a grammar."""
+        raise AssertionError(f"launch {launch.launch_id} has no grammar")
+
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
         if launch.plan.is_loop:

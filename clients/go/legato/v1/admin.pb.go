@@ -336,7 +336,10 @@ type DecodeSteps struct {
 	PredictedGain float32 `protobuf:"fixed32,12,opt,name=predicted_gain,json=predictedGain,proto3" json:"predicted_gain,omitempty"`
 	// Throughput gained over running without pipelining, from the time that these steps took, stalls included, relative
 	// to the sum of their estimated `blocking_ms`; `predicted_gain` is from medians.
-	ObservedGain  float32 `protobuf:"fixed32,13,opt,name=observed_gain,json=observedGain,proto3" json:"observed_gain,omitempty"`
+	ObservedGain float32 `protobuf:"fixed32,13,opt,name=observed_gain,json=observedGain,proto3" json:"observed_gain,omitempty"`
+	// The host's making of masks for answers with a grammar, which is part of `bookkeeping_ms` and runs beside the forward
+	// pass.
+	MaskMs        float32 `protobuf:"fixed32,14,opt,name=mask_ms,json=maskMs,proto3" json:"mask_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -458,6 +461,13 @@ func (x *DecodeSteps) GetPredictedGain() float32 {
 func (x *DecodeSteps) GetObservedGain() float32 {
 	if x != nil {
 		return x.ObservedGain
+	}
+	return 0
+}
+
+func (x *DecodeSteps) GetMaskMs() float32 {
+	if x != nil {
+		return x.MaskMs
 	}
 	return 0
 }
@@ -981,13 +991,14 @@ func (x *WatchTimelineResponse) GetDepthSwitch() bool {
 	return false
 }
 
-// Something that a lane did for one launch. Spans of one lane do not overlap.
+// Something that a lane did for one launch. Spans of one lane do not overlap, except that `mask` is within `finalize`.
 type TimelineSpan struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `cpu plan`, `cpu launch`, `cpu wait`, `cpu commit` and `cpu finalize` are the host's; `device compute`,
 	// `device copy` and `device idle` are the device's; `slot 0` and `slot 1` are the pipeline's. More may be added.
 	Lane string `protobuf:"bytes,1,opt,name=lane,proto3" json:"lane,omitempty"`
-	// What it is: `plan`, `launch`, `finalize`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or `held`.
+	// What it is: `plan`, `launch`, `finalize`, in it `mask`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or
+	// `held`.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// Start, in nanoseconds of the server's monotonic clock.
 	StartNs uint64 `protobuf:"varint,3,opt,name=start_ns,json=startNs,proto3" json:"start_ns,omitempty"`
@@ -1221,7 +1232,7 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x1a\n" +
 	"\brestarts\x18\t \x01(\rR\brestarts\x12%\n" +
 	"\x0epipeline_depth\x18\n" +
-	" \x01(\rR\rpipelineDepth\"\x91\x03\n" +
+	" \x01(\rR\rpipelineDepth\"\xaa\x03\n" +
 	"\vDecodeSteps\x12\x14\n" +
 	"\x05steps\x18\x01 \x01(\rR\x05steps\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\x04R\x06tokens\x12\x12\n" +
@@ -1239,7 +1250,8 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"blockingMs\x12!\n" +
 	"\fzombie_ratio\x18\v \x01(\x02R\vzombieRatio\x12%\n" +
 	"\x0epredicted_gain\x18\f \x01(\x02R\rpredictedGain\x12#\n" +
-	"\robserved_gain\x18\r \x01(\x02R\fobservedGain\"~\n" +
+	"\robserved_gain\x18\r \x01(\x02R\fobservedGain\x12\x17\n" +
+	"\amask_ms\x18\x0e \x01(\x02R\x06maskMs\"~\n" +
 	"\fAbortRequest\x12'\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tB\x06ʶ\x1c\x02(@H\x00R\trequestId\x12'\n" +

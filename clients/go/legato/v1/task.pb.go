@@ -530,6 +530,175 @@ func (x *ChatMessage) GetParts() []*ChatPart {
 	return nil
 }
 
+// Texts that an answer may be. A source of more than 65,536 bytes, one that its language does not allow, that uses what
+// is not implemented or that is too complex to follow is INVALID_ARGUMENT INVALID_FIELD. An answer that ends with
+// FINISH_REASON_STOP matches, unless a stop string cut it; FINISH_REASON_LENGTH may cut it anywhere.
+type ResponseFormat struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The language. Required.
+	//
+	// Types that are valid to be assigned to Format:
+	//
+	//	*ResponseFormat_JsonSchema
+	//	*ResponseFormat_Regex
+	//	*ResponseFormat_Choices
+	//	*ResponseFormat_Grammar
+	Format        isResponseFormat_Format `protobuf_oneof:"format"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResponseFormat) Reset() {
+	*x = ResponseFormat{}
+	mi := &file_legato_v1_task_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResponseFormat) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResponseFormat) ProtoMessage() {}
+
+func (x *ResponseFormat) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResponseFormat.ProtoReflect.Descriptor instead.
+func (*ResponseFormat) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *ResponseFormat) GetFormat() isResponseFormat_Format {
+	if x != nil {
+		return x.Format
+	}
+	return nil
+}
+
+func (x *ResponseFormat) GetJsonSchema() string {
+	if x != nil {
+		if x, ok := x.Format.(*ResponseFormat_JsonSchema); ok {
+			return x.JsonSchema
+		}
+	}
+	return ""
+}
+
+func (x *ResponseFormat) GetRegex() string {
+	if x != nil {
+		if x, ok := x.Format.(*ResponseFormat_Regex); ok {
+			return x.Regex
+		}
+	}
+	return ""
+}
+
+func (x *ResponseFormat) GetChoices() *Choices {
+	if x != nil {
+		if x, ok := x.Format.(*ResponseFormat_Choices); ok {
+			return x.Choices
+		}
+	}
+	return nil
+}
+
+func (x *ResponseFormat) GetGrammar() string {
+	if x != nil {
+		if x, ok := x.Format.(*ResponseFormat_Grammar); ok {
+			return x.Grammar
+		}
+	}
+	return ""
+}
+
+type isResponseFormat_Format interface {
+	isResponseFormat_Format()
+}
+
+type ResponseFormat_JsonSchema struct {
+	// A JSON schema; `{}` or `{"type": "object"}` for any JSON. The answer has no space between its tokens.
+	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
+}
+
+type ResponseFormat_Regex struct {
+	// A regular expression that the whole answer matches, in Rust's syntax.
+	Regex string `protobuf:"bytes,2,opt,name=regex,proto3,oneof"`
+}
+
+type ResponseFormat_Choices struct {
+	// One of these texts.
+	Choices *Choices `protobuf:"bytes,3,opt,name=choices,proto3,oneof"`
+}
+
+type ResponseFormat_Grammar struct {
+	// A context-free grammar, in GBNF or Lark.
+	Grammar string `protobuf:"bytes,4,opt,name=grammar,proto3,oneof"`
+}
+
+func (*ResponseFormat_JsonSchema) isResponseFormat_Format() {}
+
+func (*ResponseFormat_Regex) isResponseFormat_Format() {}
+
+func (*ResponseFormat_Choices) isResponseFormat_Format() {}
+
+func (*ResponseFormat_Grammar) isResponseFormat_Format() {}
+
+// Texts to choose from.
+type Choices struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// At least one; none is empty.
+	Texts         []string `protobuf:"bytes,1,rep,name=texts,proto3" json:"texts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Choices) Reset() {
+	*x = Choices{}
+	mi := &file_legato_v1_task_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Choices) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Choices) ProtoMessage() {}
+
+func (x *Choices) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Choices.ProtoReflect.Descriptor instead.
+func (*Choices) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Choices) GetTexts() []string {
+	if x != nil {
+		return x.Texts
+	}
+	return nil
+}
+
 // Answer a question in text.
 type QueryTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -546,14 +715,16 @@ type QueryTask struct {
 	// messages. Another order is INVALID_ARGUMENT INVALID_FIELD. All texts together are
 	// as long as `question` may be, else PROMPT_TOO_LONG. The server keeps nothing of it: each call brings all that was
 	// said.
-	Messages      []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Messages []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
+	// What the answer may be; reasoning is free. Absent: any text.
+	ResponseFormat *ResponseFormat `protobuf:"bytes,5,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *QueryTask) Reset() {
 	*x = QueryTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -565,7 +736,7 @@ func (x *QueryTask) String() string {
 func (*QueryTask) ProtoMessage() {}
 
 func (x *QueryTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -578,7 +749,7 @@ func (x *QueryTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryTask.ProtoReflect.Descriptor instead.
 func (*QueryTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *QueryTask) GetQuestion() string {
@@ -609,6 +780,13 @@ func (x *QueryTask) GetMessages() []*ChatMessage {
 	return nil
 }
 
+func (x *QueryTask) GetResponseFormat() *ResponseFormat {
+	if x != nil {
+		return x.ResponseFormat
+	}
+	return nil
+}
+
 // Describe the picture.
 type CaptionTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -620,7 +798,7 @@ type CaptionTask struct {
 
 func (x *CaptionTask) Reset() {
 	*x = CaptionTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -632,7 +810,7 @@ func (x *CaptionTask) String() string {
 func (*CaptionTask) ProtoMessage() {}
 
 func (x *CaptionTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -645,7 +823,7 @@ func (x *CaptionTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionTask.ProtoReflect.Descriptor instead.
 func (*CaptionTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CaptionTask) GetLength() CaptionLength {
@@ -668,7 +846,7 @@ type Tracking struct {
 
 func (x *Tracking) Reset() {
 	*x = Tracking{}
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -680,7 +858,7 @@ func (x *Tracking) String() string {
 func (*Tracking) ProtoMessage() {}
 
 func (x *Tracking) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -693,7 +871,7 @@ func (x *Tracking) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tracking.ProtoReflect.Descriptor instead.
 func (*Tracking) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Tracking) GetMaxUnseen() *durationpb.Duration {
@@ -727,7 +905,7 @@ type DetectTask struct {
 
 func (x *DetectTask) Reset() {
 	*x = DetectTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -739,7 +917,7 @@ func (x *DetectTask) String() string {
 func (*DetectTask) ProtoMessage() {}
 
 func (x *DetectTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -752,7 +930,7 @@ func (x *DetectTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectTask.ProtoReflect.Descriptor instead.
 func (*DetectTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *DetectTask) GetObject() string {
@@ -811,7 +989,7 @@ type PointTask struct {
 
 func (x *PointTask) Reset() {
 	*x = PointTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -823,7 +1001,7 @@ func (x *PointTask) String() string {
 func (*PointTask) ProtoMessage() {}
 
 func (x *PointTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -836,7 +1014,7 @@ func (x *PointTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointTask.ProtoReflect.Descriptor instead.
 func (*PointTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PointTask) GetObject() string {
@@ -887,7 +1065,7 @@ type SegmentTask struct {
 
 func (x *SegmentTask) Reset() {
 	*x = SegmentTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +1077,7 @@ func (x *SegmentTask) String() string {
 func (*SegmentTask) ProtoMessage() {}
 
 func (x *SegmentTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +1090,7 @@ func (x *SegmentTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentTask.ProtoReflect.Descriptor instead.
 func (*SegmentTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SegmentTask) GetObject() string {
@@ -954,7 +1132,7 @@ type Task struct {
 
 func (x *Task) Reset() {
 	*x = Task{}
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -966,7 +1144,7 @@ func (x *Task) String() string {
 func (*Task) ProtoMessage() {}
 
 func (x *Task) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -979,7 +1157,7 @@ func (x *Task) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Task.ProtoReflect.Descriptor instead.
 func (*Task) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Task) GetTaskId() string {
@@ -1102,7 +1280,7 @@ type Grounding struct {
 
 func (x *Grounding) Reset() {
 	*x = Grounding{}
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1114,7 +1292,7 @@ func (x *Grounding) String() string {
 func (*Grounding) ProtoMessage() {}
 
 func (x *Grounding) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1127,7 +1305,7 @@ func (x *Grounding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grounding.ProtoReflect.Descriptor instead.
 func (*Grounding) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Grounding) GetStartIndex() uint32 {
@@ -1164,7 +1342,7 @@ type Reasoning struct {
 
 func (x *Reasoning) Reset() {
 	*x = Reasoning{}
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1176,7 +1354,7 @@ func (x *Reasoning) String() string {
 func (*Reasoning) ProtoMessage() {}
 
 func (x *Reasoning) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1189,7 +1367,7 @@ func (x *Reasoning) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reasoning.ProtoReflect.Descriptor instead.
 func (*Reasoning) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Reasoning) GetText() string {
@@ -1219,7 +1397,7 @@ type QueryResult struct {
 
 func (x *QueryResult) Reset() {
 	*x = QueryResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1231,7 +1409,7 @@ func (x *QueryResult) String() string {
 func (*QueryResult) ProtoMessage() {}
 
 func (x *QueryResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1244,7 +1422,7 @@ func (x *QueryResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryResult.ProtoReflect.Descriptor instead.
 func (*QueryResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *QueryResult) GetAnswer() string {
@@ -1272,7 +1450,7 @@ type CaptionResult struct {
 
 func (x *CaptionResult) Reset() {
 	*x = CaptionResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1284,7 +1462,7 @@ func (x *CaptionResult) String() string {
 func (*CaptionResult) ProtoMessage() {}
 
 func (x *CaptionResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1297,7 +1475,7 @@ func (x *CaptionResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionResult.ProtoReflect.Descriptor instead.
 func (*CaptionResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CaptionResult) GetCaption() string {
@@ -1318,7 +1496,7 @@ type DetectResult struct {
 
 func (x *DetectResult) Reset() {
 	*x = DetectResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1330,7 +1508,7 @@ func (x *DetectResult) String() string {
 func (*DetectResult) ProtoMessage() {}
 
 func (x *DetectResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1343,7 +1521,7 @@ func (x *DetectResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectResult.ProtoReflect.Descriptor instead.
 func (*DetectResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DetectResult) GetObjects() []*DetectedObject {
@@ -1364,7 +1542,7 @@ type PointResult struct {
 
 func (x *PointResult) Reset() {
 	*x = PointResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1376,7 +1554,7 @@ func (x *PointResult) String() string {
 func (*PointResult) ProtoMessage() {}
 
 func (x *PointResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1389,7 +1567,7 @@ func (x *PointResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointResult.ProtoReflect.Descriptor instead.
 func (*PointResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PointResult) GetPoints() []*PointedObject {
@@ -1410,7 +1588,7 @@ type SegmentResult struct {
 
 func (x *SegmentResult) Reset() {
 	*x = SegmentResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1422,7 +1600,7 @@ func (x *SegmentResult) String() string {
 func (*SegmentResult) ProtoMessage() {}
 
 func (x *SegmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1435,7 +1613,7 @@ func (x *SegmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentResult.ProtoReflect.Descriptor instead.
 func (*SegmentResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SegmentResult) GetSegments() []*Outline {
@@ -1464,7 +1642,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1476,7 +1654,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1489,7 +1667,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Usage) GetInputTokens() uint32 {
@@ -1548,7 +1726,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1560,7 +1738,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1573,7 +1751,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -1646,7 +1824,7 @@ type TaskResult struct {
 
 func (x *TaskResult) Reset() {
 	*x = TaskResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[20]
+	mi := &file_legato_v1_task_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1658,7 +1836,7 @@ func (x *TaskResult) String() string {
 func (*TaskResult) ProtoMessage() {}
 
 func (x *TaskResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[20]
+	mi := &file_legato_v1_task_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1671,7 +1849,7 @@ func (x *TaskResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskResult.ProtoReflect.Descriptor instead.
 func (*TaskResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{20}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TaskResult) GetTaskId() string {
@@ -1836,13 +2014,24 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x04part\"i\n" +
 	"\vChatMessage\x12'\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x13.legato.v1.ChatRoleR\x04role\x121\n" +
-	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartB\x06ʶ\x1c\x02 @R\x05parts\"\xd0\x01\n" +
+	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartB\x06ʶ\x1c\x02 @R\x05parts\"\xbf\x01\n" +
+	"\x0eResponseFormat\x12+\n" +
+	"\vjson_schema\x18\x01 \x01(\tB\bʶ\x1c\x040\x80\x80\x04H\x00R\n" +
+	"jsonSchema\x12 \n" +
+	"\x05regex\x18\x02 \x01(\tB\bʶ\x1c\x040\x80\x80\x04H\x00R\x05regex\x12.\n" +
+	"\achoices\x18\x03 \x01(\v2\x12.legato.v1.ChoicesH\x00R\achoices\x12$\n" +
+	"\agrammar\x18\x04 \x01(\tB\bʶ\x1c\x040\x80\x80\x04H\x00R\agrammarB\b\n" +
+	"\x06format\"+\n" +
+	"\aChoices\x12 \n" +
+	"\x05texts\x18\x01 \x03(\tB\n" +
+	"ʶ\x1c\x06 \x80\b0\x80 R\x05texts\"\x94\x02\n" +
 	"\tQueryTask\x12&\n" +
 	"\bquestion\x18\x01 \x01(\tB\n" +
 	"ʶ\x1c\x060\x80\x80@@\x01R\bquestion\x12\x1c\n" +
 	"\treasoning\x18\x02 \x01(\bR\treasoning\x12@\n" +
 	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12;\n" +
-	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\"?\n" +
+	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\x12B\n" +
+	"\x0fresponse_format\x18\x05 \x01(\v2\x19.legato.v1.ResponseFormatR\x0eresponseFormat\"?\n" +
 	"\vCaptionTask\x120\n" +
 	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"\\\n" +
 	"\bTracking\x12P\n" +
@@ -1964,7 +2153,7 @@ func file_legato_v1_task_proto_rawDescGZIP() []byte {
 }
 
 var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_legato_v1_task_proto_goTypes = []any{
 	(CaptionLength)(0),          // 0: legato.v1.CaptionLength
 	(ChatRole)(0),               // 1: legato.v1.ChatRole
@@ -1974,76 +2163,80 @@ var file_legato_v1_task_proto_goTypes = []any{
 	(*ImagePart)(nil),           // 5: legato.v1.ImagePart
 	(*ChatPart)(nil),            // 6: legato.v1.ChatPart
 	(*ChatMessage)(nil),         // 7: legato.v1.ChatMessage
-	(*QueryTask)(nil),           // 8: legato.v1.QueryTask
-	(*CaptionTask)(nil),         // 9: legato.v1.CaptionTask
-	(*Tracking)(nil),            // 10: legato.v1.Tracking
-	(*DetectTask)(nil),          // 11: legato.v1.DetectTask
-	(*PointTask)(nil),           // 12: legato.v1.PointTask
-	(*SegmentTask)(nil),         // 13: legato.v1.SegmentTask
-	(*Task)(nil),                // 14: legato.v1.Task
-	(*Grounding)(nil),           // 15: legato.v1.Grounding
-	(*Reasoning)(nil),           // 16: legato.v1.Reasoning
-	(*QueryResult)(nil),         // 17: legato.v1.QueryResult
-	(*CaptionResult)(nil),       // 18: legato.v1.CaptionResult
-	(*DetectResult)(nil),        // 19: legato.v1.DetectResult
-	(*PointResult)(nil),         // 20: legato.v1.PointResult
-	(*SegmentResult)(nil),       // 21: legato.v1.SegmentResult
-	(*Usage)(nil),               // 22: legato.v1.Usage
-	(*Timings)(nil),             // 23: legato.v1.Timings
-	(*TaskResult)(nil),          // 24: legato.v1.TaskResult
-	(*SpatialRef)(nil),          // 25: legato.v1.SpatialRef
-	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
-	(*Point)(nil),               // 27: legato.v1.Point
-	(*DetectedObject)(nil),      // 28: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 29: legato.v1.PointedObject
-	(*Outline)(nil),             // 30: legato.v1.Outline
-	(*status.Status)(nil),       // 31: google.rpc.Status
+	(*ResponseFormat)(nil),      // 8: legato.v1.ResponseFormat
+	(*Choices)(nil),             // 9: legato.v1.Choices
+	(*QueryTask)(nil),           // 10: legato.v1.QueryTask
+	(*CaptionTask)(nil),         // 11: legato.v1.CaptionTask
+	(*Tracking)(nil),            // 12: legato.v1.Tracking
+	(*DetectTask)(nil),          // 13: legato.v1.DetectTask
+	(*PointTask)(nil),           // 14: legato.v1.PointTask
+	(*SegmentTask)(nil),         // 15: legato.v1.SegmentTask
+	(*Task)(nil),                // 16: legato.v1.Task
+	(*Grounding)(nil),           // 17: legato.v1.Grounding
+	(*Reasoning)(nil),           // 18: legato.v1.Reasoning
+	(*QueryResult)(nil),         // 19: legato.v1.QueryResult
+	(*CaptionResult)(nil),       // 20: legato.v1.CaptionResult
+	(*DetectResult)(nil),        // 21: legato.v1.DetectResult
+	(*PointResult)(nil),         // 22: legato.v1.PointResult
+	(*SegmentResult)(nil),       // 23: legato.v1.SegmentResult
+	(*Usage)(nil),               // 24: legato.v1.Usage
+	(*Timings)(nil),             // 25: legato.v1.Timings
+	(*TaskResult)(nil),          // 26: legato.v1.TaskResult
+	(*SpatialRef)(nil),          // 27: legato.v1.SpatialRef
+	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
+	(*Point)(nil),               // 29: legato.v1.Point
+	(*DetectedObject)(nil),      // 30: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 31: legato.v1.PointedObject
+	(*Outline)(nil),             // 32: legato.v1.Outline
+	(*status.Status)(nil),       // 33: google.rpc.Status
 }
 var file_legato_v1_task_proto_depIdxs = []int32{
 	5,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
 	1,  // 1: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
 	6,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
-	25, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	7,  // 4: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
-	0,  // 5: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
-	26, // 6: legato.v1.Tracking.max_unseen:type_name -> google.protobuf.Duration
-	2,  // 7: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
-	10, // 8: legato.v1.DetectTask.tracking:type_name -> legato.v1.Tracking
-	25, // 9: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	2,  // 10: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
-	25, // 11: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	8,  // 12: legato.v1.Task.query:type_name -> legato.v1.QueryTask
-	9,  // 13: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
-	11, // 14: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
-	12, // 15: legato.v1.Task.point:type_name -> legato.v1.PointTask
-	13, // 16: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
-	4,  // 17: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
-	27, // 18: legato.v1.Grounding.points:type_name -> legato.v1.Point
-	15, // 19: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
-	16, // 20: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
-	28, // 21: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
-	29, // 22: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
-	30, // 23: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
-	26, // 24: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
-	26, // 25: legato.v1.Timings.image:type_name -> google.protobuf.Duration
-	26, // 26: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	26, // 27: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	26, // 28: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
-	26, // 29: legato.v1.Timings.total:type_name -> google.protobuf.Duration
-	17, // 30: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
-	18, // 31: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
-	19, // 32: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
-	20, // 33: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
-	21, // 34: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
-	31, // 35: legato.v1.TaskResult.error:type_name -> google.rpc.Status
-	3,  // 36: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
-	22, // 37: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
-	23, // 38: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
-	39, // [39:39] is the sub-list for method output_type
-	39, // [39:39] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	9,  // 3: legato.v1.ResponseFormat.choices:type_name -> legato.v1.Choices
+	27, // 4: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	7,  // 5: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
+	8,  // 6: legato.v1.QueryTask.response_format:type_name -> legato.v1.ResponseFormat
+	0,  // 7: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
+	28, // 8: legato.v1.Tracking.max_unseen:type_name -> google.protobuf.Duration
+	2,  // 9: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
+	12, // 10: legato.v1.DetectTask.tracking:type_name -> legato.v1.Tracking
+	27, // 11: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	2,  // 12: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
+	27, // 13: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	10, // 14: legato.v1.Task.query:type_name -> legato.v1.QueryTask
+	11, // 15: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
+	13, // 16: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
+	14, // 17: legato.v1.Task.point:type_name -> legato.v1.PointTask
+	15, // 18: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
+	4,  // 19: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
+	29, // 20: legato.v1.Grounding.points:type_name -> legato.v1.Point
+	17, // 21: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
+	18, // 22: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
+	30, // 23: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
+	31, // 24: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
+	32, // 25: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
+	28, // 26: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
+	28, // 27: legato.v1.Timings.image:type_name -> google.protobuf.Duration
+	28, // 28: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	28, // 29: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	28, // 30: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
+	28, // 31: legato.v1.Timings.total:type_name -> google.protobuf.Duration
+	19, // 32: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
+	20, // 33: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
+	21, // 34: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
+	22, // 35: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
+	23, // 36: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
+	33, // 37: legato.v1.TaskResult.error:type_name -> google.rpc.Status
+	3,  // 38: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
+	24, // 39: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
+	25, // 40: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
+	41, // [41:41] is the sub-list for method output_type
+	41, // [41:41] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_task_proto_init() }
@@ -2058,17 +2251,23 @@ func file_legato_v1_task_proto_init() {
 		(*ChatPart_Text)(nil),
 		(*ChatPart_Image)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[7].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[8].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[10].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[4].OneofWrappers = []any{
+		(*ResponseFormat_JsonSchema)(nil),
+		(*ResponseFormat_Regex)(nil),
+		(*ResponseFormat_Choices)(nil),
+		(*ResponseFormat_Grammar)(nil),
+	}
+	file_legato_v1_task_proto_msgTypes[9].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[10].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[12].OneofWrappers = []any{
 		(*Task_Query)(nil),
 		(*Task_Caption)(nil),
 		(*Task_Detect)(nil),
 		(*Task_Point)(nil),
 		(*Task_Segment)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[18].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[20].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[20].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[22].OneofWrappers = []any{
 		(*TaskResult_Query)(nil),
 		(*TaskResult_Caption)(nil),
 		(*TaskResult_Detect)(nil),
@@ -2082,7 +2281,7 @@ func file_legato_v1_task_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_task_proto_rawDesc), len(file_legato_v1_task_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   21,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

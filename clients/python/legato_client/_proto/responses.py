@@ -315,4 +315,5 @@ def _steps(steps: admin_pb2.DecodeSteps) -> server.DecodeSteps:
         zombie_ratio=steps.zombie_ratio,
         predicted_gain=steps.predicted_gain,
         observed_gain=steps.observed_gain,
+        mask_ms=steps.mask_ms,
     )

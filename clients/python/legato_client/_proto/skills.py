@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
@@ -19,6 +20,7 @@ from legato_client._types.tasks import (
     Message,
     PointTask,
     QueryTask,
+    ResponseFormat,
     Sampling,
     SegmentTask,
     Task,
@@ -290,6 +292,26 @@ def _write_query(task: QueryTask, message: Any) -> None:
     message.reasoning = task.reasoning
     message.spatial_refs.extend(pieces.to_refs(task.spatial_refs))
     message.messages.extend(to_messages(task.messages))
+    if task.response_format is not None:
+        message.response_format.CopyFrom(to_response_format(task.response_format))
+
+
+def to_response_format(wanted: ResponseFormat) -> task_pb2.ResponseFormat:
+    """Convert a format. Raises ValueError unless exactly one of its fields is set."""
+    schema = wanted.json_schema
+    given = {
+        "json_schema": schema if isinstance(schema, str | None) else json.dumps(schema),
+        "regex": wanted.regex or None,
+        "choices": task_pb2.Choices(texts=wanted.choices) if wanted.choices else None,
+        "grammar": wanted.grammar or None,
+    }
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if len(fields) != 1:
+        raise ValueError(
+            "response_format: set one of json_schema, regex, choices and grammar, "
+            f"not {' and '.join(fields) or 'none'}"
+        )
+    return task_pb2.ResponseFormat(**fields)
 
 
 def _read_query(

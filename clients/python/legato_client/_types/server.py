@@ -229,6 +229,7 @@ class DecodeSteps:
     zombie_ratio: float
     predicted_gain: float
     observed_gain: float
+    mask_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from legato_client._images.sources import ImageInput
 from legato_client._types.results import Box, FrameStamp, Point
@@ -63,6 +63,20 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """Texts that an answer may be; one field is set.
+
+    `json_schema` is a schema or its text ({} for any JSON), `regex` is in Rust's syntax, and
+    `grammar` is context-free, in GBNF or Lark. An answer with the finish reason "stop" matches.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str = ""
+    choices: tuple[str, ...] = ()
+    grammar: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class QueryTask:
     """Answer a question, or the last one of a conversation, about the image when there is one."""
 
@@ -72,6 +86,7 @@ class QueryTask:
     sampling: Sampling = Sampling()
     task_id: str = ""
     messages: tuple[Message, ...] = ()
+    response_format: ResponseFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from legato_client._types.results import (
     TokensDelta,
 )
 from legato_client._types.server import ModelInfo
-from legato_client._types.tasks import Message, QueryTask, Role, Sampling
+from legato_client._types.tasks import Message, QueryTask, ResponseFormat, Role, Sampling
 from legato_client.web import bodies, streams
 from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.moondream_api import GroundedSpan, spans_of
@@ -72,8 +72,8 @@ class Turn:
 class Conversation:
     """A request in either wire form.
 
-    `top_logprobs` is None without log-probabilities. `token_limit` is the body's name of
-    `max_tokens`.
+    `top_logprobs` is None without log-probabilities. `token_limit` and `schema` are the body's
+    names of `max_tokens` and of the JSON schema of `response_format`.
     """
 
     turns: Sequence[Turn]
@@ -83,12 +83,18 @@ class Conversation:
     top_logprobs: int | None
     stream: bool
     token_limit: str
+    response_format: ResponseFormat | None
+    schema: str
 
     @property
     def members(self) -> dict[str, str]:
         """Return the body's names of what the contract calls otherwise."""
         places = {f"messages[{i}]": each.where for i, each in enumerate(self.turns)}
-        return {**places, "max_tokens": self.token_limit}
+        return {
+            **places,
+            "max_tokens": self.token_limit,
+            "response_format.json_schema": self.schema,
+        }
 
     async def task(self) -> QueryTask:
         """Build the task; the server checks the order of the messages.
@@ -100,7 +106,12 @@ class Conversation:
         messages = [
             await _message(each, may_show=index == first) for index, each in enumerate(self.turns)
         ]
-        return QueryTask(reasoning=self.reasoning, sampling=self.sampling, messages=tuple(messages))
+        return QueryTask(
+            reasoning=self.reasoning,
+            sampling=self.sampling,
+            messages=tuple(messages),
+            response_format=self.response_format,
+        )
 
 
 async def _message(turn: Turn, *, may_show: bool) -> Message:
@@ -197,10 +208,39 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseFormat(Struct):
-    """Response format; only `text` is served."""
+class PlainText(Struct, tag_field="type", tag="text"):
+    """An answer of any text."""
 
-    type: str
+    def wanted(self) -> None:
+        return None
+
+
+class AnyObject(Struct, tag_field="type", tag="json_object"):
+    """An answer that is some JSON object."""
+
+    def wanted(self) -> ResponseFormat:
+        return ResponseFormat(json_schema='{"type":"object"}')
+
+
+class NamedSchema(Struct):
+    """JSON schema; name, description and `strict` have no effect: an answer always matches."""
+
+    schema: Raw = msgspec.field(default_factory=lambda: Raw(b"{}"))
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+    def wanted(self) -> ResponseFormat:
+        return ResponseFormat(json_schema=bytes(self.schema).decode())
+
+
+class ChatSchema(Struct, tag_field="type", tag="json_schema"):
+    """An answer that matches a schema."""
+
+    json_schema: NamedSchema
+
+    def wanted(self) -> ResponseFormat:
+        return self.json_schema.wanted()
 
 
 class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -220,13 +260,13 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning: bool | None = None
+    response_format: PlainText | AnyObject | ChatSchema | None = None
 
     # Served where they ask for nothing.
     n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Raw = msgspec.field(default_factory=null)
-    response_format: ResponseFormat | None = None
     tools: Raw = msgspec.field(default_factory=null)
     tool_choice: Raw = msgspec.field(default_factory=null)
     functions: Raw = msgspec.field(default_factory=null)
@@ -290,6 +330,8 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             stream=bool(self.stream),
             token_limit="max_tokens" if self.max_tokens else "max_completion_tokens",
+            response_format=self.response_format and self.response_format.wanted(),
+            schema="response_format.json_schema.schema",
         )
 
     def form(self, created: int) -> ChatForm:
@@ -324,7 +366,6 @@ _NO_OPS: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "response_format": (None, ResponseFormat("text")),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -706,6 +747,7 @@ async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:
             call = backend.client.chat(
                 task.messages,
                 reasoning=task.reasoning,
+                response_format=task.response_format,
                 sampling=task.sampling,
                 options=options,
                 timeout=seconds,

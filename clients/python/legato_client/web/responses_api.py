@@ -27,9 +27,11 @@ from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.openai_api import (
     ROLES,
     AnswerTokens,
+    AnyObject,
     Conversation,
     Count,
-    ResponseFormat,
+    NamedSchema,
+    PlainText,
     TokenLogprob,
     Turn,
     check_unserved,
@@ -117,10 +119,14 @@ class InputItem(Struct):
         return Turn(where, ROLES[self.role], tuple(texts), images)
 
 
-class TextOptions(Struct, forbid_unknown_fields=True):
-    """Form of the answer's text; only plain text of medium verbosity is served."""
+class ResponsesSchema(NamedSchema, tag_field="type", tag="json_schema"):
+    """An answer that matches a schema."""
 
-    format: ResponseFormat | None = None
+
+class TextOptions(Struct, forbid_unknown_fields=True):
+    """Form of the answer's text; only medium verbosity is served."""
+
+    format: PlainText | AnyObject | ResponsesSchema | None = None
     verbosity: str | None = None
 
 
@@ -201,6 +207,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
         """Return the request. Raises RejectedRequest for what is not served."""
         self.check()
         said = [Turn("input", "user", self.input)] if isinstance(self.input, str) else self._turns()
+        wanted = self.text and self.text.format
         told = [Turn("instructions", "system", self.instructions)] if self.instructions else []
         return Conversation(
             turns=[*told, *said],
@@ -214,6 +221,8 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             top_logprobs=(self.top_logprobs or 0) if self.include else None,
             stream=bool(self.stream),
             token_limit="max_output_tokens",
+            response_format=wanted and wanted.wanted(),
+            schema="text.format.schema",
         )
 
     def _turns(self) -> list[Turn]:
@@ -255,7 +264,6 @@ _NO_OPS: dict[str, tuple[object, ...]] = {
     "reasoning.context": (None,),
     "reasoning.mode": (None,),
     "store": (None, False),
-    "text.format": (None, ResponseFormat("text")),
     "text.verbosity": (None, "medium"),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -182,7 +182,7 @@ def _frontend(
         TextSetup(
             name=name,
             prompter=prompter,
-            pieces=tokenizer,
+            tokenizer=tokenizer,
             token=tokenizer.token,
             eos=settings.eos,
             sampling=settings.sampling,

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import structlog
 
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.grammar import Grammar, GrammarCompiler, Vocabulary
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.text import (
-    Pieces,
     SamplingDefaults,
     TextOutput,
     TokenLog,
@@ -153,10 +153,8 @@ def _renderer(template: str, variables: Mapping[str, str]) -> Render:
 
 
 class TextTask:
-    """A `Task` that ends with an EOS, a stop string or its budget."""
+    """A `Task` that ends with an EOS, a stop string, the end of a grammar or its budget."""
 
-    constrained = False
-    uses_transition_table = True
     has_payload = False
     reasoning_tokens = 0
 
@@ -168,10 +166,14 @@ class TextTask:
         eos: frozenset[int],
         answer: TextOutput,
         log: TokenLog | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.prompt = tuple(map(PromptToken, prompt))
         self.sampling = sampling
         self.max_tokens = max_tokens
+        self.grammar = grammar
+        self.constrained = grammar is not None
+        self.uses_transition_table = grammar is None
         self.finish_reason: FinishReason | None = None
         self._eos = eos
         self._answer = answer
@@ -187,8 +189,10 @@ class TextTask:
         if token.token_id in self._eos:
             self.finish_reason = FinishReason.STOP
         else:
+            if self.grammar is not None:
+                self.grammar.accept(token.token_id)
             events = self._answer.push(token.token_id)
-            if self._answer.stopped:
+            if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
                 self.finish_reason = FinishReason.STOP
             elif self._num_consumed == self.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
@@ -229,7 +233,7 @@ class TextSetup:
 
     name: str
     prompter: Prompter
-    pieces: Pieces
+    tokenizer: Vocabulary
     token: Callable[[int], str]
     eos: frozenset[int]
     sampling: SamplingDefaults
@@ -249,7 +253,7 @@ class TextFrontend:
         self.name = setup.name
         self.vocab_size = setup.vocab_size
         self._setup = setup
-        self._eos = setup.eos
+        self._end_at(setup.eos)
 
     def check(self) -> None:
         """Try the model's chat template, and end answers where it ends them.
@@ -272,13 +276,17 @@ class TextFrontend:
                 token_id=end,
                 eos={token_id: setup.token(token_id) for token_id in sorted(setup.eos)},
             )
-            self._eos = setup.eos | {end}
+            self._end_at(setup.eos | {end})
         if not self._eos:
             _log.warning(
                 "no_end_of_answer",
                 reason="neither the model's files nor its chat template name a token that ends an "
                 "answer: each one ends at max_tokens or a stop string",
             )
+
+    def _end_at(self, eos: frozenset[int]) -> None:
+        self._eos = eos
+        self._grammars = GrammarCompiler(self._setup.tokenizer, self.vocab_size, eos)
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         raise _no_images("image")
@@ -309,13 +317,16 @@ class TextFrontend:
         wanted = sampling.max_tokens or setup.sampling.max_tokens
         max_tokens = token_budget(wanted, len(prompt), setup.max_context)
         stop = request.sampling.stop
-        answer = TextOutput(setup.pieces, stop)
+        answer = TextOutput(setup.tokenizer, stop)
         log = None
         if request.return_tokens:
             log = TokenLog(
-                setup.pieces, logprobs=request.logprobs, top_logprobs=request.top_logprobs
+                setup.tokenizer, logprobs=request.logprobs, top_logprobs=request.top_logprobs
             )
-        return TextTask(prompt, sampling, max_tokens, self._eos, answer, log)
+        grammar = None
+        if task.response_format is not None:
+            grammar = self._grammars.compile(task.response_format)
+        return TextTask(prompt, sampling, max_tokens, self._eos, answer, log, grammar)
 
 
 def _no_images(skill: str) -> TaskUnsupported:

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.grammar import GrammarCompiler
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.confidence import Calibration, CalibrationFile, confidence_info
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
@@ -208,6 +209,7 @@ class MoondreamFrontend:
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size, (config.tokens.eos,))
         self._resize_on_device = resize_on_device
         self._keep_images = keep_images
         self._calibrations = calibrations
@@ -290,10 +292,13 @@ class MoondreamFrontend:
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
         answer = self._answer(request)
+        grammar = None
+        if task.response_format is not None:
+            grammar = self._grammars.compile(task.response_format)
         if not task.reasoning or self._config.templates.query is None:
-            return QuerySkill(setup, answer)
+            return QuerySkill(setup, answer, grammar)
         reasoning = ReasoningOutput(self._tokenizer, self._config.tokens)
-        return ReasonedQuerySkill(setup, answer, reasoning, self._config.num_answer_tokens)
+        return ReasonedQuerySkill(setup, answer, reasoning, self._config.num_answer_tokens, grammar)
 
     def _listing(
         self,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar, Generic, TypeVar
 
+from legato_engine.grammar import Grammar
 from legato_engine.models.confidence import Calibration, score
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
@@ -99,6 +100,7 @@ class SkillTask(abc.ABC):
     constrained = False
     uses_transition_table = True
     has_payload = False
+    grammar: Grammar | None = None
 
     def __init__(self, setup: TaskSetup) -> None:
         self.prompt = setup.prompt
@@ -201,12 +203,17 @@ _TEXT = int(Allow.TEXT)  # ints here and below, because enum lookup is slow
 
 
 class TextSkill(SkillTask):
-    """Text until EOS or a stop string."""
+    """Text until EOS, a stop string or the end of a `grammar`."""
 
-    def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
+    def __init__(
+        self, setup: TaskSetup, answer: TextOutput, grammar: Grammar | None = None
+    ) -> None:
         super().__init__(setup)
         self.has_payload = setup.values_in_text
         self._answer = answer
+        if grammar is not None:
+            self.constrained, self.uses_transition_table = True, False
+            self.grammar = grammar
 
     def constraint(self) -> int:
         return _TEXT
@@ -215,8 +222,10 @@ class TextSkill(SkillTask):
         if token.token_id == self._tokens.eos:
             self.finish_reason = FinishReason.STOP
             return []
+        if self.grammar is not None:
+            self.grammar.accept(token.token_id)
         events = self._answer.push(token.token_id)
-        if self._answer.stopped:
+        if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
             self.finish_reason = FinishReason.STOP
         return events
 
@@ -266,8 +275,10 @@ class ReasonedQuerySkill(QuerySkill):
         answer: TextOutput,
         reasoning: ReasoningOutput,
         num_answer_tokens: int,
+        grammar: Grammar | None = None,
     ) -> None:
-        super().__init__(setup, answer)
+        super().__init__(setup, answer, grammar)
+        self.grammar, self._answer_grammar = None, grammar
         self.has_payload = True  # reasoning points at objects
         self._reasoning = reasoning
         self._num_answer_tokens = num_answer_tokens
@@ -301,6 +312,8 @@ class ReasonedQuerySkill(QuerySkill):
             return []
         if token.token_id == self._tokens.answer:
             self._num_opened += 1
+            if self._num_opened == self._num_answer_tokens:
+                self.grammar = self._answer_grammar
             return []
         return self._reasoning.push(token)
 

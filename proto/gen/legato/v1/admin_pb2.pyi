@@ -182,6 +182,7 @@ class DecodeSteps(_message.Message):
     ZOMBIE_RATIO_FIELD_NUMBER: _builtins.int
     PREDICTED_GAIN_FIELD_NUMBER: _builtins.int
     OBSERVED_GAIN_FIELD_NUMBER: _builtins.int
+    MASK_MS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Steps behind these figures, a few hundred at most."""
     tokens: _builtins.int
@@ -210,6 +211,10 @@ class DecodeSteps(_message.Message):
     """Throughput gained over running without pipelining, from the time that these steps took, stalls included, relative
     to the sum of their estimated `blocking_ms`; `predicted_gain` is from medians.
     """
+    mask_ms: _builtins.float
+    """The host's making of masks for answers with a grammar, which is part of `bookkeeping_ms` and runs beside the forward
+    pass.
+    """
     def __init__(
         self,
         *,
@@ -226,10 +231,11 @@ class DecodeSteps(_message.Message):
         zombie_ratio: _builtins.float = ...,
         predicted_gain: _builtins.float = ...,
         observed_gain: _builtins.float = ...,
+        mask_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking_ms", b"blocking_ms", "bookkeeping_ms", b"bookkeeping_ms", "forward_ms", b"forward_ms", "idle_ms", b"idle_ms", "observed_gain", b"observed_gain", "predicted_gain", b"predicted_gain", "rows", b"rows", "sampling_ms", b"sampling_ms", "step_ms", b"step_ms", "steps", b"steps", "tokens", b"tokens", "wait_ms", b"wait_ms", "zombie_ratio", b"zombie_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking_ms", b"blocking_ms", "bookkeeping_ms", b"bookkeeping_ms", "forward_ms", b"forward_ms", "idle_ms", b"idle_ms", "mask_ms", b"mask_ms", "observed_gain", b"observed_gain", "predicted_gain", b"predicted_gain", "rows", b"rows", "sampling_ms", b"sampling_ms", "step_ms", b"step_ms", "steps", b"steps", "tokens", b"tokens", "wait_ms", b"wait_ms", "zombie_ratio", b"zombie_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,7 +483,7 @@ Global___WatchTimelineResponse: _TypeAlias = WatchTimelineResponse  # noqa: Y015
 
 @_typing.final
 class TimelineSpan(_message.Message):
-    """Something that a lane did for one launch. Spans of one lane do not overlap."""
+    """Something that a lane did for one launch. Spans of one lane do not overlap, except that `mask` is within `finalize`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -496,7 +502,9 @@ class TimelineSpan(_message.Message):
     `device copy` and `device idle` are the device's; `slot 0` and `slot 1` are the pipeline's. More may be added.
     """
     name: _builtins.str
-    """What it is: `plan`, `launch`, `finalize`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or `held`."""
+    """What it is: `plan`, `launch`, `finalize`, in it `mask`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or
+    `held`.
+    """
     start_ns: _builtins.int
     """Start, in nanoseconds of the server's monotonic clock."""
     duration_ns: _builtins.int

@@ -171,6 +171,7 @@ class QueryRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
     them.
@@ -201,6 +202,10 @@ class QueryRequest(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.ChatMessage]:
         """A conversation in place of the question; see `QueryTask.messages`."""
 
+    @_builtins.property
+    def response_format(self) -> _task_pb2.ResponseFormat:
+        """What the answer may be; see `QueryTask.response_format`."""
+
     def __init__(
         self,
         *,
@@ -212,10 +217,11 @@ class QueryRequest(_message.Message):
         options: Global___RequestOptions | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
         messages: _abc.Iterable[_task_pb2.ChatMessage] | None = ...,
+        response_format: _task_pb2.ResponseFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "response_format", b"response_format", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "messages", b"messages", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "messages", b"messages", "options", b"options", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,6 +112,14 @@ FIELDS: dict[str, dict[str, Limit]] = {
     "ChatMessage": {
         "parts": Limit(max_items=64),
     },
+    "ResponseFormat": {
+        "json_schema": Limit(max_bytes=65536),
+        "regex": Limit(max_bytes=65536),
+        "grammar": Limit(max_bytes=65536),
+    },
+    "Choices": {
+        "texts": Limit(max_items=1024, max_bytes=4096),
+    },
     "QueryTask": {
         "question": Limit(max_bytes=1048576, prompt=True),
         "spatial_refs": Limit(max_items=64),

@@ -287,6 +287,71 @@ class ChatMessage(_message.Message):
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
+class ResponseFormat(_message.Message):
+    """Texts that an answer may be. A source of more than 65,536 bytes, one that its language does not allow, that uses what
+    is not implemented or that is too complex to follow is INVALID_ARGUMENT INVALID_FIELD. An answer that ends with
+    FINISH_REASON_STOP matches, unless a stop string cut it; FINISH_REASON_LENGTH may cut it anywhere.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema; `{}` or `{"type": "object"}` for any JSON. The answer has no space between its tokens."""
+    regex: _builtins.str
+    """A regular expression that the whole answer matches, in Rust's syntax."""
+    grammar: _builtins.str
+    """A context-free grammar, in GBNF or Lark."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
+
+Global___ResponseFormat: _TypeAlias = ResponseFormat  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At least one; none is empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
 class QueryTask(_message.Message):
     """Answer a question in text."""
 
@@ -296,6 +361,7 @@ class QueryTask(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
     UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
@@ -317,6 +383,10 @@ class QueryTask(_message.Message):
         said.
         """
 
+    @_builtins.property
+    def response_format(self) -> Global___ResponseFormat:
+        """What the answer may be; reasoning is free. Absent: any text."""
+
     def __init__(
         self,
         *,
@@ -324,10 +394,11 @@ class QueryTask(_message.Message):
         reasoning: _builtins.bool = ...,
         spatial_refs: _abc.Iterable[_geometry_pb2.SpatialRef] | None = ...,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        response_format: Global___ResponseFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response_format", b"response_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "question", b"question", "reasoning", b"reasoning", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,55 @@ def test_parameters_of_a_wider_range(web, given, sampling):
     assert web.fake.last("Query").sampling == sampling
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "response", "schema"),
+    [
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
+            SCHEMA,
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "any"}},
+            {"type": "json_schema", "name": "any"},
+            {},
+        ),
+        ({"type": "json_object"}, {"type": "json_object"}, {"type": "object"}),
+        ({"type": "text"}, {"type": "text"}, None),
+    ],
+)
+def test_formats_arrive(web, chat, response, schema):
+    """A schema reaches the contract as it was written, from both APIs; text asks for nothing."""
+    bodies = {
+        CHAT: {"messages": HELLO, "response_format": chat},
+        "/v1/responses": {"input": "hello", "text": {"format": response}},
+    }
+    for path, body in bodies.items():
+        assert web.post(path, body).status == 200
+        asked = web.fake.last("Query")
+        assert asked.HasField("response_format") == (schema is not None)
+        if schema is not None:
+            assert json.loads(asked.response_format.json_schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+        ("/v1/responses", {"text": {"format": {"type": "xml"}}}, "text.format"),
+    ],
+)
+def test_unknown_formats_are_refused(web, path, body, field):
+    """A format that does not exist is a 400 that names the field; nothing is asked."""
+    answer = web.post(path, {"messages": HELLO, **body} if path == CHAT else {"input": "x", **body})
+    assert answer.status == 400
+    assert answer.error["param"].startswith(field)
+
+
 LONG = bytes(range(256)) * 3 + b"\xfb\xff"  # needs padding, and both signs that are not letters
 LONG_BASE64 = base64.b64encode(LONG).decode()
 
@@ -331,7 +380,6 @@ def test_models(client):
 REFUSED = {
     "n": 2,
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "response_format": {"type": "json_object"},
     "logit_bias": {"1": 5},
     "presence_penalty": 0.5,
     "reasoning_effort": "high",
@@ -597,7 +645,7 @@ def _content(part: dict[str, str]) -> dict[str, object]:
     ("field", "body"),
     [
         ("tools", {"tools": [{"type": "web_search"}]}),
-        ("text.format", {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}),
+        ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("reasoning.effort", {"reasoning": {"effort": "high"}}),
         ("previous_response_id", {"previous_response_id": "resp_1"}),

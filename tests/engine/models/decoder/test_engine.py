@@ -45,7 +45,7 @@ def test_neither_batch_nor_depth_changes_an_answer(engine, temperature):
 def test_deltas_spell_the_answer(engine):
     """The tokens' texts add up to the result, whatever their bytes."""
     answers = engine.ask(QUESTIONS, max_tokens=30, temperature=1.5)
-    pieces = engine.assembly.frontend._setup.pieces
+    pieces = engine.assembly.frontend._setup.tokenizer
     for name, tokens in answers.tokens.items():
         spelled = b"".join(map(pieces.piece, tokens)).decode(errors="ignore")
         assert answers.results[name] == spelled.lstrip()

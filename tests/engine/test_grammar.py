@@ -1,0 +1,281 @@
+"""Answers with a grammar: masks, refusals, and the engine that samples under them."""
+
+import json
+import re
+from pathlib import Path
+
+import legato_tiny
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from legato_engine.core.requests import make_sequence, replay
+from legato_engine.errors import InvalidField
+from legato_engine.grammar import GrammarCompiler
+from legato_engine.models.moondream.tokenizer import BytePairTokenizer
+from legato_engine.types import (
+    FinishReason,
+    QueryTask,
+    Request,
+    RequestKey,
+    ResponseFormat,
+    Resumed,
+    SamplingParams,
+)
+
+from tests.engine.models.against_transformers import Engine
+
+VOCABULARY = BytePairTokenizer(Path(legato_tiny.__path__[0]) / "tokenizer.json", is_shipped=True)
+EOS = 0
+NUM_IDS = VOCABULARY.num_ids + 7  # a model's vocabulary may be larger
+COMPILER = GrammarCompiler(VOCABULARY, NUM_IDS, [EOS])
+
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "sizes": {"type": "array", "items": {"enum": ["small", "large"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "sizes"],
+    "additionalProperties": False,
+}
+
+
+def allowed(grammar):
+    """Tokens that may follow."""
+    words = np.zeros(-(-NUM_IDS // 32), np.int32)
+    grammar.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+
+
+def walk(grammar, seed, most=600):
+    """Draw tokens until the text is complete; prefer its end to going on."""
+    draw, text = np.random.default_rng(seed), b""
+    for _ in range(most):
+        tokens = allowed(grammar)
+        assert len(tokens), "no token may follow, and the text is not complete"
+        if EOS in tokens:
+            return text.decode()
+        token = int(draw.choice(tokens))
+        assert grammar.allows(token)
+        grammar.accept(token)
+        text += VOCABULARY.piece(token)
+        if grammar.is_complete:
+            return text.decode()
+    raise AssertionError(f"not complete after {most} tokens: {text!r}")
+
+
+def follow(grammar, token, times):
+    """Accept one token again and again."""
+    for _ in range(times):
+        assert token in allowed(grammar)
+        grammar.accept(token)
+
+
+SCALARS = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.just({"type": "integer", "minimum": -50, "maximum": 50}),
+    st.integers(0, 8).map(lambda most: {"type": "string", "maxLength": most}),
+    st.lists(st.text(max_size=5) | st.integers(-9, 9), min_size=1, max_size=4, unique=True).map(
+        lambda values: {"enum": values}
+    ),
+)
+
+
+def objects(inner):
+    """Schemas of objects whose properties are all required."""
+    names = st.text('abcé_" \\', min_size=1, max_size=4)
+    return st.dictionaries(names, inner, min_size=1, max_size=3).map(
+        lambda properties: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    )
+
+
+def arrays(inner):
+    """Schemas of short arrays."""
+    return inner.map(lambda items: {"type": "array", "items": items, "maxItems": 3})
+
+
+SCHEMAS = st.recursive(SCALARS, lambda inner: objects(inner) | arrays(inner), max_leaves=6)
+
+
+def conforms(value, schema):
+    """Return whether a value is what these schemas describe."""
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    match schema["type"]:
+        case "object":
+            properties = schema["properties"]
+            return value.keys() == properties.keys() and all(
+                conforms(value[name], of) for name, of in properties.items()
+            )
+        case "array":
+            return len(value) <= 3 and all(conforms(each, schema["items"]) for each in value)
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "boolean":
+            return isinstance(value, bool)
+    return value is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
+def test_every_text_under_a_schema_parses_and_conforms(schema, seed):
+    """Whatever tokens are drawn, the complete text is JSON of the schema."""
+    text = walk(COMPILER.compile(ResponseFormat(json_schema=json.dumps(schema))), seed)
+    assert conforms(json.loads(text), schema), (schema, text)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_choices_expressions_and_grammars_bind(seed):
+    """Complete texts are among the choices, match the expression, derive from the grammar."""
+    choices = ('yes "sir"', "no\\", "été\n😀")
+    assert walk(COMPILER.compile(ResponseFormat(choices=choices)), seed) in choices
+    pattern = r"[A-C]{2}-\d{3}"
+    assert re.fullmatch(pattern, walk(COMPILER.compile(ResponseFormat(regex=pattern)), seed))
+    gbnf = 'root ::= item ("," item){2}\nitem ::= "cat" | "dog"'
+    assert re.fullmatch(
+        "(cat|dog)(,(cat|dog)){2}", walk(COMPILER.compile(ResponseFormat(grammar=gbnf)), seed)
+    )
+    lark = 'start: "<" /[a-z]{1,4}/ ">"'
+    assert re.fullmatch("<[a-z]{1,4}>", walk(COMPILER.compile(ResponseFormat(grammar=lark)), seed))
+
+
+def test_a_special_token_is_never_allowed():
+    """No text contains the tokens that a model keeps for itself, but for the end."""
+    special = [index for index in range(NUM_IDS) if not VOCABULARY.piece(index)]
+    free = allowed(COMPILER.compile(ResponseFormat(regex="(?s).*")))
+    assert set(special) & set(free.tolist()) == {EOS}
+    assert max(free) < VOCABULARY.num_ids
+
+
+HOSTILE = {
+    "no_format": (ResponseFormat(), "response_format"),
+    "two_formats": (ResponseFormat(regex="a", grammar='start: "a"'), "response_format"),
+    "not_json": (ResponseFormat(json_schema="{"), "json_schema"),
+    "not_a_schema": (ResponseFormat(json_schema="[1]"), "json_schema"),
+    "unknown_type": (ResponseFormat(json_schema='{"type":"colour"}'), "json_schema"),
+    "remote_reference": (ResponseFormat(json_schema='{"$ref":"http://x/y"}'), "json_schema"),
+    "unsatisfiable": (ResponseFormat(json_schema='{"enum":[]}'), "json_schema"),
+    "deep_schema": (
+        ResponseFormat(json_schema='{"items":' * 5_000 + "{}" + "}" * 5_000),
+        "json_schema",
+    ),
+    "deep_expression": (ResponseFormat(regex="(" * 20_000 + ")" * 20_000), "regex"),
+    "deep_grammar": (
+        ResponseFormat(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+        "grammar",
+    ),
+    "no_expression": (ResponseFormat(regex="("), "regex"),
+    "no_grammar": (ResponseFormat(grammar="start: missing"), "grammar"),
+    "huge": (ResponseFormat(regex="a" * 70_000), "regex"),
+    "many_choices": (ResponseFormat(choices=tuple(map(str, range(2_000)))), "choices"),
+    "empty_choice": (ResponseFormat(choices=("a", "")), "choices"),
+    "big_number": (
+        ResponseFormat(json_schema='{"type":"integer","multipleOf":7919,"minimum":1000000000}'),
+        "json_schema",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_format_is_refused_with_its_field(name):
+    """The error names the field, in one line, whatever the source."""
+    wanted, field = HOSTILE[name]
+    with pytest.raises(InvalidField) as refused:
+        COMPILER.compile(wanted)
+    assert refused.value.metadata["field"].endswith(field)
+    assert len(str(refused.value)) < 400
+    assert "\n" not in str(refused.value)
+
+
+def test_a_grammar_too_complex_to_follow_ends_its_request():
+    """The error comes with the token that it cannot follow, and not as a wrong answer."""
+    grammar = COMPILER.compile(ResponseFormat(regex="((a{1,100}){1,100}){1,100}b"))
+    (letter,) = (index for index in allowed(grammar) if VOCABULARY.piece(index) == b"a")
+    with pytest.raises(InvalidField, match=r"lexer|complex|fuel|limit") as refused:
+        follow(grammar, letter, 300)
+    assert refused.value.metadata["field"] == "response_format.regex"
+
+
+# ---------------------------------------------------------------- engine
+
+
+def asked(**wanted):
+    return QueryTask(question="What is there?", response_format=ResponseFormat(**wanted))
+
+
+TASKS = [
+    asked(json_schema=json.dumps(OBJECT)),
+    QueryTask(question="What is there?"),
+    asked(choices=("red", "green", "blue")),
+    asked(regex="[0-9]{4}-[0-9]{2}"),
+    QueryTask(question="Where is the cat?"),
+]
+
+
+@pytest.fixture(scope="module", params=["off", "seed"])
+def engine(request):
+    """An engine with legato-tiny, with and without drafts."""
+    with Engine("legato-tiny", "", speculation=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_match_their_formats_in_any_batch(engine, temperature):
+    """Alone or beside others, pipelined or not, tokens are the same and answers match."""
+    sampling = {"max_tokens": 120, "temperature": temperature, "top_p": 0.95}
+    runs = [
+        engine.ask(TASKS, depth, together, **sampling)
+        for depth in (1, 2)
+        for together in (True, False)
+    ]
+    assert all(run.tokens == runs[0].tokens for run in runs[1:])
+    results = runs[0].results
+    assert conforms_to_object(json.loads(results["0"]))
+    assert results["2"] in ("red", "green", "blue")
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}", results["3"])
+    assert {runs[0].reasons[name] for name in "023"} == {FinishReason.STOP}
+
+
+def conforms_to_object(value):
+    return (
+        value.keys() == OBJECT["properties"].keys()
+        and len(value["name"]) <= 12
+        and 0 <= value["count"] <= 99
+        and set(value["sizes"]) <= {"small", "large"}
+    )
+
+
+def test_a_neighbour_does_not_change_a_free_answer(engine):
+    """Requests without a grammar answer as they do where no request has one."""
+    free = [task for task in TASKS if task.response_format is None]
+    alone = engine.ask(free, max_tokens=40, temperature=1.0, seed=7)
+    mixed = engine.ask(TASKS, max_tokens=40, temperature=1.0, seed=7)
+    assert [mixed.tokens["1"], mixed.tokens["4"]] == [alone.tokens["0"], alone.tokens["1"]]
+
+
+def test_a_cut_answer_says_so(engine):
+    """An answer that reaches max_tokens ends with LENGTH."""
+    answers = engine.ask(TASKS[:1], max_tokens=3)
+    assert answers.reasons["0"] is FinishReason.LENGTH
+
+
+def test_a_resumed_answer_must_match(engine):
+    """Tokens that the grammar forbids are refused before they are replayed."""
+    request = Request(
+        request_id=RequestKey("r"), task=TASKS[2], sampling=SamplingParams(max_tokens=9)
+    )
+    sequence = make_sequence(engine.assembly.frontend, request, None)
+    (wrong,) = VOCABULARY.encode("7")[:1]
+    with pytest.raises(InvalidField) as refused:
+        replay(sequence, Resumed(token_ids=(wrong,), arrival=0.0), engine.assembly.frontend)
+    assert refused.value.metadata["field"] == "resume_from.token_ids[0]"
