@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import legato_tiny
 import numpy as np
@@ -30,7 +31,7 @@ EOS = 0
 NUM_IDS = VOCABULARY.num_ids + 7  # a model's vocabulary may be larger
 COMPILER = GrammarCompiler(VOCABULARY, NUM_IDS, [EOS])
 
-OBJECT = {
+OBJECT: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},

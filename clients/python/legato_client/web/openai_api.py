@@ -330,7 +330,7 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             stream=bool(self.stream),
             token_limit="max_tokens" if self.max_tokens else "max_completion_tokens",
-            response_format=self.response_format and self.response_format.wanted(),
+            response_format=self.response_format.wanted() if self.response_format else None,
             schema="response_format.json_schema.schema",
         )
 

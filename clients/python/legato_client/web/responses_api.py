@@ -207,7 +207,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
         """Return the request. Raises RejectedRequest for what is not served."""
         self.check()
         said = [Turn("input", "user", self.input)] if isinstance(self.input, str) else self._turns()
-        wanted = self.text and self.text.format
+        wanted = self.text.format if self.text else None
         told = [Turn("instructions", "system", self.instructions)] if self.instructions else []
         return Conversation(
             turns=[*told, *said],
@@ -221,7 +221,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             top_logprobs=(self.top_logprobs or 0) if self.include else None,
             stream=bool(self.stream),
             token_limit="max_output_tokens",
-            response_format=wanted and wanted.wanted(),
+            response_format=wanted.wanted() if wanted else None,
             schema="text.format.schema",
         )
 
