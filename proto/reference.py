@@ -64,6 +64,9 @@ TIMES = {".google.protobuf.Duration": " s", ".google.protobuf.Timestamp": " s si
 
 Path = tuple[int, ...]
 Bounds = dict[str, float | int | bool]
+Limits = tuple[dict[str, dict[str, Bounds]], dict[str, int]]
+OPTIONS = "legato.v1"
+"""Package of the options that bound fields."""
 """The bounds of a field that its `FieldLimit` gives, by their names there."""
 
 
@@ -98,10 +101,8 @@ def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> s
     return "\n".join(lines) + "\n"
 
 
-def limits(
-    descriptors: pb.FileDescriptorSet, package: str = "legato.v1"
-) -> tuple[dict[str, dict[str, Bounds]], dict[str, int]]:
-    """Return the bounds of fields, by message and field, and the most bytes of messages.
+def limits(descriptors: pb.FileDescriptorSet, package: str = OPTIONS) -> Limits:
+    """Return a package's bounds of fields, by message and field, and the most bytes of messages.
 
     A pool of its own reads the options, so that the stubs need not be imported.
     """
@@ -116,17 +117,16 @@ def limits(
 
     for file in descriptors.file:
         add(file.name)
-    field_limit = pool.FindExtensionByName(f"{package}.limit")
-    max_bytes = pool.FindExtensionByName(f"{package}.message_max_bytes")
+    field_limit = pool.FindExtensionByName(f"{OPTIONS}.limit")
+    max_bytes = pool.FindExtensionByName(f"{OPTIONS}.message_max_bytes")
     field_options, message_options = (
         message_factory.GetMessageClass(pool.FindMessageTypeByName(f"google.protobuf.{name}"))
         for name in ("FieldOptions", "MessageOptions")
     )
     fields: dict[str, dict[str, Bounds]] = {}
     sizes: dict[str, int] = {}
-    for message in (
-        m for file in descriptors.file if file.package == package for m in file.message_type
-    ):
+    outer = [m for file in descriptors.file if file.package == package for m in file.message_type]
+    for message in (each for m in outer for each in (m, *m.nested_type)):
         options = message_options.FromString(message.options.SerializeToString())
         if options.HasExtension(max_bytes):
             sizes[message.name] = options.Extensions[max_bytes]

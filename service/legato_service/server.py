@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import structlog
+from legato.kserve import open_inference_pb2, open_inference_pb2_grpc
 from legato.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -39,6 +40,7 @@ from legato_service.rpc.health import HealthServicer
 from legato_service.services.admin import AdminServicer
 from legato_service.services.image import ImageServicer
 from legato_service.services.inference import InferenceServicer
+from legato_service.services.kserve import KServeServicer
 from legato_service.services.server import ServerServicer
 from legato_service.services.session import SessionServicer
 from legato_service.session.session import SessionLimits, SessionRegistry
@@ -51,7 +53,14 @@ _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
-MAIN_SERVICES = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
+_KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+MAIN_SERVICES = (
+    _INFERENCE.full_name,
+    _SESSION.full_name,
+    _IMAGE.full_name,
+    _SERVER.full_name,
+    _KSERVE.full_name,
+)
 """Services of the main listener, each with a health status of its own."""
 
 
@@ -141,6 +150,14 @@ class Server:
             stream_deadline=self._config.stream_deadline,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, main.as_server)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            KServeServicer(
+                dispatcher,
+                lambda: self._health.is_ready,
+                deadline=self._config.unary_deadline,
+            ),
+            main.as_server,
+        )
         session_pb2_grpc.add_SessionServiceServicer_to_server(
             SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )

@@ -73,6 +73,7 @@ def test_list(shell):
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
+        "inference.GRPCInferenceService",
         "legato.v1.AdminService",
         "legato.v1.ImageService",
         "legato.v1.InferenceService",

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from legato.kserve import open_inference_pb2
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2, session_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -21,6 +22,7 @@ _MODULES: tuple[Any, ...] = (
     inference_pb2,
     server_pb2,
     session_pb2,
+    open_inference_pb2,
     health_pb2,
     reflection_pb2,
 )
@@ -53,8 +55,7 @@ def request_of(method: MethodDescriptor, chance: random.Random) -> Message:
 def filled(message: MessageT, chance: random.Random, depth: int = 0) -> MessageT:
     """Fill about half of the fields, with edges of their types; the same for the same `chance`."""
     for field in message.DESCRIPTOR.fields:
-        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        if is_map or chance.random() < 0.5 or depth > _DEPTH:
+        if _is_map(field) or chance.random() < 0.5 or depth > _DEPTH:
             continue
         if field.is_repeated:
             values = getattr(message, field.name)
@@ -78,9 +79,9 @@ def disturbed(message: MessageT, chance: random.Random) -> MessageT:
     copy.CopyFrom(message)
     inner: Message = copy
     while inner.DESCRIPTOR.fields:
-        fields: list[Any] = [each for each, _ in inner.ListFields()]
+        fields: list[Any] = [each for each, _ in inner.ListFields() if not _is_map(each)]
         if not fields or chance.random() < 0.3:
-            fields = list(inner.DESCRIPTOR.fields)
+            fields = [each for each in inner.DESCRIPTOR.fields if not _is_map(each)]
         field = chance.choice(fields)
         if field.message_type is None:
             inner.ClearField(field.name)
@@ -98,6 +99,10 @@ def disturbed(message: MessageT, chance: random.Random) -> MessageT:
             inner = getattr(inner, field.name)
             inner.SetInParent()
     return copy
+
+
+def _is_map(field: Any) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def _value(field: Any, chance: random.Random) -> Any:

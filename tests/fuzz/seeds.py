@@ -6,6 +6,7 @@ import base64
 import functools
 
 from google.protobuf.message import Message
+from legato.kserve import open_inference_pb2
 from legato.v1 import (
     geometry_pb2,
     image_pb2,
@@ -20,6 +21,7 @@ from PIL import Image
 from tests.hostile_images import exif_entries, file, png, png_chunk, smooth
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_KSERVE = "/inference.GRPCInferenceService/"
 _OTHERS = "/legato.v1."
 
 
@@ -76,6 +78,12 @@ def messages() -> dict[str, tuple[Message, ...]]:
     header = image_pb2.PutImageHeader(mime_type="image/jpeg", size_bytes=len(images()[0]))
     header.ttl.FromSeconds(60)
     frame = session_pb2.Frame(image=encoded, stamp=stamp)
+    infer = open_inference_pb2.ModelInferRequest(model_name="fake-1", id="mine")
+    for name, data in (("image", images()[0]), ("task", b'{"detect": {"object": "cat"}}')):
+        infer.inputs.add(name=name, datatype="BYTES", shape=[1])
+        infer.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
+    infer.outputs.add(name="boxes")
+    infer.parameters["triton_enable_empty_final_response"].bool_param = True
     return {
         _INFERENCE + "Query": (
             inference_pb2.QueryRequest(
@@ -111,13 +119,16 @@ def messages() -> dict[str, tuple[Message, ...]]:
             session_pb2.SessionRequest(cancel=session_pb2.CancelFrame(sequence=7)),
             session_pb2.SessionRequest(grant=session_pb2.GrantCredits(responses=4)),
         ),
+        _KSERVE + "ModelInfer": (infer,),
+        _KSERVE + "ModelStreamInfer": (infer, infer),
+        _KSERVE + "ModelMetadata": (open_inference_pb2.ModelMetadataRequest(name="fake-1"),),
         _OTHERS + "ServerService/GetServerInfo": (server_pb2.GetServerInfoRequest(),),
         _OTHERS + "ServerService/ListModels": (server_pb2.ListModelsRequest(),),
     }
 
 
-STREAMS_IN = ("PutImage", "Session")
-STREAMS_OUT = ("Generate", "Session")
+STREAMS_IN = ("PutImage", "Session", "ModelStreamInfer")
+STREAMS_OUT = ("Generate", "Session", "ModelStreamInfer")
 
 
 @functools.cache

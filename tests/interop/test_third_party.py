@@ -33,11 +33,11 @@ NOBODY = "nobody looked at this picture"  # what the engine without a model begi
 
 pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)
 
-OF_OPENAI = {
+OF_OPENAI: dict[str, tuple[int | str, str]] = {
     "tools": (400, "tools"),
     "embeddings": (404, "Not Found"),
 }
-REFUSED: dict[str, dict[str, tuple[int, str]]] = {
+REFUSED: dict[str, dict[str, tuple[int | str, str]]] = {
     "openai": {
         **OF_OPENAI,
         "n": (400, "n"),
@@ -51,6 +51,13 @@ REFUSED: dict[str, dict[str, tuple[int, str]]] = {
     "moondream": {},
     "langchain-openai": OF_OPENAI,
     "litellm": OF_OPENAI,
+    "tritonclient": {
+        "unknown input": ("StatusCode.INVALID_ARGUMENT", "inference input 'picture' for model"),
+        "wrong shape": ("StatusCode.INVALID_ARGUMENT", "Expected [1], got [1,1]"),
+        "unknown output": ("StatusCode.INVALID_ARGUMENT", "inference output 'mask' for model"),
+        "unknown model": ("StatusCode.NOT_FOUND", "this server serves"),
+        "sequences": ("StatusCode.INVALID_ARGUMENT", "parameter 'sequence"),
+    },
     "Home Assistant": {
         "Assist with control of the house": (400, "tools"),
         "a limit of 3000 tokens": (400, "max_output_tokens"),
@@ -83,6 +90,7 @@ SEEN = {
     "response about an image",
     "AI task about a camera",
     "object description",
+    "prompt about an image",
 }
 """Cases whose answer is about the image."""
 
@@ -129,8 +137,9 @@ def command(client: str) -> list[str]:
 def outcomes(client: str, target: Target, folder: Path) -> dict[str, Any]:
     """What became of each case."""
     more = [] if client == "openai (npm)" else [str(folder)]
+    address = target.address if client == "tritonclient" else target.url
     done = subprocess.run(
-        [*command(client), target.url, target.model, STREET, *more],
+        [*command(client), address, target.model, STREET, *more],
         capture_output=True,
         text=True,
         check=False,
@@ -175,13 +184,14 @@ def check(name: str, result: Any, model: str) -> None:
         assert result, name
     elif name in SEEN:
         assert "bus" in result, name
-    elif name in ("detect", "point"):
+    elif name in ("detect", "point", "boxes"):
         assert len(result) == 1, name
 
 
 def listed(client: str) -> tuple[set[str], set[str]]:
     """What works and what is refused by the page's table."""
-    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    name = "kserve.md" if client == "tritonclient" else "http.md"
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(client)} \|(.*)\|(.*)\|$", page, re.MULTILINE)
     works, refused = ({each.strip() for each in cell.split(",")} - {"", "nothing"} for cell in row)
     return works, refused

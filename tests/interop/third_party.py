@@ -1,8 +1,8 @@
 """Calls of other people's clients, each a case whose outcome is printed as JSON.
 
-Run by the Python that has the client: `python third_party.py CLIENT URL MODEL IMAGE FOLDER`. It
-imports nothing of Legato. An outcome is what the case returns, or the HTTP status and the parameter
-of the error that the client raises.
+Run by the Python that has the client: `python third_party.py CLIENT URL MODEL IMAGE FOLDER`, with
+an address for a client of gRPC. It imports nothing of Legato. An outcome is what the case returns,
+or the status and the parameter of the error that the client raises.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import base64
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -45,6 +46,14 @@ class Failed(Exception):
         super().__init__(text)
         status = re.search(r"Error code: (\d+)", text)
         self.status_code = int(status[1]) if status else None
+
+
+class Refused(Exception):
+    """A call that ended with this gRPC status."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status_code = status
 
 
 def data_url(image: str) -> str:
@@ -319,6 +328,90 @@ def llm_cases(url: str, model: str, image: str, folder: str) -> dict[str, Case]:
     }
 
 
+def tritonclient_cases(address: str, model: str, image: str, _folder: str) -> dict[str, Case]:
+    """Triton's gRPC client, unchanged, before the Open Inference Protocol."""
+    import numpy
+    import tritonclient.grpc as triton
+
+    client = triton.InferenceServerClient(address)
+    picture = Path(image).read_bytes()
+    detect = json.dumps({"detect": {"object": "bus"}}).encode()
+
+    def tensor(name: str, data: bytes, shape: tuple[int, ...] = (1,)) -> Any:
+        made = triton.InferInput(name, list(shape), "BYTES")
+        elements = numpy.empty(shape, dtype=numpy.object_)
+        elements.fill(data)
+        made.set_data_from_numpy(elements)
+        return made
+
+    def infer(*tensors: Any, **more: Any) -> Any:
+        try:
+            return client.infer(more.pop("model", model), list(tensors), **more)
+        except triton.InferenceServerException as error:
+            raise Refused(error.status(), error.message()) from None
+
+    def text(result: Any, name: str = "text") -> str:
+        return str(result.as_numpy(name)[0].decode())
+
+    def stream(*requests: Any, **more: Any) -> list[Any]:
+        answers: queue.Queue[Any] = queue.Queue()
+        with triton.InferenceServerClient(address) as streaming:
+            streaming.start_stream(lambda result, error: answers.put((result, error)))
+            for tensors in requests:
+                streaming.async_stream_infer(model, list(tensors), **more)
+            streaming.stop_stream()
+        return list(answers.queue)
+
+    def pieces() -> str:
+        answers = stream([tensor("prompt", b"hello")], parameters={"stream": True})
+        *said, last = [result for result, _ in answers]
+        assert "".join(text(each) for each in said) == text(last)
+        assert last.get_response().parameters["triton_final_response"].bool_param
+        return text(last)
+
+    def failing_stream() -> list[str]:
+        """A request that fails, then one that does not."""
+        (_, error), (result, _) = stream([tensor("image", picture)], [tensor("prompt", b"hello")])
+        assert "expects either input 'task' or input 'prompt'" in error.message()
+        return [text(result)]
+
+    def boxes() -> list[Any]:
+        result = infer(tensor("image", picture), tensor("task", detect), request_id="7")
+        told = json.loads(text(result, "result"))["detect"].get("objects", [])
+        assert result.get_response().id == "7"
+        found = result.as_numpy("boxes")
+        assert found.shape == (len(told), 4)
+        assert found.dtype == numpy.float32
+        return list(found.tolist())
+
+    metadata = client.get_model_metadata
+    return {
+        "live": client.is_server_live,
+        "ready": client.is_server_ready,
+        "model ready": lambda: client.is_model_ready(model),
+        "server metadata": lambda: [client.get_server_metadata().name],
+        "model metadata": lambda: [each.name for each in metadata(model).inputs],
+        "prompt": lambda: text(infer(tensor("prompt", b"hello"))),
+        "prompt about an image": lambda: text(
+            infer(tensor("image", picture), tensor("prompt", QUESTION.encode()))
+        ),
+        "boxes": boxes,
+        "chosen outputs": lambda: text(
+            infer(tensor("prompt", b"hello"), outputs=[triton.InferRequestedOutput("text")])
+        ),
+        "stream": lambda: [text(each) for each, _ in stream([tensor("prompt", b"hello")])],
+        "pieces of text": pieces,
+        "failure in a stream": failing_stream,
+        "unknown input": lambda: infer(tensor("picture", picture)),
+        "wrong shape": lambda: infer(tensor("prompt", b"hello", (1, 1))),
+        "unknown output": lambda: infer(
+            tensor("prompt", b"hello"), outputs=[triton.InferRequestedOutput("mask")]
+        ),
+        "unknown model": lambda: infer(tensor("prompt", b"hello"), model="none"),
+        "sequences": lambda: infer(tensor("prompt", b"hello"), sequence_id=5),
+    }
+
+
 def home_assistant_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Case]:
     """Requests of the integration `openai_conversation` in Home Assistant 2026.11.
 
@@ -422,6 +515,7 @@ CLIENTS: dict[str, Callable[[str, str, str, str], dict[str, Case]]] = {
     "langchain-openai": langchain_cases,
     "litellm": litellm_cases,
     "llm": llm_cases,
+    "tritonclient": tritonclient_cases,
     "Home Assistant": home_assistant_cases,
     "Frigate": frigate_cases,
 }

@@ -51,6 +51,15 @@ _NEEDS: dict[str, Mapping[str, Need]] = {
         "WatchTimeline": Need.ADMIN,
         "SetPipelineDepth": Need.ADMIN,
     },
+    "inference.GRPCInferenceService": {
+        "ServerLive": Need.NOTHING,
+        "ServerReady": Need.NOTHING,
+        "ModelReady": Need.CREDENTIAL,
+        "ServerMetadata": Need.CREDENTIAL,
+        "ModelMetadata": Need.CREDENTIAL,
+        "ModelInfer": Need.INFER,
+        "ModelStreamInfer": Need.INFER,
+    },
     # Load balancers probe without credentials, and learn no more than that the server serves.
     "grpc.health.v1.Health": {
         "Check": Need.NOTHING,

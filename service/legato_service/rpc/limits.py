@@ -25,7 +25,7 @@ from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 FOREIGN_MAX_BYTES = 4096
 """Maximum bytes of a request outside the contract: health check or reflection."""
 
-_PACKAGE = "legato.v1"
+_PACKAGES = ("legato.v1", "inference")
 _ALONE = {("Frame", "image"), ("Frame", "extra_tasks")}
 """Errors in these fields fail the frame's tasks, not the session, and are found later."""
 
@@ -52,7 +52,7 @@ class RequestKind:
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._shape = _Shape(descriptor, checked=True)
-        is_foreign = descriptor.file.package != _PACKAGE
+        is_foreign = descriptor.file.package not in _PACKAGES
         default = FOREIGN_MAX_BYTES if is_foreign else limits.MESSAGE_MAX_BYTES
         self._max_bytes = limits.MAX_BYTES.get(descriptor.name, default)
         self._is_foreign = is_foreign
@@ -169,7 +169,7 @@ def _shape(descriptor: Descriptor, checked: bool) -> _Shape:
 
 
 def _is_ours(descriptor: Descriptor) -> bool:
-    return descriptor.file.package == _PACKAGE
+    return descriptor.file.package in _PACKAGES
 
 
 def _wire(field: FieldDescriptor) -> int:

@@ -99,7 +99,7 @@ UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
 
 log = structlog.get_logger("legato.rpc")
 
-_INFERENCE = "/legato.v1.InferenceService/"
+_INFERENCE = ("/legato.v1.InferenceService/", "/inference.GRPCInferenceService/ModelInfer")
 _LATE = 1.0  # seconds after which a missing message counts as late
 _MAX_RECEIVING = 32
 """Maximum unary calls whose messages gRPC itself waits for. Nothing can end such a call before its
@@ -121,8 +121,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
     `expect` is called when a request for the engine arrives, before its message is read. With
     `access` every call needs a credential that allows it. `gate` admits the calls of
-    InferenceService. The server finds its handlers here, because an interceptor would cost every
-    call one more coroutine.
+    InferenceService and ModelInfer. The server finds its handlers here, because an interceptor
+    would cost every call one more coroutine.
     """
 
     def __init__(

@@ -51,8 +51,12 @@ def test_every_method_of_the_contract_has_an_entry():
 
 
 def test_only_health_is_open():
-    assert OPEN
-    assert all(path.startswith("/grpc.health.v1.Health/") for path in OPEN)
+    """Health, and what the Open Inference Protocol has for it: whether the server serves."""
+    kserve = ["ServerLive", "ServerReady"]
+    assert set(OPEN) == {
+        *(f"/grpc.health.v1.Health/{each}" for each in ("Check", "List", "Watch")),
+        *(f"/inference.GRPCInferenceService/{each}" for each in kserve),
+    }
 
 
 @pytest.mark.parametrize("kind", REFUSED)

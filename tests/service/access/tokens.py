@@ -20,6 +20,7 @@ CONTRACT = (
     "legato.v1.ImageService",
     "legato.v1.ServerService",
     "legato.v1.AdminService",
+    "inference.GRPCInferenceService",
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
 )

@@ -36,6 +36,7 @@ async def test_services_are_listed(name):
     assert listed == [
         "grpc.health.v1.Health",
         *SERVICES,
+        "inference.GRPCInferenceService",
         "legato.v1.AdminService",
         "legato.v1.ImageService",
         "legato.v1.InferenceService",
