@@ -15,14 +15,14 @@ from google.protobuf import descriptor_pool, message_factory
 
 # The files as a newcomer reads them. One that is not named here comes last.
 SUBJECTS = {
-    "inference": "Questions about one picture",
+    "inference": "Questions about one image",
     "session": "Streams of frames",
-    "image": "Pictures held by the server",
+    "image": "Images held by the server",
     "server": "What the server is",
     "admin": "For the operator",
     "task": "The five skills",
-    "media": "Pictures and stamps",
-    "geometry": "Places in a picture",
+    "media": "Images and stamps",
+    "geometry": "Places in an image",
     "error": "Why a call failed",
     "limit": "Bounds of fields",
 }

@@ -50,7 +50,7 @@ const (
 	//
 	//	{"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
 	ErrorReason_ERROR_REASON_IMAGE_TOO_LARGE ErrorReason = 3
-	// NOT_FOUND: no picture of this id is held (any more). With ResourceInfo. Remedy: send the picture again.
+	// NOT_FOUND: no image of this id is held (any more). With ResourceInfo. Remedy: send the image again.
 	//
 	//	{"reason": "IMAGE_NOT_FOUND", "domain": "legato", "metadata": {"resource": "3f9c2a"}}
 	ErrorReason_ERROR_REASON_IMAGE_NOT_FOUND ErrorReason = 4

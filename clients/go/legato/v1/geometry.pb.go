@@ -21,7 +21,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// A place in the picture as shown (after EXIF orientation), normalised: the origin is the top-left
+// A place in the image as shown (after EXIF orientation), normalised: the origin is the top-left
 // corner, x grows to the right and y down. Both are finite and in [0, 1].
 type Point struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -150,7 +150,7 @@ func (x *Box) GetYMax() float32 {
 	return 0
 }
 
-// How far something extends, as shares of the picture's width and height, each in (0, 1].
+// How far something extends, as shares of the image's width and height, each in (0, 1].
 type Size struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Share of the width.
@@ -293,8 +293,8 @@ func (*SpatialRef_Point) isSpatialRef_Ref() {}
 
 func (*SpatialRef_Box) isSpatialRef_Ref() {}
 
-// A value for each axis of a box: its place, how fast that changes, or how sure it is. Shares of the picture's width (for
-// `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the picture.
+// A value for each axis of a box: its place, how fast that changes, or how certain it is. Shares of the image's width (for
+// `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the image.
 type BoxAxes struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Of the centre, along the width.
@@ -619,7 +619,7 @@ type Outline struct {
 	// An SVG path (commands M L H V C S Q T A Z). Its coordinates are in the unit square of `box`: (0, 0) is the
 	// box's top-left corner and (1, 1) its bottom-right one. Empty: the model's path could not be read.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Where the outline is in the picture (the Moondream SDK's `bbox`).
+	// Where the outline is in the image (the Moondream SDK's `bbox`).
 	Box *Box `protobuf:"bytes,2,opt,name=box,proto3" json:"box,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,3,opt,name=label,proto3" json:"label,omitempty"`

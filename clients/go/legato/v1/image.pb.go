@@ -35,7 +35,7 @@ type PutImageHeader struct {
 	SizeBytes uint64 `protobuf:"varint,3,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	// SHA-256 of the bytes, 32 bytes long. Empty: not checked.
 	Sha256 []byte `protobuf:"bytes,4,opt,name=sha256,proto3" json:"sha256,omitempty"`
-	// How long to hold the picture. Absent: the server's default; longer than the server allows is shortened.
+	// How long to hold the image. Absent: the server's default; longer than the server allows is shortened.
 	Ttl           *durationpb.Duration `protobuf:"bytes,5,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -193,7 +193,7 @@ func (*PutImageRequest_Header) isPutImageRequest_Part() {}
 
 func (*PutImageRequest_Chunk) isPutImageRequest_Part() {}
 
-// The picture is held.
+// The image is held.
 type PutImageResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its id and size.
@@ -251,7 +251,7 @@ func (x *PutImageResponse) GetExpireTime() *timestamppb.Timestamp {
 // Asks DeleteImage.
 type DeleteImageRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Required.
+	// The image. Required.
 	ImageId       string `protobuf:"bytes,1,opt,name=image_id,json=imageId,proto3" json:"image_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -294,7 +294,7 @@ func (x *DeleteImageRequest) GetImageId() string {
 	return ""
 }
 
-// The picture is forgotten.
+// The image is forgotten.
 type DeleteImageResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields

@@ -27,19 +27,19 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Pictures sent once and asked about many times.
+// Images sent once and asked about many times.
 type ImageServiceClient interface {
-	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+	// Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
 	// until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
 	// is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 	//
-	// Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+	// Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
 	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
 	// prepared them).
 	PutImage(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PutImageRequest, PutImageResponse], error)
-	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+	// Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
 	// holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
 	// `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
 	// for success.
@@ -81,19 +81,19 @@ func (c *imageServiceClient) DeleteImage(ctx context.Context, in *DeleteImageReq
 // All implementations must embed UnimplementedImageServiceServer
 // for forward compatibility.
 //
-// Pictures sent once and asked about many times.
+// Images sent once and asked about many times.
 type ImageServiceServer interface {
-	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+	// Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
 	// until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
 	// is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 	//
-	// Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+	// Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
 	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
 	// prepared them).
 	PutImage(grpc.ClientStreamingServer[PutImageRequest, PutImageResponse]) error
-	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+	// Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
 	// holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
 	// `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
 	// for success.

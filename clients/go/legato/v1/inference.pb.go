@@ -37,7 +37,7 @@ type RequestOptions struct {
 	// A fine-tune, `{finetune_id}@{step}`. Empty: none. Unknown, or without the capability `adapters`: NOT_FOUND
 	// ADAPTER_NOT_FOUND.
 	Adapter string `protobuf:"bytes,3,opt,name=adapter,proto3" json:"adapter,omitempty"`
-	// Whether the server may keep the picture's encoding for later requests. Absent: true.
+	// Whether the server may keep the image's encoding for later requests. Absent: true.
 	CacheImage *bool `protobuf:"varint,4,opt,name=cache_image,json=cacheImage,proto3,oneof" json:"cache_image,omitempty"`
 	// Tell every token that was sampled: in `ResponseInfo.tokens`, in `RunTasksResponse.tokens`, and while a stream
 	// decodes.
@@ -144,7 +144,7 @@ type ResponseInfo struct {
 	Usage *Usage `protobuf:"bytes,4,opt,name=usage,proto3" json:"usage,omitempty"`
 	// Where the time went; in RunTasks only `image` and `total`.
 	Timings *Timings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
-	// The picture. Absent: there was none.
+	// The image. Absent: there was none.
 	Image *ImageInfo `protobuf:"bytes,6,opt,name=image,proto3" json:"image,omitempty"`
 	// The request's stamp, verbatim. Absent: it had none.
 	Stamp *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
@@ -254,7 +254,7 @@ func (x *ResponseInfo) GetResumptions() uint32 {
 // Asks Query.
 type QueryRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Absent: a question without one.
+	// The image. Absent: a question without one.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
 	// them.
@@ -437,7 +437,7 @@ func (x *QueryResponse) GetInfo() *ResponseInfo {
 // Asks Caption.
 type CaptionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Required.
+	// The image. Required.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// How much to say. Absent: NORMAL.
 	Length CaptionLength `protobuf:"varint,2,opt,name=length,proto3,enum=legato.v1.CaptionLength" json:"length,omitempty"`
@@ -574,7 +574,7 @@ func (x *CaptionResponse) GetInfo() *ResponseInfo {
 // Asks Detect.
 type DetectRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Required.
+	// The image. Required.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// What to look for, as a noun phrase ("red cup"). Required.
 	Object string `protobuf:"bytes,2,opt,name=object,proto3" json:"object,omitempty"`
@@ -738,7 +738,7 @@ func (x *DetectResponse) GetInfo() *ResponseInfo {
 // Asks Point.
 type PointRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Required.
+	// The image. Required.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// What to look for, as a noun phrase. Required.
 	Object string `protobuf:"bytes,2,opt,name=object,proto3" json:"object,omitempty"`
@@ -911,7 +911,7 @@ func (x *PointResponse) GetInfo() *ResponseInfo {
 // Asks Segment.
 type SegmentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Required.
+	// The image. Required.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// What to outline, as a noun phrase. Required.
 	Object string `protobuf:"bytes,2,opt,name=object,proto3" json:"object,omitempty"`
@@ -1057,7 +1057,7 @@ func (x *SegmentResponse) GetInfo() *ResponseInfo {
 // Asks RunTasks.
 type RunTasksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture all tasks look at. Absent: none; then only Query tasks can succeed.
+	// The image all tasks look at. Absent: none; then only Query tasks can succeed.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// What to do, 1 to 32 tasks whose non-empty ids differ; else INVALID_ARGUMENT INVALID_FIELD.
 	Tasks []*Task `protobuf:"bytes,2,rep,name=tasks,proto3" json:"tasks,omitempty"`
@@ -1195,7 +1195,7 @@ func (x *RunTasksResponse) GetTokens() []*TaskTokens {
 // Asks Generate.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The picture. Absent: none, which only a Query task accepts.
+	// The image. Absent: none, which only a Query task accepts.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
 	// What to do. Required.
 	Task *Task `protobuf:"bytes,2,opt,name=task,proto3" json:"task,omitempty"`
@@ -1464,7 +1464,7 @@ type Started struct {
 	InputTokens uint32 `protobuf:"varint,2,opt,name=input_tokens,json=inputTokens,proto3" json:"input_tokens,omitempty"`
 	// Of these, positions taken from the prefix cache.
 	CachedTokens uint32 `protobuf:"varint,3,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
-	// The picture. Absent: there is none.
+	// The image. Absent: there is none.
 	Image *ImageInfo `protobuf:"bytes,4,opt,name=image,proto3" json:"image,omitempty"`
 	// How long the request waited.
 	QueueTime *durationpb.Duration `protobuf:"bytes,5,opt,name=queue_time,json=queueTime,proto3" json:"queue_time,omitempty"`
@@ -1809,7 +1809,7 @@ type isToken_Value interface {
 }
 
 type Token_Coordinate struct {
-	// A place's share of the picture's width, or of its height; x comes before y.
+	// A place's share of the image's width, or of its height; x comes before y.
 	Coordinate float32 `protobuf:"fixed32,4,opt,name=coordinate,proto3,oneof"`
 }
 

@@ -32,9 +32,9 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Questions about one picture.
+// Questions about one image.
 //
-// The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+// The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
 // encoding it once. Generate streams any one skill while it decodes.
 //
 // Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -71,13 +71,13 @@ type InferenceServiceClient interface {
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
-	// Answers a question in text, about the picture where there is one; or the last question of a conversation.
+	// Answers a question in text, about the image where there is one; or the last question of a conversation.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
 	// (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
 	// SHM_REFUSED), ABORTED (SHM_TORN), ALREADY_EXISTS (DUPLICATE_REQUEST).
 	Query(ctx context.Context, in *QueryRequest, opts ...grpc.CallOption) (*QueryResponse, error)
-	// Describes the picture. Fails as Query does; the image is required.
+	// Describes the image. Fails as Query does; the image is required.
 	Caption(ctx context.Context, in *CaptionRequest, opts ...grpc.CallOption) (*CaptionResponse, error)
 	// Boxes every instance of an object. Fails as Query does; the image is required.
 	Detect(ctx context.Context, in *DetectRequest, opts ...grpc.CallOption) (*DetectResponse, error)
@@ -85,10 +85,10 @@ type InferenceServiceClient interface {
 	Point(ctx context.Context, in *PointRequest, opts ...grpc.CallOption) (*PointResponse, error)
 	// Outlines an instance of an object. Fails as Query does; the image is required.
 	Segment(ctx context.Context, in *SegmentRequest, opts ...grpc.CallOption) (*SegmentResponse, error)
-	// Runs several tasks on one picture, which is encoded once.
+	// Runs several tasks on one image, which is encoded once.
 	//
 	// OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-	// only for what all tasks share: the picture, the options, or a malformed list of tasks.
+	// only for what all tasks share: the image, the options, or a malformed list of tasks.
 	RunTasks(ctx context.Context, in *RunTasksRequest, opts ...grpc.CallOption) (*RunTasksResponse, error)
 }
 
@@ -183,9 +183,9 @@ func (c *inferenceServiceClient) RunTasks(ctx context.Context, in *RunTasksReque
 // All implementations must embed UnimplementedInferenceServiceServer
 // for forward compatibility.
 //
-// Questions about one picture.
+// Questions about one image.
 //
-// The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+// The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
 // encoding it once. Generate streams any one skill while it decodes.
 //
 // Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -222,13 +222,13 @@ type InferenceServiceServer interface {
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
-	// Answers a question in text, about the picture where there is one; or the last question of a conversation.
+	// Answers a question in text, about the image where there is one; or the last question of a conversation.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
 	// (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
 	// SHM_REFUSED), ABORTED (SHM_TORN), ALREADY_EXISTS (DUPLICATE_REQUEST).
 	Query(context.Context, *QueryRequest) (*QueryResponse, error)
-	// Describes the picture. Fails as Query does; the image is required.
+	// Describes the image. Fails as Query does; the image is required.
 	Caption(context.Context, *CaptionRequest) (*CaptionResponse, error)
 	// Boxes every instance of an object. Fails as Query does; the image is required.
 	Detect(context.Context, *DetectRequest) (*DetectResponse, error)
@@ -236,10 +236,10 @@ type InferenceServiceServer interface {
 	Point(context.Context, *PointRequest) (*PointResponse, error)
 	// Outlines an instance of an object. Fails as Query does; the image is required.
 	Segment(context.Context, *SegmentRequest) (*SegmentResponse, error)
-	// Runs several tasks on one picture, which is encoded once.
+	// Runs several tasks on one image, which is encoded once.
 	//
 	// OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-	// only for what all tasks share: the picture, the options, or a malformed list of tasks.
+	// only for what all tasks share: the image, the options, or a malformed list of tasks.
 	RunTasks(context.Context, *RunTasksRequest) (*RunTasksResponse, error)
 	mustEmbedUnimplementedInferenceServiceServer()
 }

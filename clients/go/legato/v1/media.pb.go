@@ -24,7 +24,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// How the bytes of an uncompressed picture are to be read. Names follow ROS and Foxglove. Every server
+// How the bytes of an uncompressed image are to be read. Names follow ROS and Foxglove. Every server
 // reads the 8-bit RGB family and MONO8; the others where listed as capability `pixel_format.<name>`, else
 // INVALID_ARGUMENT INVALID_FIELD. More values may be added.
 type PixelFormat int32
@@ -102,9 +102,9 @@ func (PixelFormat) EnumDescriptor() ([]byte, []int) {
 	return file_legato_v1_media_proto_rawDescGZIP(), []int{0}
 }
 
-// A picture, given in one of four ways. There is no URL: the server fetches nothing.
+// An image, given in one of four ways. There is no URL: the server fetches nothing.
 //
-// Limits are in `GetServerInfoResponse.limits`. A picture over them is INVALID_ARGUMENT
+// Limits are in `GetServerInfoResponse.limits`. An image over them is INVALID_ARGUMENT
 // IMAGE_TOO_LARGE, decided from its header before anything is decoded.
 type Image struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -210,8 +210,8 @@ type Image_Raw struct {
 }
 
 type Image_ImageId struct {
-	// A picture the server still holds: from `ImageService.PutImage` or the `ImageInfo` of an earlier
-	// response. Unknown or expired: NOT_FOUND IMAGE_NOT_FOUND; send the picture again.
+	// An image the server still holds: from `ImageService.PutImage` or the `ImageInfo` of an earlier
+	// response. Unknown or expired: NOT_FOUND IMAGE_NOT_FOUND; send the image again.
 	ImageId string `protobuf:"bytes,3,opt,name=image_id,json=imageId,proto3,oneof"`
 }
 
@@ -287,7 +287,7 @@ func (x *EncodedImage) GetMimeType() string {
 	return ""
 }
 
-// The shape of an uncompressed picture.
+// The shape of an uncompressed image.
 type PixelLayout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Pixels in a row, at least 1.
@@ -561,13 +561,13 @@ func (*SharedImage_Layout) isSharedImage_Content() {}
 
 func (*SharedImage_MimeType) isSharedImage_Content() {}
 
-// Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
+// Where and when an image was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
 // in a session: a ROS node copies it into the header of what it publishes.
 type FrameStamp struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Coordinate frame or camera, as the caller names it.
 	FrameId string `protobuf:"bytes,1,opt,name=frame_id,json=frameId,proto3" json:"frame_id,omitempty"`
-	// When the picture was taken, on the caller's clock. A session measures `max_frame_age` from it where it
+	// When the image was taken, on the caller's clock. A session measures `max_frame_age` from it where it
 	// is given, and follows the objects of tracked tasks by it.
 	CaptureTime *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=capture_time,json=captureTime,proto3" json:"capture_time,omitempty"`
 	// The caller's frame counter. In a session it names the frame and must grow with every frame.
@@ -627,19 +627,19 @@ func (x *FrameStamp) GetSequence() uint64 {
 	return 0
 }
 
-// The picture a response speaks about.
+// The image a response speaks about.
 type ImageInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the picture in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
+	// Names the image in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
 	// 32 hexadecimal digits of the SHA-256 of an image file's bytes; of pixels, that of `FORMAT:WIDTHxHEIGHT:STRIDE` and a
 	// line feed before the bytes (`rgb8:640x480:1920`). Where a proxy stands before several servers, the metadata
-	// `legato-affinity` with this id sends PutImage, and the requests that name the picture, to the same server.
+	// `legato-affinity` with this id sends PutImage, and the requests that name the image, to the same server.
 	ImageId string `protobuf:"bytes,1,opt,name=image_id,json=imageId,proto3" json:"image_id,omitempty"`
 	// Pixels in a row, after EXIF orientation. A pixel position is the normalised one times this.
 	Width uint32 `protobuf:"varint,2,opt,name=width,proto3" json:"width,omitempty"`
 	// Rows, after EXIF orientation.
 	Height uint32 `protobuf:"varint,3,opt,name=height,proto3" json:"height,omitempty"`
-	// True if the server had seen this picture and reused work done for it.
+	// True if the server had seen this image and reused work done for it.
 	CacheHit      bool `protobuf:"varint,4,opt,name=cache_hit,json=cacheHit,proto3" json:"cache_hit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -66,7 +66,7 @@ type Limits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Largest request message, in bytes. The transport refuses what is much larger without any details.
 	MaxRequestBytes uint64 `protobuf:"varint,1,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
-	// Most pixels of a picture, width times height.
+	// Most pixels of an image, width times height.
 	MaxImagePixels uint32 `protobuf:"varint,2,opt,name=max_image_pixels,json=maxImagePixels,proto3" json:"max_image_pixels,omitempty"`
 	// Most positions of prompt, image and answer together, in tokens.
 	MaxContextTokens uint32 `protobuf:"varint,3,opt,name=max_context_tokens,json=maxContextTokens,proto3" json:"max_context_tokens,omitempty"`

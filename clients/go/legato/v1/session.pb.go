@@ -278,13 +278,13 @@ func (x *SessionOpen) GetResponseCredits() uint32 {
 	return 0
 }
 
-// One picture to work on.
+// One image to work on.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Echoed in the results. Its `sequence` names the frame and must be greater than that of every frame before it, else
 	// INVALID_ARGUMENT SESSION_PROTOCOL. Required.
 	Stamp *FrameStamp `protobuf:"bytes,1,opt,name=stamp,proto3" json:"stamp,omitempty"`
-	// The picture. Required. A bad one fails the frame's tasks, not the session.
+	// The image. Required. A bad one fails the frame's tasks, not the session.
 	Image *Image `protobuf:"bytes,2,opt,name=image,proto3" json:"image,omitempty"`
 	// Tasks for this frame only, after the standing ones.
 	ExtraTasks []*Task `protobuf:"bytes,3,rep,name=extra_tasks,json=extraTasks,proto3" json:"extra_tasks,omitempty"`
@@ -651,7 +651,7 @@ type SessionRequest_Open struct {
 }
 
 type SessionRequest_Frame struct {
-	// One picture to work on.
+	// One image to work on.
 	Frame *Frame `protobuf:"bytes,2,opt,name=frame,proto3,oneof"`
 }
 
@@ -971,7 +971,7 @@ type FrameResult struct {
 	Stamp *FrameStamp `protobuf:"bytes,1,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// How the task ended; a failure is in `error`.
 	Result *TaskResult `protobuf:"bytes,2,opt,name=result,proto3" json:"result,omitempty"`
-	// The picture.
+	// The image.
 	Image *ImageInfo `protobuf:"bytes,3,opt,name=image,proto3" json:"image,omitempty"`
 	// True in the last result of this frame.
 	LastForFrame bool `protobuf:"varint,4,opt,name=last_for_frame,json=lastForFrame,proto3" json:"last_for_frame,omitempty"`

@@ -29,7 +29,7 @@ const (
 // A long conversation about a stream of frames: video, teleoperation, tracking.
 type SessionServiceClient interface {
 	// Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-	// survives the stream except cached pictures.
+	// survives the stream except cached images.
 	//
 	//   - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
 	//     SESSION_PROTOCOL. The answer is `opened`, once, first.
@@ -86,7 +86,7 @@ type SessionService_SessionClient = grpc.BidiStreamingClient[SessionRequest, Ses
 // A long conversation about a stream of frames: video, teleoperation, tracking.
 type SessionServiceServer interface {
 	// Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-	// survives the stream except cached pictures.
+	// survives the stream except cached images.
 	//
 	//   - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
 	//     SESSION_PROTOCOL. The answer is `opened`, once, first.

@@ -349,7 +349,7 @@ func (x *Sampling) GetStop() []string {
 	return nil
 }
 
-// Says that the request's picture stands here.
+// Says that the request's image stands here.
 type ImagePart struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -465,8 +465,8 @@ type ChatPart_Text struct {
 }
 
 type ChatPart_Image struct {
-	// The request's picture. Once, and first in the first message of the user; elsewhere, or where the request has
-	// none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the picture stands there all the same.
+	// The request's image. Once, and first in the first message of the user; elsewhere, or where the request has
+	// none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the image stands there all the same.
 	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
 
@@ -787,7 +787,7 @@ func (x *QueryTask) GetResponseFormat() *ResponseFormat {
 	return nil
 }
 
-// Describe the picture.
+// Describe the image.
 type CaptionTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How much to say. Absent: NORMAL.
@@ -1107,7 +1107,7 @@ func (x *SegmentTask) GetSpatialRefs() []*SpatialRef {
 	return nil
 }
 
-// One thing to do with a picture: the parameters of a skill, and how to sample.
+// One thing to do with an image: the parameters of a skill, and how to sample.
 type Task struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for the task, at most 64 characters, unique within its request. Echoed in the result.
@@ -1236,7 +1236,7 @@ type Task_Query struct {
 }
 
 type Task_Caption struct {
-	// Describe the picture.
+	// Describe the image.
 	Caption *CaptionTask `protobuf:"bytes,3,opt,name=caption,proto3,oneof"`
 }
 
@@ -1710,7 +1710,7 @@ type Timings struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// From arrival to the launch of the first forward pass.
 	Queue *durationpb.Duration `protobuf:"bytes,1,opt,name=queue,proto3" json:"queue,omitempty"`
-	// Decoding, resizing and tiling the picture; it overlaps `queue`. Zero on a cache hit.
+	// Decoding, resizing and tiling the image; it overlaps `queue`. Zero on a cache hit.
 	Image *durationpb.Duration `protobuf:"bytes,2,opt,name=image,proto3" json:"image,omitempty"`
 	// From the launch of the first forward pass to the first token.
 	Prefill *durationpb.Duration `protobuf:"bytes,3,opt,name=prefill,proto3" json:"prefill,omitempty"`

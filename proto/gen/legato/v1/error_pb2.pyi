@@ -43,7 +43,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
         {"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
     """
     ERROR_REASON_IMAGE_NOT_FOUND: _ErrorReason.ValueType  # 4
-    """NOT_FOUND: no picture of this id is held (any more). With ResourceInfo. Remedy: send the picture again.
+    """NOT_FOUND: no image of this id is held (any more). With ResourceInfo. Remedy: send the image again.
 
         {"reason": "IMAGE_NOT_FOUND", "domain": "legato", "metadata": {"resource": "3f9c2a"}}
     """
@@ -198,7 +198,7 @@ shrink the image; PutImage takes more bytes than a request that carries one.
     {"reason": "IMAGE_TOO_LARGE", "domain": "legato", "metadata": {"limit": "40000000", "actual": "64000000"}}
 """
 ERROR_REASON_IMAGE_NOT_FOUND: ErrorReason.ValueType  # 4
-"""NOT_FOUND: no picture of this id is held (any more). With ResourceInfo. Remedy: send the picture again.
+"""NOT_FOUND: no image of this id is held (any more). With ResourceInfo. Remedy: send the image again.
 
     {"reason": "IMAGE_NOT_FOUND", "domain": "legato", "metadata": {"resource": "3f9c2a"}}
 """

@@ -18,7 +18,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Point(_message.Message):
-    """A place in the picture as shown (after EXIF orientation), normalised: the origin is the top-left
+    """A place in the image as shown (after EXIF orientation), normalised: the origin is the top-left
     corner, x grows to the right and y down. Both are finite and in [0, 1].
     """
 
@@ -80,7 +80,7 @@ Global___Box: _TypeAlias = Box  # noqa: Y015
 
 @_typing.final
 class Size(_message.Message):
-    """How far something extends, as shares of the picture's width and height, each in (0, 1]."""
+    """How far something extends, as shares of the image's width and height, each in (0, 1]."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -140,8 +140,8 @@ Global___SpatialRef: _TypeAlias = SpatialRef  # noqa: Y015
 
 @_typing.final
 class BoxAxes(_message.Message):
-    """A value for each axis of a box: its place, how fast that changes, or how sure it is. Shares of the picture's width (for
-    `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the picture.
+    """A value for each axis of a box: its place, how fast that changes, or how certain it is. Shares of the image's width (for
+    `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the image.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -344,7 +344,7 @@ class Outline(_message.Message):
     """True if this is the decoder's own path, false if a refiner improved it."""
     @_builtins.property
     def box(self) -> Global___Box:
-        """Where the outline is in the picture (the Moondream SDK's `bbox`)."""
+        """Where the outline is in the image (the Moondream SDK's `bbox`)."""
 
     def __init__(
         self,

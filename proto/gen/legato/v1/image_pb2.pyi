@@ -42,7 +42,7 @@ class PutImageHeader(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long to hold the picture. Absent: the server's default; longer than the server allows is shortened."""
+        """How long to hold the image. Absent: the server's default; longer than the server allows is shortened."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ Global___PutImageRequest: _TypeAlias = PutImageRequest  # noqa: Y015
 
 @_typing.final
 class PutImageResponse(_message.Message):
-    """The picture is held."""
+    """The image is held."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,7 +129,7 @@ class DeleteImageRequest(_message.Message):
 
     IMAGE_ID_FIELD_NUMBER: _builtins.int
     image_id: _builtins.str
-    """The picture. Required."""
+    """The image. Required."""
     def __init__(
         self,
         *,
@@ -145,7 +145,7 @@ Global___DeleteImageRequest: _TypeAlias = DeleteImageRequest  # noqa: Y015
 
 @_typing.final
 class DeleteImageResponse(_message.Message):
-    """The picture is forgotten."""
+    """The image is forgotten."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

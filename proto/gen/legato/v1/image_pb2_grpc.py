@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ImageServiceStub:
-    """Pictures sent once and asked about many times.
+    """Images sent once and asked about many times.
     """
 
     def __init__(self, channel):
@@ -48,15 +48,15 @@ class ImageServiceStub:
 
 
 class ImageServiceServicer:
-    """Pictures sent once and asked about many times.
+    """Images sent once and asked about many times.
     """
 
     def PutImage(self, request_iterator, context):
-        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+        """Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
         until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
         is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 
-        Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+        Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
         INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
         IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
@@ -67,7 +67,7 @@ class ImageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteImage(self, request, context):
-        """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+        """Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
         holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
         `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
         for success.
@@ -98,7 +98,7 @@ def add_ImageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ImageService:
-    """Pictures sent once and asked about many times.
+    """Images sent once and asked about many times.
     """
 
     @staticmethod

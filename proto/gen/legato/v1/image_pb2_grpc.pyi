@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ImageServiceStub:
-    """Pictures sent once and asked about many times."""
+    """Images sent once and asked about many times."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ImageServiceAsyncStub: ...
     PutImage: _grpc.StreamUnaryMultiCallable[_image_pb2.PutImageRequest, _image_pb2.PutImageResponse]
-    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+    """Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
     until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
     is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 
-    Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+    Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
     INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
     IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
     prepared them).
     """
     DeleteImage: _grpc.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]
-    """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+    """Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
     holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
     `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
     for success.
@@ -53,29 +53,29 @@ class ImageServiceStub:
 
 @_typing.type_check_only
 class ImageServiceAsyncStub(ImageServiceStub):
-    """Pictures sent once and asked about many times."""
+    """Images sent once and asked about many times."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutImage: _aio.StreamUnaryMultiCallable[_image_pb2.PutImageRequest, _image_pb2.PutImageResponse]  # type: ignore[assignment]
-    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+    """Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
     until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
     is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 
-    Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+    Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
     INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
     IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
     prepared them).
     """
     DeleteImage: _aio.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]  # type: ignore[assignment]
-    """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+    """Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
     holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
     `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
     for success.
     """
 
 class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Pictures sent once and asked about many times."""
+    """Images sent once and asked about many times."""
 
     @_abc_1.abstractmethod
     def PutImage(
@@ -83,11 +83,11 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_image_pb2.PutImageRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_image_pb2.PutImageResponse, _abc.Awaitable[_image_pb2.PutImageResponse]]:
-        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+        """Uploads an image: one header, then its bytes in order. The same bytes sent twice are one image, which is held
         until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
         is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
 
-        Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
+        Images are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
         INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
         IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
@@ -100,7 +100,7 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _image_pb2.DeleteImageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_image_pb2.DeleteImageResponse, _abc.Awaitable[_image_pb2.DeleteImageResponse]]:
-        """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+        """Forgets an image. Running requests keep it until they end. An image that other callers hold too stays theirs: each
         holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
         `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
         for success.

@@ -49,7 +49,7 @@ class RequestOptions(_message.Message):
     ADAPTER_NOT_FOUND.
     """
     cache_image: _builtins.bool
-    """Whether the server may keep the picture's encoding for later requests. Absent: true."""
+    """Whether the server may keep the image's encoding for later requests. Absent: true."""
     return_tokens: _builtins.bool
     """Tell every token that was sampled: in `ResponseInfo.tokens`, in `RunTasksResponse.tokens`, and while a stream
     decodes.
@@ -124,7 +124,7 @@ class ResponseInfo(_message.Message):
 
     @_builtins.property
     def image(self) -> _media_pb2.ImageInfo:
-        """The picture. Absent: there was none."""
+        """The image. Absent: there was none."""
 
     @_builtins.property
     def stamp(self) -> _media_pb2.FrameStamp:
@@ -180,7 +180,7 @@ class QueryRequest(_message.Message):
     """Think first; see `QueryTask.reasoning`."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Absent: a question without one."""
+        """The image. Absent: a question without one."""
 
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.SpatialRef]:
@@ -276,7 +276,7 @@ class CaptionRequest(_message.Message):
     """How much to say. Absent: NORMAL."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Required."""
+        """The image. Required."""
 
     @_builtins.property
     def sampling(self) -> _task_pb2.Sampling:
@@ -359,7 +359,7 @@ class DetectRequest(_message.Message):
     """The order of the objects; see `DetectTask.order`."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Required."""
+        """The image. Required."""
 
     @_builtins.property
     def sampling(self) -> _task_pb2.Sampling:
@@ -455,7 +455,7 @@ class PointRequest(_message.Message):
     """The order of the points; see `DetectTask.order`."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Required."""
+        """The image. Required."""
 
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.SpatialRef]:
@@ -547,7 +547,7 @@ class SegmentRequest(_message.Message):
     """What to outline, as a noun phrase. Required."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Required."""
+        """The image. Required."""
 
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.SpatialRef]:
@@ -625,7 +625,7 @@ class RunTasksRequest(_message.Message):
     STAMP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture all tasks look at. Absent: none; then only Query tasks can succeed."""
+        """The image all tasks look at. Absent: none; then only Query tasks can succeed."""
 
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Task]:
@@ -711,7 +711,7 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Absent: none, which only a Query task accepts."""
+        """The image. Absent: none, which only a Query task accepts."""
 
     @_builtins.property
     def task(self) -> _task_pb2.Task:
@@ -874,7 +874,7 @@ class Started(_message.Message):
     """The request's id, given or made by the server. It is not repeated in later events."""
     @_builtins.property
     def image(self) -> _media_pb2.ImageInfo:
-        """The picture. Absent: there is none."""
+        """The image. Absent: there is none."""
 
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
@@ -985,7 +985,7 @@ class Token(_message.Message):
     apart; a size that of its width and that of its height. Absent unless `RequestOptions.top_logprobs` is set.
     """
     coordinate: _builtins.float
-    """A place's share of the picture's width, or of its height; x comes before y."""
+    """A place's share of the image's width, or of its height; x comes before y."""
     bytes: _builtins.bytes
     """Its own bytes of UTF-8: where a character takes several tokens, each has its part. `text` has the whole character,
     with the token that completes it. Empty for tokens that carry no text.

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -82,9 +82,9 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -128,7 +128,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Query(self, request, context):
-        """Answers a question in text, about the picture where there is one; or the last question of a conversation.
+        """Answers a question in text, about the image where there is one; or the last question of a conversation.
 
         INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
         (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
@@ -139,7 +139,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Caption(self, request, context):
-        """Describes the picture. Fails as Query does; the image is required.
+        """Describes the image. Fails as Query does; the image is required.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,10 +167,10 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunTasks(self, request, context):
-        """Runs several tasks on one picture, which is encoded once.
+        """Runs several tasks on one image, which is encoded once.
 
         OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-        only for what all tasks share: the picture, the options, or a malformed list of tasks.
+        only for what all tasks share: the image, the options, or a malformed list of tasks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,9 +223,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every

@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -73,14 +73,14 @@ class InferenceServiceStub:
     ABORTED CLIENT_TOO_SLOW if the client does not read.
     """
     Query: _grpc.UnaryUnaryMultiCallable[_inference_pb2.QueryRequest, _inference_pb2.QueryResponse]
-    """Answers a question in text, about the picture where there is one; or the last question of a conversation.
+    """Answers a question in text, about the image where there is one; or the last question of a conversation.
 
     INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
     (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
     SHM_REFUSED), ABORTED (SHM_TORN), ALREADY_EXISTS (DUPLICATE_REQUEST).
     """
     Caption: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CaptionRequest, _inference_pb2.CaptionResponse]
-    """Describes the picture. Fails as Query does; the image is required."""
+    """Describes the image. Fails as Query does; the image is required."""
     Detect: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetectRequest, _inference_pb2.DetectResponse]
     """Boxes every instance of an object. Fails as Query does; the image is required."""
     Point: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PointRequest, _inference_pb2.PointResponse]
@@ -88,17 +88,17 @@ class InferenceServiceStub:
     Segment: _grpc.UnaryUnaryMultiCallable[_inference_pb2.SegmentRequest, _inference_pb2.SegmentResponse]
     """Outlines an instance of an object. Fails as Query does; the image is required."""
     RunTasks: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RunTasksRequest, _inference_pb2.RunTasksResponse]
-    """Runs several tasks on one picture, which is encoded once.
+    """Runs several tasks on one image, which is encoded once.
 
     OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-    only for what all tasks share: the picture, the options, or a malformed list of tasks.
+    only for what all tasks share: the image, the options, or a malformed list of tasks.
     """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -139,14 +139,14 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     ABORTED CLIENT_TOO_SLOW if the client does not read.
     """
     Query: _aio.UnaryUnaryMultiCallable[_inference_pb2.QueryRequest, _inference_pb2.QueryResponse]  # type: ignore[assignment]
-    """Answers a question in text, about the picture where there is one; or the last question of a conversation.
+    """Answers a question in text, about the image where there is one; or the last question of a conversation.
 
     INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
     (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
     SHM_REFUSED), ABORTED (SHM_TORN), ALREADY_EXISTS (DUPLICATE_REQUEST).
     """
     Caption: _aio.UnaryUnaryMultiCallable[_inference_pb2.CaptionRequest, _inference_pb2.CaptionResponse]  # type: ignore[assignment]
-    """Describes the picture. Fails as Query does; the image is required."""
+    """Describes the image. Fails as Query does; the image is required."""
     Detect: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetectRequest, _inference_pb2.DetectResponse]  # type: ignore[assignment]
     """Boxes every instance of an object. Fails as Query does; the image is required."""
     Point: _aio.UnaryUnaryMultiCallable[_inference_pb2.PointRequest, _inference_pb2.PointResponse]  # type: ignore[assignment]
@@ -154,16 +154,16 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Segment: _aio.UnaryUnaryMultiCallable[_inference_pb2.SegmentRequest, _inference_pb2.SegmentResponse]  # type: ignore[assignment]
     """Outlines an instance of an object. Fails as Query does; the image is required."""
     RunTasks: _aio.UnaryUnaryMultiCallable[_inference_pb2.RunTasksRequest, _inference_pb2.RunTasksResponse]  # type: ignore[assignment]
-    """Runs several tasks on one picture, which is encoded once.
+    """Runs several tasks on one image, which is encoded once.
 
     OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-    only for what all tasks share: the picture, the options, or a malformed list of tasks.
+    only for what all tasks share: the image, the options, or a malformed list of tasks.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Questions about one picture.
+    """Questions about one image.
 
-    The five skills are unary and safe to retry. RunTasks asks several things of one picture for the price of
+    The five skills are unary and safe to retry. RunTasks asks several things of one image for the price of
     encoding it once. Generate streams any one skill while it decodes.
 
     Every RPC honours its deadline (absent: `Limits.default_deadline`) and stops its work when cancelled. Every
@@ -214,7 +214,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.QueryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.QueryResponse, _abc.Awaitable[_inference_pb2.QueryResponse]]:
-        """Answers a question in text, about the picture where there is one; or the last question of a conversation.
+        """Answers a question in text, about the image where there is one; or the last question of a conversation.
 
         INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
         (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
@@ -227,7 +227,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CaptionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CaptionResponse, _abc.Awaitable[_inference_pb2.CaptionResponse]]:
-        """Describes the picture. Fails as Query does; the image is required."""
+        """Describes the image. Fails as Query does; the image is required."""
 
     @_abc_1.abstractmethod
     def Detect(
@@ -259,10 +259,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.RunTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RunTasksResponse, _abc.Awaitable[_inference_pb2.RunTasksResponse]]:
-        """Runs several tasks on one picture, which is encoded once.
+        """Runs several tasks on one image, which is encoded once.
 
         OK even if some tasks failed: each result holds its own status. The call as a whole fails, with Query's codes,
-        only for what all tasks share: the picture, the options, or a malformed list of tasks.
+        only for what all tasks share: the image, the options, or a malformed list of tasks.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,7 +46,7 @@ class _PixelFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PixelForm
     """16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`. Width is even."""
 
 class PixelFormat(_PixelFormat, metaclass=_PixelFormatEnumTypeWrapper):
-    """How the bytes of an uncompressed picture are to be read. Names follow ROS and Foxglove. Every server
+    """How the bytes of an uncompressed image are to be read. Names follow ROS and Foxglove. Every server
     reads the 8-bit RGB family and MONO8; the others where listed as capability `pixel_format.<name>`, else
     INVALID_ARGUMENT INVALID_FIELD. More values may be added.
     """
@@ -75,9 +75,9 @@ Global___PixelFormat: _TypeAlias = PixelFormat  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
-    """A picture, given in one of four ways. There is no URL: the server fetches nothing.
+    """An image, given in one of four ways. There is no URL: the server fetches nothing.
 
-    Limits are in `GetServerInfoResponse.limits`. A picture over them is INVALID_ARGUMENT
+    Limits are in `GetServerInfoResponse.limits`. An image over them is INVALID_ARGUMENT
     IMAGE_TOO_LARGE, decided from its header before anything is decoded.
     """
 
@@ -88,8 +88,8 @@ class Image(_message.Message):
     IMAGE_ID_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     image_id: _builtins.str
-    """A picture the server still holds: from `ImageService.PutImage` or the `ImageInfo` of an earlier
-    response. Unknown or expired: NOT_FOUND IMAGE_NOT_FOUND; send the picture again.
+    """An image the server still holds: from `ImageService.PutImage` or the `ImageInfo` of an earlier
+    response. Unknown or expired: NOT_FOUND IMAGE_NOT_FOUND; send the image again.
     """
     @_builtins.property
     def encoded(self) -> Global___EncodedImage:
@@ -156,7 +156,7 @@ Global___EncodedImage: _TypeAlias = EncodedImage  # noqa: Y015
 
 @_typing.final
 class PixelLayout(_message.Message):
-    """The shape of an uncompressed picture."""
+    """The shape of an uncompressed image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -293,7 +293,7 @@ Global___SharedImage: _TypeAlias = SharedImage  # noqa: Y015
 
 @_typing.final
 class FrameStamp(_message.Message):
-    """Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
+    """Where and when an image was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
     in a session: a ROS node copies it into the header of what it publishes.
     """
 
@@ -308,7 +308,7 @@ class FrameStamp(_message.Message):
     """The caller's frame counter. In a session it names the frame and must grow with every frame."""
     @_builtins.property
     def capture_time(self) -> _timestamp_pb2.Timestamp:
-        """When the picture was taken, on the caller's clock. A session measures `max_frame_age` from it where it
+        """When the image was taken, on the caller's clock. A session measures `max_frame_age` from it where it
         is given, and follows the objects of tracked tasks by it.
         """
 
@@ -329,7 +329,7 @@ Global___FrameStamp: _TypeAlias = FrameStamp  # noqa: Y015
 
 @_typing.final
 class ImageInfo(_message.Message):
-    """The picture a response speaks about."""
+    """The image a response speaks about."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,17 +338,17 @@ class ImageInfo(_message.Message):
     HEIGHT_FIELD_NUMBER: _builtins.int
     CACHE_HIT_FIELD_NUMBER: _builtins.int
     image_id: _builtins.str
-    """Names the picture in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
+    """Names the image in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
     32 hexadecimal digits of the SHA-256 of an image file's bytes; of pixels, that of `FORMAT:WIDTHxHEIGHT:STRIDE` and a
     line feed before the bytes (`rgb8:640x480:1920`). Where a proxy stands before several servers, the metadata
-    `legato-affinity` with this id sends PutImage, and the requests that name the picture, to the same server.
+    `legato-affinity` with this id sends PutImage, and the requests that name the image, to the same server.
     """
     width: _builtins.int
     """Pixels in a row, after EXIF orientation. A pixel position is the normalised one times this."""
     height: _builtins.int
     """Rows, after EXIF orientation."""
     cache_hit: _builtins.bool
-    """True if the server had seen this picture and reused work done for it."""
+    """True if the server had seen this image and reused work done for it."""
     def __init__(
         self,
         *,

@@ -54,7 +54,7 @@ class Limits(_message.Message):
     max_request_bytes: _builtins.int
     """Largest request message, in bytes. The transport refuses what is much larger without any details."""
     max_image_pixels: _builtins.int
-    """Most pixels of a picture, width times height."""
+    """Most pixels of an image, width times height."""
     max_context_tokens: _builtins.int
     """Most positions of prompt, image and answer together, in tokens."""
     max_output_tokens: _builtins.int

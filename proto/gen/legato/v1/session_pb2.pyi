@@ -165,7 +165,7 @@ Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """One picture to work on."""
+    """One image to work on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -188,7 +188,7 @@ class Frame(_message.Message):
 
     @_builtins.property
     def image(self) -> _media_pb2.Image:
-        """The picture. Required. A bad one fails the frame's tasks, not the session."""
+        """The image. Required. A bad one fails the frame's tasks, not the session."""
 
     @_builtins.property
     def extra_tasks(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Task]:
@@ -304,7 +304,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def frame(self) -> Global___Frame:
-        """One picture to work on."""
+        """One image to work on."""
 
     @_builtins.property
     def cancel(self) -> Global___CancelFrame:
@@ -498,7 +498,7 @@ class FrameResult(_message.Message):
 
     @_builtins.property
     def image(self) -> _media_pb2.ImageInfo:
-        """The picture."""
+        """The image."""
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:

@@ -48,7 +48,7 @@ class SessionServiceServicer:
 
     def Session(self, request_iterator, context):
         """Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-        survives the stream except cached pictures.
+        survives the stream except cached images.
 
         - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
         SESSION_PROTOCOL. The answer is `opened`, once, first.

@@ -35,7 +35,7 @@ class SessionServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SessionServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]
     """Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-    survives the stream except cached pictures.
+    survives the stream except cached images.
 
     - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
       SESSION_PROTOCOL. The answer is `opened`, once, first.
@@ -70,7 +70,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]  # type: ignore[assignment]
     """Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-    survives the stream except cached pictures.
+    survives the stream except cached images.
 
     - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
       SESSION_PROTOCOL. The answer is `opened`, once, first.
@@ -108,7 +108,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.SessionResponse], _abc.AsyncIterator[_session_pb2.SessionResponse]]:
         """Frames in, results out, for as long as both sides like. One session is one stream on one server; nothing of it
-        survives the stream except cached pictures.
+        survives the stream except cached images.
 
         - The first message is `open`, within 10 s, and no later one is; a breach is INVALID_ARGUMENT
           SESSION_PROTOCOL. The answer is `opened`, once, first.

@@ -209,7 +209,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class ImagePart(_message.Message):
-    """Says that the request's picture stands here."""
+    """Says that the request's image stands here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -236,8 +236,8 @@ class ChatPart(_message.Message):
     """Words. The texts of a message are joined as they are."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """The request's picture. Once, and first in the first message of the user; elsewhere, or where the request has
-        none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the picture stands there all the same.
+        """The request's image. Once, and first in the first message of the user; elsewhere, or where the request has
+        none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the image stands there all the same.
         """
 
     def __init__(
@@ -406,7 +406,7 @@ Global___QueryTask: _TypeAlias = QueryTask  # noqa: Y015
 
 @_typing.final
 class CaptionTask(_message.Message):
-    """Describe the picture."""
+    """Describe the image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -590,7 +590,7 @@ Global___SegmentTask: _TypeAlias = SegmentTask  # noqa: Y015
 
 @_typing.final
 class Task(_message.Message):
-    """One thing to do with a picture: the parameters of a skill, and how to sample."""
+    """One thing to do with an image: the parameters of a skill, and how to sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -611,7 +611,7 @@ class Task(_message.Message):
 
     @_builtins.property
     def caption(self) -> Global___CaptionTask:
-        """Describe the picture."""
+        """Describe the image."""
 
     @_builtins.property
     def detect(self) -> Global___DetectTask:
@@ -899,7 +899,7 @@ class Timings(_message.Message):
 
     @_builtins.property
     def image(self) -> _duration_pb2.Duration:
-        """Decoding, resizing and tiling the picture; it overlaps `queue`. Zero on a cache hit."""
+        """Decoding, resizing and tiling the image; it overlaps `queue`. Zero on a cache hit."""
 
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
