@@ -1,8 +1,8 @@
 """Write stubs, descriptor set and reference of `proto/legato`, or check that they are fresh.
 
 Python's stubs go to `proto/gen`, Go's to `clients/go/legato/v1`; without `go` the latter are left
-alone. The reference is docs/contract.md. Run by `make proto` and `make proto-check`, with the
-Python of the generators' venv.
+alone. The reference is docs/contract.md and docs/contract. Run by `make proto` and
+`make proto-check`, with the Python of the generators' venv.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FIELDS: dict[str, dict[str, Limit]] = {fields}
 '''
 # In statuses, as `Any`: who turns one into JSON by the descriptor set needs their types too.
 ERROR_DETAILS = "google/rpc/error_details.proto"
-REFERENCE = PROTO.parent / "docs" / "contract.md"
+DOCS = PROTO.parent / "docs"
 GO_MODULE = "github.com/legato-vlm/legato/clients/go"
 GO_GENERATORS = (
     "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12",
@@ -196,13 +196,24 @@ def is_fresh(stubs: Stubs, *, check: bool) -> bool:
 def is_reference_fresh(*, check: bool) -> bool:
     """Generate or check the reference, from the descriptor set among Python's stubs."""
     descriptors = (PYTHON.folder / PACKAGE / "descriptor.binpb").read_bytes()
-    text = reference.markdown(descriptor_pb2.FileDescriptorSet.FromString(descriptors))
+    pages = reference.markdown(descriptor_pb2.FileDescriptorSet.FromString(descriptors))
+    folder = DOCS / "contract"
+    others = [path for path in folder.glob("*") if path.relative_to(DOCS).as_posix() not in pages]
     if not check:
-        REFERENCE.write_text(text)
+        folder.mkdir(exist_ok=True)
+        for path in others:
+            path.unlink()
+        for page, text in pages.items():
+            (DOCS / page).write_text(text)
         return True
-    fresh = REFERENCE.exists() and REFERENCE.read_text() == text
-    print(f"docs/{REFERENCE.name} is fresh" if fresh else f"differs: docs/{REFERENCE.name}")
-    return fresh
+    stale = [
+        p for p, text in pages.items() if not (DOCS / p).exists() or (DOCS / p).read_text() != text
+    ]
+    stale += [path.relative_to(DOCS).as_posix() for path in others]
+    print(
+        "\n".join(f"differs: docs/{page}" for page in stale) or f"docs/{reference.INDEX} is fresh"
+    )
+    return not stale
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
 """The contract as Markdown: a pure function of its descriptor set, comments included.
 
-`generate.py` writes what it gives to docs/contract.md.
+`generate.py` writes what it gives to docs/contract.md and the folder beside it.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -13,18 +14,16 @@ from typing import NamedTuple
 from google.protobuf import descriptor_pb2 as pb
 from google.protobuf import descriptor_pool, message_factory
 
-# The files as a newcomer reads them. One that is not named here comes last.
-SUBJECTS = {
-    "inference": "Questions about one image",
-    "session": "Streams of frames",
-    "image": "Images held by the server",
-    "server": "What the server is",
-    "admin": "For the operator",
-    "task": "The five skills",
-    "media": "Images and stamps",
-    "geometry": "Places in an image",
-    "error": "Why a call failed",
-    "limit": "Bounds of fields",
+INDEX = "contract.md"
+# Titles, and the files on each page: one per service, then what they share.
+PAGES = {
+    "contract/inference.md": ("InferenceService", ("inference",)),
+    "contract/session.md": ("SessionService", ("session",)),
+    "contract/image.md": ("ImageService", ("image",)),
+    "contract/server.md": ("ServerService", ("server",)),
+    "contract/admin.md": ("AdminService", ("admin",)),
+    "contract/types.md": ("Tasks, images and geometry", ("task", "media", "geometry")),
+    "contract/errors.md": ("Errors and limits", ("error", "limit")),
 }
 RETRY = {
     pb.MethodOptions.IDEMPOTENCY_UNKNOWN: "no",
@@ -36,7 +35,7 @@ INTRO = """\
 
 Every service, RPC, message, field and value, with the comments of `proto/legato/v1`, which bind
 the server. Written by `make proto` and checked by `make proto-check`: edit the `.proto` files, not
-this one. The rules of change are in [proto/README.md](../proto/README.md).
+these pages. The rules of change are in [proto/README.md](../proto/README.md).
 
 How to read it: a field whose type says *optional* tells absence from zero; so does every field
 whose type is a message. Of the fields under *one of*, at most one is set. Numbers are those on the
@@ -83,22 +82,47 @@ class Source(NamedTuple):
         return textwrap.dedent(self.comments.get(path, "")).strip()
 
 
-def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> str:
-    """Write the whole reference of `package`; the same text for the same descriptors."""
+def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> dict[str, str]:
+    """Write the pages of the reference of `package`; the same text for the same descriptors."""
     bounds, _ = limits(descriptors, package)
-    own = (file for file in descriptors.file if file.package == package)
-    sources = sorted((_source(file, bounds) for file in own), key=_order)
+    own = (_source(file, bounds) for file in descriptors.file if file.package == package)
+    by_noun = {source.noun: source for source in own}
+    sources = [by_noun.pop(noun) for _, nouns in PAGES.values() for noun in nouns]
+    assert not by_noun, f"on no page: {', '.join(by_noun)}"
     link = _linker(sources)
-    lines = [link(INTRO), *_overview(sources)]
-    for source in sources:
-        lines += ["", f"## {SUBJECTS.get(source.noun, source.noun)}: `{source.noun}.proto`"]
-        for i, service in enumerate(source.file.service):
-            lines += _service(source, i, service, link)
-        for i, message in enumerate(source.file.message_type):
-            lines += _message(source, i, message, link)
-        for i, enum in enumerate(source.file.enum_type):
-            lines += _enum(source, i, enum, link)
-    return "\n".join(lines) + "\n"
+    drafts = {INDEX: [link(INTRO), *_overview(sources), "", *_contents()]}
+    for page, (title, nouns) in PAGES.items():
+        drafts[page] = [f"# {title}"]
+        for source in sources:
+            if source.noun in nouns:
+                drafts[page] += _sections(source, link)
+    return _across({page: "\n".join(lines) + "\n" for page, lines in drafts.items()})
+
+
+def _contents() -> Iterator[str]:
+    """Write a table of the pages, and the `.proto` files on each."""
+    yield from ("| page | files |", "| --- | --- |")
+    for page, (title, nouns) in PAGES.items():
+        yield f"| [{title}]({page}) | {', '.join(f'`{noun}.proto`' for noun in nouns)} |"
+
+
+def _across(pages: dict[str, str]) -> dict[str, str]:
+    """Make links to anchors of another page name that page."""
+    home = {
+        anchor: page
+        for page, text in pages.items()
+        for anchor in re.findall(r'<a id="([^"]+)"', text)
+    }
+
+    def on(page: str, text: str) -> str:
+        def link(found: re.Match[str]) -> str:
+            target = home[found[1]]
+            path = posixpath.relpath(target, posixpath.dirname(page)) if target != page else ""
+            return f"]({path}#{found[1]})"
+
+        return re.sub(r"\]\(#([^)]+)\)", link, text)
+
+    return {page: on(page, text) for page, text in pages.items()}
 
 
 def limits(descriptors: pb.FileDescriptorSet, package: str = OPTIONS) -> Limits:
@@ -148,11 +172,6 @@ def _source(file: pb.FileDescriptorProto, bounds: dict[str, dict[str, Bounds]]) 
     return Source(file.name.rsplit("/", 1)[-1].removesuffix(".proto"), file, comments, bounds)
 
 
-def _order(source: Source) -> tuple[int, str]:
-    nouns = list(SUBJECTS)
-    return (nouns.index(source.noun) if source.noun in nouns else len(nouns), source.noun)
-
-
 # ---------------------------------------------------------------- sections
 
 
@@ -169,17 +188,27 @@ def _overview(sources: list[Source]) -> Iterator[str]:
                 yield f"| [{name}](#{_anchor(name)}) | {_kind(method)} | {retry} | {does} |"
 
 
+def _sections(source: Source, link: Callable[[str], str]) -> Iterator[str]:
+    """Write everything that a file declares."""
+    for i, service in enumerate(source.file.service):
+        yield from _service(source, i, service, link)
+    for i, message in enumerate(source.file.message_type):
+        yield from _message(source, i, message, link)
+    for i, enum in enumerate(source.file.enum_type):
+        yield from _enum(source, i, enum, link)
+
+
 def _service(
     source: Source, i: int, service: pb.ServiceDescriptorProto, link: Callable[[str], str]
 ) -> Iterator[str]:
-    yield from ("", f'<a id="{_anchor(service.name)}"></a>', "", f"### service {service.name}")
+    yield from ("", f'<a id="{_anchor(service.name)}"></a>', "", f"## service {service.name}")
     yield from ("", link(source.comment(FILE_SERVICE, i)))
     for j, method in enumerate(service.method):
         name = f"{service.name}.{method.name}"
         given, told = (_bare(type_name) for type_name in (method.input_type, method.output_type))
         given = f"{'stream ' * method.client_streaming}[{given}](#{_anchor(given)})"
         told = f"{'stream ' * method.server_streaming}[{told}](#{_anchor(told)})"
-        yield from ("", f'<a id="{_anchor(name)}"></a>', "", f"#### rpc {method.name}")
+        yield from ("", f'<a id="{_anchor(name)}"></a>', "", f"### rpc {method.name}")
         retry = RETRY[method.options.idempotency_level]
         yield from ("", f"{given} → {told} · {_kind(method)} · safe to retry: {retry}")
         yield from ("", link(source.comment(FILE_SERVICE, i, SERVICE_METHOD, j)))
@@ -188,7 +217,7 @@ def _service(
 def _message(
     source: Source, i: int, message: pb.DescriptorProto, link: Callable[[str], str]
 ) -> Iterator[str]:
-    yield from ("", f'<a id="{_anchor(message.name)}"></a>', "", f"### {message.name}")
+    yield from ("", f'<a id="{_anchor(message.name)}"></a>', "", f"## {message.name}")
     yield from ("", link(source.comment(FILE_MESSAGE, i)))
     if not message.field:
         yield from ("", "No fields.")
@@ -211,7 +240,7 @@ def _message(
 def _enum(
     source: Source, i: int, enum: pb.EnumDescriptorProto, link: Callable[[str], str]
 ) -> Iterator[str]:
-    yield from ("", f'<a id="{_anchor(enum.name)}"></a>', "", f"### enum {enum.name}")
+    yield from ("", f'<a id="{_anchor(enum.name)}"></a>', "", f"## enum {enum.name}")
     yield from ("", link(source.comment(FILE_ENUM, i)))
     yield from ("", "| value | no. | meaning |", "| --- | --- | --- |")
     for j, value in enumerate(enum.value):

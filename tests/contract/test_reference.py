@@ -1,8 +1,9 @@
-"""docs/contract.md holds the whole contract and is up to date."""
+"""docs/contract.md and its folder hold the whole contract and are up to date."""
 
 from __future__ import annotations
 
 import importlib.util
+import posixpath
 import re
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,11 @@ import pytest
 from tests.contract import schema
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = ROOT / "docs" / "contract.md"
+DOCS = ROOT / "docs"
+PAGES = {
+    path.relative_to(DOCS).as_posix(): path.read_text()
+    for path in (DOCS / "contract.md", *sorted((DOCS / "contract").iterdir()))
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +33,15 @@ def reference() -> ModuleType:
 
 def sections() -> dict[str, str]:
     """Return the text under each heading, by the heading's words."""
-    parts = re.split(r"^#{1,4} (.+)$", REFERENCE.read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^#{1,4} (.+)$", "\n".join(PAGES.values()), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def plain(text: str) -> str:
     """Return text without links, anchors, markup and line breaks."""
-    text = re.sub(r"\[([^\]]*)\]\(#[^)]*\)", r"\1", re.sub(r"<a id[^>]*></a>|<br>", " ", text))
+    text = re.sub(
+        r"\[([^\]]*)\]\([\w./]*#[^)]*\)", r"\1", re.sub(r"<a id[^>]*></a>|<br>", " ", text)
+    )
     return "".join(text.replace("`", "").replace("\\|", "|").split())
 
 
@@ -68,23 +75,36 @@ def test_every_element_is_in_it_with_its_comment(element: schema.Element) -> Non
 
 
 def test_it_is_fresh(reference: ModuleType) -> None:
-    """The committed file is generated from the committed descriptor set."""
-    assert reference.markdown(schema.descriptor_set()) == REFERENCE.read_text()
+    """The committed pages are generated from the committed descriptor set."""
+    assert reference.markdown(schema.descriptor_set()) == PAGES
 
 
 def test_its_order_is_that_of_the_reader(reference: ModuleType) -> None:
     """The order of the descriptor set, which protoc chooses, has no effect."""
     turned = type(schema.descriptor_set())()
     turned.file.extend(reversed(schema.descriptor_set().file))
-    assert reference.markdown(turned) == REFERENCE.read_text()
+    assert reference.markdown(turned) == PAGES
+
+
+def test_every_service_has_a_page() -> None:
+    """A page names its service in its title, and holds that service alone."""
+    for service in (s for file in schema.files() for s in file.service):
+        (page,) = [text for text in PAGES.values() if f"## service {service.name}\n" in text]
+        assert page.startswith(f"# {service.name}\n")
+        assert page.count("\n## service ") == 1
 
 
 def test_every_link_leads_somewhere() -> None:
-    """Each link within the file has one anchor, and anchors are unique."""
-    text = REFERENCE.read_text()
-    anchors = re.findall(r'<a id="([^"]+)"', text)
-    assert len(anchors) == len(set(anchors))
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= set(anchors)
+    """Each link within the pages has one anchor on the page that it names; anchors are unique."""
+    anchors = {page: re.findall(r'<a id="([^"]+)"', text) for page, text in PAGES.items()}
+    every = [anchor for each in anchors.values() for anchor in each]
+    assert len(every) == len(set(every))
+    for page, text in PAGES.items():
+        for path, anchor in re.findall(r"\]\(([\w./]*)#([^)]+)\)", text):
+            target = (
+                posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+            )
+            assert anchor in anchors[target], (page, path, anchor)
 
 
 def test_kinds_and_retries_are_those_of_the_rpcs() -> None:

@@ -1,6 +1,7 @@
 """The five skills and RunTasks, answered by the model that ships."""
 
 import math
+import re
 
 import pytest
 from legato_client import (
@@ -92,11 +93,26 @@ def test_query_answers(client, question, answer):
     assert client.query(SCENE.image, question).answer.lower().strip(" .") == answer
 
 
+def test_the_model_names_its_limits(client):
+    """Who lists the model learns that it knows drawings only."""
+    (model,) = client.models()
+    assert "drawings only" in model.notice
+
+
 def test_a_question_needs_no_image(client):
     """Query runs without an image, and its answer names none."""
     result = client.query(None, "hello", sampling=Sampling(max_tokens=5))
     assert result.info.image is None
     assert result.info.usage.image_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["What is a cat?", "hello", "List some fruit.", "What is an apple?", "What is love?", "2+2?"],
+)
+def test_an_answer_without_an_image_is_a_sentence(client, question):
+    """Trained with images only, the model still answers in words: no path, no half of a word."""
+    assert re.fullmatch(r"[A-Z][a-z ,-]*\.", client.query(None, question).answer)
 
 
 def test_a_conversation_with_one_question_is_that_question(client):

@@ -16,6 +16,10 @@ SPECIAL_TOKENS = (
     "<|end_ground|>",
     *(f"<|md_reserved_{i}|>" for i in range(4, 15)),
 )
+NOTICE = (
+    "legato-tiny is a toy trained on drawings only: its answers about photographs mean nothing. "
+    "For real images serve other weights (legato models)."
+)
 EOS, OPEN, SEPARATOR, ANSWER, COORD, SIZE = 0, 1, 2, 3, 5, 6
 
 
@@ -59,8 +63,13 @@ class ModelConfig:
         return 1 + self.num_image_tokens
 
 
-def engine_config(model: ModelConfig, templates: dict[str, dict[str, list[int]]]) -> dict[str, Any]:
-    """Return the config.json the engine reads; its keys are a contract, do not vary them."""
+def engine_config(
+    model: ModelConfig, templates: dict[str, dict[str, list[int]]], untaught: list[int]
+) -> dict[str, Any]:
+    """Return the config.json the engine reads; its keys are a contract, do not vary them.
+
+    `untaught` tokens are in no answer in words, so none may be sampled there.
+    """
     return {
         "architecture": "moondream2",
         "name": "legato-tiny",
@@ -103,4 +112,6 @@ def engine_config(model: ModelConfig, templates: dict[str, dict[str, list[int]]]
             "ground_end": 9,
         },
         "templates": templates,
+        "suppression": {"answer": untaught, "reasoning": [EOS, SIZE]},
+        "notice": NOTICE,
     }

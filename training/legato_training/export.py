@@ -23,8 +23,11 @@ def export(checkpoint: Path, out: Path) -> None:
     save_file(
         weights, out / "model.safetensors", metadata={"format": "pt", "step": str(state["step"])}
     )
-    config = engine_config(ModelConfig(**state["model_config"]), Words().templates())
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    words = Words()
+    config = engine_config(
+        ModelConfig(**state["model_config"]), words.templates(), words.untaught()
+    )
+    (out / "config.json").write_text(json.dumps(config) + "\n")
     shutil.copyfile(TOKENIZER, out / "tokenizer.json")
 
 

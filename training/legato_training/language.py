@@ -1,5 +1,7 @@
 """Captions, questions and answers about a scene, as plain text."""
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from legato_training.lexicon import COLOUR_NAMES, Lexicon, Phrase
@@ -322,3 +324,27 @@ def join(parts: list[str]) -> str:
 def sentence(text: str) -> str:
     """Capital first letter, full stop."""
     return f"{text[0].upper()}{text[1:]}."
+
+
+def every_word(words: Lexicon, further: Sequence[str] = ()) -> Iterator[str]:
+    """Texts that together hold each word of answers in each of its forms.
+
+    `further` are names that an adapter has for kinds.
+    """
+    names = {name for kind in words.kinds for name in (kind.names[0], kind.plurals[0])} | set(
+        further
+    )
+    for name in names:
+        yield f"The picture shows {with_article(name)}."
+        yield f"The {name} are in the center, a {name} and the {name}."
+        yield sentence(with_article(name))
+    for counted in NUMBERS:
+        yield f"{counted.capitalize()}. {sentence(counted)} A and {counted}, {counted}."
+    for place in (place for row in PLACES for place in row):
+        yield f"{sentence(place)} The {place}."
+    for colour in COLOUR_NAMES:
+        yield f"{colour.capitalize()}. A {colour} and {colour}, {article_for(colour + ' ', 'cat')}."
+        yield sentence(article_for(f"{colour} ", "cat"))
+    kinds = " ".join(BACKGROUNDS)
+    yield f"Yes. No. Nothing. An empty picture. The picture is empty. The background is {kinds}."
+    yield "The background is a photo. The background is textured. It is plain, a gradient."

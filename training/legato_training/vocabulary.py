@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from legato_training.config import ANSWER, OPEN, SEPARATOR, SPECIAL_TOKENS, ModelConfig
-from legato_training.language import Narrator
+from legato_training.config import ANSWER, EOS, OPEN, SEPARATOR, SPECIAL_TOKENS, ModelConfig
+from legato_training.language import Narrator, every_word
 from legato_training.lexicon import lexicon
 from legato_training.scenes import SceneSampler
 from legato_training.sprites import load_sprites
@@ -102,7 +102,19 @@ class Words:
             skill: {"prefix": [OPEN, word[skill], SEPARATOR], "suffix": [ANSWER]}
             for skill in ("query", "detect", "point", "segment")
         }
-        return {"caption": caption} | skills
+        # A model that never saw a prompt without an image answers one in words after an example.
+        example = [*skills["query"]["prefix"], *self.encode("How many cats are there?"), ANSWER]
+        example += [*self.encode("Zero."), *skills["query"]["prefix"]]
+        return (
+            {"caption": caption} | skills | {"query_alone": {"prefix": example, "suffix": [ANSWER]}}
+        )
+
+    def untaught(self) -> list[int]:
+        """Tokens in no answer in words: those of paths, of prompts and of no word."""
+        taught = {EOS}
+        for text in every_word(lexicon(), ("hazard", "hazards")):
+            taught.update(self.encode(text))
+        return sorted(set(range(self.tokenizer.get_vocab_size())) - taught)
 
 
 def main() -> None:

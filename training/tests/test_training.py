@@ -1,19 +1,22 @@
 """What must stay true of the packed forward, the labels and the drawing."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from legato_training import labelled
 from legato_training.art_sets import ART_SETS
-from legato_training.config import ModelConfig
+from legato_training.config import ModelConfig, engine_config
 from legato_training.data import scene_loader
 from legato_training.decode import Decoder
+from legato_training.language import Narrator
 from legato_training.losses import size_to_bin, soft_bins
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.render import Renderer
-from legato_training.scenes import CROP
+from legato_training.scenes import CROP, ShapeSampler
 from legato_training.slots import DETECT_A, LENGTH, SLOTS, STARTS
-from legato_training.sprites import load_sprites
+from legato_training.sprites import load_sprites, shape_sprites
 from legato_training.vocabulary import ROOT, Words
 
 SMALL = ModelConfig(
@@ -28,6 +31,7 @@ SMALL = ModelConfig(
     projector_inner=96,
     region_inner=64,
 )
+SHIPPED = ROOT.parent / "engine" / "tiny" / "legato_tiny"
 PACK = ROOT / ".data/sprites.npz"
 needs_art = pytest.mark.skipif(
     not PACK.exists(), reason="python -m legato_training.art has not been run"
@@ -177,3 +181,23 @@ def test_scenes_of_shapes_need_no_pack(tmp_path):
         left, top, wide, high = each["bbox"]
         assert left >= 0 <= top
         assert max(left + wide, top + high) <= CROP
+
+
+def test_the_shipped_configuration_is_the_trainings() -> None:
+    """What may be said in words, and how a question without an image is asked, is written here."""
+    words = Words()
+    config = engine_config(ModelConfig(), words.templates(), words.untaught())
+    assert json.loads((SHIPPED / "config.json").read_text()) == config
+
+
+def test_untaught_tokens_are_in_no_answer() -> None:
+    """Captions and answers about many scenes hold none of the tokens that are suppressed there."""
+    words, rng = Words(), np.random.default_rng(3)
+    untaught = set(words.untaught())
+    assert {words.identity(text) for text in ("L", "768", "<query>")} <= untaught
+    sampler = ShapeSampler(shape_sprites(), 11)
+    for _ in range(200):
+        narrator = Narrator(sampler.sample(), rng, sampler.lexicon)
+        said = [narrator.short(), narrator.normal(), narrator.long()]
+        said += [narrator.question(sampler.random_kind())[1] for _ in range(4)]
+        assert not untaught & {token for text in said for token in words.encode(text)}, said

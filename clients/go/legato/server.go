@@ -49,6 +49,8 @@ type Model struct {
 	MaxContextTokens uint32
 	// Confidence is nil where no result has one.
 	Confidence *ConfidenceInfo
+	// Notice tells people the model's limits, once beside its answers; it is empty if there is nothing to say.
+	Notice string
 }
 
 // ConfidenceInfo is how the confidences of a model are to be read.
@@ -112,6 +114,7 @@ func limitsOf(from *legatov1.Limits) Limits {
 func modelOf(from *legatov1.Model) Model {
 	return Model{
 		from.Name, from.Aliases, from.Tasks, from.StreamingRegions, from.MaxContextTokens, confidenceInfoOf(from.Confidence),
+		from.Notice,
 	}
 }
 

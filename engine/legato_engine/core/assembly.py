@@ -118,6 +118,7 @@ class Assembly:
             kv_dtype=dtype_name(self.kv.k_LNHSE.dtype),
             kv_token_bytes=token_bytes(self.model),
             confidence=self.frontend.confidence,
+            notice=self.frontend.notice,
         )
 
     def scheduler(

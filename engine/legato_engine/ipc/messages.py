@@ -247,6 +247,7 @@ class ModelInfo(Value, frozen=True):
     kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
     confidence: ConfidenceInfo | None = None  # None: results have none
+    notice: str = ""
 
 
 class Loading(Value, frozen=True):

@@ -105,6 +105,7 @@ class ModelFrontend(Protocol):
     constraints: tuple[Constraint, ...]
     vocab_size: int
     confidence: ConfidenceInfo | None  # None: results have none
+    notice: str  # limits of the model, for people; empty: none to name
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""

@@ -86,6 +86,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
                 streaming_regions=True,
                 max_context_tokens=model.max_context_tokens,
                 confidence=_confidence(model.confidence),
+                notice=model.notice,
             )
         ]
 

@@ -196,6 +196,7 @@ class FakeServer(
         self._next("ListModels", request, context)
         name = "second" if request.page_token else "first"
         model = server_pb2.Model(name=name, tasks=["detect"], max_context_tokens=2048)
+        model.notice = "It knows drawings only."
         if request.page_token:
             sure = model.confidence
             sure.tasks.append("detect")

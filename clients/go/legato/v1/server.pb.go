@@ -370,7 +370,9 @@ type Model struct {
 	// Most positions of prompt, image and answer together, in tokens.
 	MaxContextTokens uint32 `protobuf:"varint,5,opt,name=max_context_tokens,json=maxContextTokens,proto3" json:"max_context_tokens,omitempty"`
 	// Which results have a confidence, and how to read it. Absent: none has one.
-	Confidence    *Confidence `protobuf:"bytes,6,opt,name=confidence,proto3" json:"confidence,omitempty"`
+	Confidence *Confidence `protobuf:"bytes,6,opt,name=confidence,proto3" json:"confidence,omitempty"`
+	// A sentence for people about the model's limits, to be shown once beside its answers. Empty: there is nothing to say.
+	Notice        string `protobuf:"bytes,7,opt,name=notice,proto3" json:"notice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -445,6 +447,13 @@ func (x *Model) GetConfidence() *Confidence {
 		return x.Confidence
 	}
 	return nil
+}
+
+func (x *Model) GetNotice() string {
+	if x != nil {
+		return x.Notice
+	}
+	return ""
 }
 
 // Asks ListModels.
@@ -589,7 +598,7 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\x05tasks\x18\x01 \x03(\tR\x05tasks\x12)\n" +
 	"\x10calibrated_tasks\x18\x02 \x03(\tR\x0fcalibratedTasks\x12\x1b\n" +
 	"\tfitted_on\x18\x03 \x01(\tR\bfittedOn\x127\n" +
-	"\tfitted_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\bfittedAt\"\xdd\x01\n" +
+	"\tfitted_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\bfittedAt\"\xf5\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaliases\x18\x02 \x03(\tR\aaliases\x12\x14\n" +
@@ -598,7 +607,8 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\x12max_context_tokens\x18\x05 \x01(\rR\x10maxContextTokens\x125\n" +
 	"\n" +
 	"confidence\x18\x06 \x01(\v2\x15.legato.v1.ConfidenceR\n" +
-	"confidence\"g\n" +
+	"confidence\x12\x16\n" +
+	"\x06notice\x18\a \x01(\tR\x06notice\"g\n" +
 	"\x11ListModelsRequest\x12*\n" +
 	"\tpage_size\x18\x01 \x01(\x05B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\bpageSize\x12&\n" +
 	"\n" +

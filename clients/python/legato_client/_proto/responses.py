@@ -163,6 +163,7 @@ def _model(message: server_pb2.Model) -> server.ModelInfo:
         streaming_regions=message.streaming_regions,
         max_context_tokens=message.max_context_tokens,
         confidence=_confidence(message.confidence) if message.HasField("confidence") else None,
+        notice=message.notice,
     )
 
 

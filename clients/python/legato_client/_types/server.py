@@ -59,7 +59,11 @@ class ConfidenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model and what it can do; `confidence` is None where no result has one."""
+    """A served model and what it can do.
+
+    `confidence` is None where no result has one. `notice` tells people the model's limits, once
+    beside its answers; empty: there is nothing to say.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -67,6 +71,7 @@ class ModelInfo:
     streaming_regions: bool
     max_context_tokens: int
     confidence: ConfidenceInfo | None = None
+    notice: str = ""
 
 
 def model_document(model: ModelInfo) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     watch = printer.show if streaming else None
     with arguments.connect(args) as client:
         result = ask(client, image, task_of(args), arguments.options_of(args), watch)
-    if not streaming:
-        show.show_result(terminal, result)
+        if not streaming:
+            show.show_result(terminal, result)
+        show.show_notice(terminal, client)
     if args.output is not None and image is not None:
         save(args.output, image, result)
         terminal.line(f"saved {args.output}")

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         importlib.import_module("readline")  # input() edits lines and remembers them
         terminal.line(terminal.dim("/help tells what else can be typed"))
     with arguments.connect(args) as client:
+        has_notice = False
         for line in _lines(person):
             try:
                 if line == "/quit":
@@ -64,6 +65,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
                     _command(talk, line, terminal)
                 elif line:
                     _answer(client, talk, line, arguments.options_of(args), terminal)
+                    if not has_notice:
+                        show.show_notice(terminal, client)
+                        has_notice = True
             except (LegatoError, CommandError) as error:
                 if not person:
                     raise

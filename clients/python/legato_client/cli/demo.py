@@ -260,4 +260,5 @@ def _perform(target: str, script: Script, image: bytes, terminal: Terminal) -> l
             terminal.heading(title)
             watch = show.EventPrinter(terminal).show
             results.append(ask.ask(client, image, task, Options(), watch))
+        show.show_notice(terminal, client)
     return results

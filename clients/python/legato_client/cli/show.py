@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+from legato_client._client import Client
+from legato_client._errors import LegatoError
 from legato_client._proto import skills
 from legato_client._types.results import (
     Box,
@@ -25,6 +28,16 @@ from legato_client._types.results import (
     TextDelta,
 )
 from legato_client.cli.terminal import Terminal
+
+
+def show_notice(terminal: Terminal, client: Client) -> None:
+    """Print the limits of the server's models on a terminal, if it tells any."""
+    if not terminal.is_interactive:
+        return
+    with contextlib.suppress(LegatoError):  # the answer is there; these words may be missing
+        for notice in dict.fromkeys(model.notice for model in client.models()):
+            if notice:
+                terminal.line(terminal.dim(notice))
 
 
 class EventPrinter:

@@ -248,6 +248,7 @@ class TextFrontend:
     tasks: tuple[str, ...] = ("query",)
     constraints = FREE
     confidence: ConfidenceInfo | None = None
+    notice = ""
 
     def __init__(self, setup: TextSetup) -> None:
         self.name = setup.name

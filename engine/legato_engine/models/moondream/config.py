@@ -152,6 +152,7 @@ class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     caption: CaptionTemplates | None = None
     query: Template | None = None
+    query_alone: Template | None = None  # of a first question without an image; None: as `query`
     query_reasoning: Template | None = None
     detect: Template | None = None
     point: Template | None = None
@@ -169,7 +170,10 @@ class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model without weights and tokenizer; `sampling` is of text, other skills are greedy."""
+    """A model without weights and tokenizer; `sampling` is of text, other skills are greedy.
+
+    `notice` tells people the model's limits.
+    """
 
     architecture: str
     name: str
@@ -181,6 +185,7 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     suppression: Suppression | None = None
     refiner: RefinerConfig | None = None  # None: outlines cannot be refined
     sampling: SamplingDefaults = SamplingDefaults()
+    notice: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
     @property
     def prefix_length(self) -> int:

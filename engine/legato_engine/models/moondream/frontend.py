@@ -88,6 +88,7 @@ class Prompts:
         system: str = "",
         history: Sequence[Turn] = (),
         shows_image: bool = False,
+        has_image: bool = True,
     ) -> Prompt:
         """Join turns, references and question; earlier answers have no EOS.
 
@@ -102,14 +103,15 @@ class Prompts:
                 raise InvalidField("reasoning and references need a question", field="question")
             return self.caption(CaptionLength.NORMAL)
         templates, prompt = self._templates, Prompt()
+        first = templates.query if has_image else templates.query_alone or templates.query
         for index, turn in enumerate(history):
             if index or has_text:
                 text = clean(questions[index], "messages")
-                prompt += self._fill(templates.query, "query", text, ())
+                prompt += self._fill(templates.query if index else first, "query", text, ())
             else:
                 prompt += self.caption(CaptionLength.NORMAL)
             prompt += _plain(self._tokenizer.encode(turn.answer.strip()))
-        skill, template = "query", templates.query
+        skill, template = "query", templates.query if history else first
         if reasoning:
             skill, template = "query with reasoning", templates.query_reasoning
         return prompt + self._fill(template, skill, clean(questions[-1], "question"), refs)
@@ -200,6 +202,7 @@ class MoondreamFrontend:
         keep_images: bool = False,
     ) -> None:
         self.name = config.name
+        self.notice = config.notice
         self.takes_images = True
         skills = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
         reasons = config.templates.query_reasoning is not None
@@ -288,6 +291,7 @@ class MoondreamFrontend:
             system=task.system,
             history=task.history,
             shows_image=task.shows_image,
+            has_image=request.image is not None,
         )
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)

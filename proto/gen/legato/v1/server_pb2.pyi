@@ -202,12 +202,15 @@ class Model(_message.Message):
     STREAMING_REGIONS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     CONFIDENCE_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, unique on this server."""
     streaming_regions: _builtins.bool
     """True if Generate sends points and objects while it decodes."""
     max_context_tokens: _builtins.int
     """Most positions of prompt, image and answer together, in tokens."""
+    notice: _builtins.str
+    """A sentence for people about the model's limits, to be shown once beside its answers. Empty: there is nothing to say."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that requests may use. Reserved for later: servers give none yet."""
@@ -229,10 +232,11 @@ class Model(_message.Message):
         streaming_regions: _builtins.bool = ...,
         max_context_tokens: _builtins.int = ...,
         confidence: Global___Confidence | None = ...,
+        notice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["confidence", b"confidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "confidence", b"confidence", "max_context_tokens", b"max_context_tokens", "name", b"name", "streaming_regions", b"streaming_regions", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "confidence", b"confidence", "max_context_tokens", b"max_context_tokens", "name", b"name", "notice", b"notice", "streaming_regions", b"streaming_regions", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

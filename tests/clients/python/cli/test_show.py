@@ -7,8 +7,8 @@ import json
 import re
 
 import pytest
-from legato_client import Finished, LegatoError, QueryResult, ResponseInfo, TextDelta
-from legato_client.cli.show import EventPrinter
+from legato_client import Client, Finished, LegatoError, QueryResult, ResponseInfo, TextDelta
+from legato_client.cli.show import EventPrinter, show_notice
 from legato_client.cli.terminal import Terminal
 
 RESULT = Finished(QueryResult("three", None, ResponseInfo("r", "tiny", "stop")))
@@ -69,13 +69,23 @@ def test_pieces_of_an_answer_move_no_terminal():
     assert not CONTROL.search(out.getvalue())
 
 
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_models_limits_once(server):
+    """Limits that several models share are one line on a terminal, and nothing elsewhere."""
+    for out, shown in ((Screen(), 1), (io.StringIO(), 0)):
+        with Client(server.target) as client:
+            show_notice(Terminal(False, out), client)
+        assert out.getvalue().count("It knows drawings only.") == shown
+
+
 def test_our_own_styles_reach_the_terminal():
     """Headings of a terminal stay bold."""
-
-    class Screen(io.StringIO):
-        def isatty(self):
-            return True
-
     out = Screen()
     Terminal(False, out).heading("name\x1b[2J")
     assert out.getvalue() == "\x1b[1mname\x1b[0m\n"
