@@ -41,15 +41,19 @@ def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
 
 
 def annotate(
-    image: ImageInput, marks: Iterable[Mark] = (), *, lines: Iterable[str] = ()
+    image: ImageInput,
+    marks: Iterable[Mark] | Result | FrameResult = (),
+    *,
+    lines: Iterable[str] = (),
 ) -> Image.Image:
     """Draw boxes, points and outlines on a copy of the image, and lines of text below it.
 
-    Marks of one label share a colour. An outline whose path cannot be read shows its box.
+    `marks` may be a result, whose marks are drawn. Marks of one label share a colour. An outline
+    whose path cannot be read shows its box.
     Raises TypeError for a `CachedImage`, whose pixels only the server has.
     """
     drawing = _readable(image)
-    marks = list(marks)
+    marks = list(marks if isinstance(marks, Iterable) else marks_of(marks))
     labels = list(dict.fromkeys(mark.label for mark in marks))
     layer = _Layer(drawing.size)
     for mark in sorted(marks, key=_drawing_order):

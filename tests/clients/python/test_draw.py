@@ -119,6 +119,15 @@ INFO = ResponseInfo("r", "m", "stop")
 CAT = Detection(Box(0, 0, 1, 1), "cat")
 
 
+def test_a_result_is_drawn_as_its_marks(ground):
+    """A result, or a frame's, may stand for its marks."""
+    expected = annotate(ground, [CAT]).tobytes()
+    result = DetectResult((CAT,), INFO)
+    assert annotate(ground, result).tobytes() == expected
+    framed = FrameResult(FrameStamp(), "", result, None, True)
+    assert annotate(ground, framed).tobytes() == expected
+
+
 @pytest.mark.parametrize(
     ("outcome", "marks"),
     [
