@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "docs"
 PAGES = STAGE / "pages"
 SITE = ROOT / "site"
-COPIED = {".md", ".svg", ".png", ".webp"}
+ICON = ROOT / "clients" / "python" / "legato_client" / "web" / "static" / "icon.svg"
+COPIED = {".md", ".svg", ".png", ".webp", ".css", ".woff2", ".txt"}
 LINK = re.compile(r"(?<!\\)(\]\()([^)\s:]+?)(#[^)\s]*)?(\))")
 
 
@@ -31,6 +32,7 @@ def main() -> int:
     for source in sorted((ROOT / "docs").rglob("*")):
         if source.suffix in COPIED:
             _stage(source, PAGES / source.relative_to(ROOT / "docs"))
+    shutil.copy(ICON, PAGES / "images")
     zensical = Path(sys.executable).with_name("zensical")
     command = [zensical, "build", "--clean", "--strict"]
     status = subprocess.run(command, cwd=STAGE, check=False).returncode
