@@ -64,8 +64,9 @@ def _gains(figures: Mapping[str, Any]) -> str:
 
 def _constrained(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the steps of constrained tasks beside those of free text."""
-    keys = ("streams", "context", "query_ms", "detect_ms", "detect_over_text")
-    heads = ("streams", "context", "query ms", "detect ms", "detect over text")
+    keys = [key for key in rows[0] if key != "context"]
+    keys.insert(1, "context")
+    heads = [key.replace("_", " ") for key in keys]
     return record.table(
         heads,
         [[*(row[key] for key in keys[:2]), *(f"{row[k]:.3f}" for k in keys[2:])] for row in rows],

@@ -77,7 +77,8 @@ def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]
 
 
 def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
-    heads = ("streams", "context", "query ms", "detect ms", "detect over text")
+    others = ("detect ms", "detect over text", "json ms", "json over text")
+    heads = ("streams", "context", "query ms", *others)
     table = _table(f"Constrained steps: {title}", heads)
     for row in figures:
         table.add_row(
@@ -86,6 +87,8 @@ def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
             f"{row['query_ms']:.3f}",
             f"{row['detect_ms']:.3f}",
             f"{row['detect_over_text']:.3f}",
+            f"{row['json_ms']:.3f}",
+            f"{row['json_over_text']:.3f}",
         )
     return table
 
@@ -106,7 +109,7 @@ def _table(title: str, heads: Sequence[str]) -> Table:
 
 _TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120
-_COMPARED = ("query", "detect")
+_COMPARED = ("query", "detect", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,19 +180,20 @@ def common_context(assembly: Assembly) -> int:
 
 
 def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
-    free, constrained = (
-        {row.streams: row for row in rows if row.task == task} for task in _COMPARED
-    )
-    return [
-        {
-            "streams": streams,
-            "context": row.context,
-            "query_ms": row.pipelined.period,
-            "detect_ms": constrained[streams].pipelined.period,
-            "detect_over_text": constrained[streams].pipelined.period / row.pipelined.period,
-        }
-        for streams, row in free.items()
-    ]
+    periods = {(row.task, row.streams): row.pipelined.period for row in rows}
+    figures = []
+    for row in rows:
+        if row.task == "query":
+            found = {
+                "streams": row.streams,
+                "context": row.context,
+                "query_ms": row.pipelined.period,
+            }
+            for task in _COMPARED[1:]:
+                found[f"{task}_ms"] = periods[task, row.streams]
+                found[f"{task}_over_text"] = periods[task, row.streams] / row.pipelined.period
+            figures.append(found)
+    return figures
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-KINDS = ("query", "caption", "detect")
+KINDS = ("query", "caption", "detect", "json")
 TABLES = ("full", "photon")
 
 
@@ -21,7 +21,7 @@ def bench_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare-tasks",
         action="store_true",
-        help="query and detect at the same context, whatever --task says",
+        help="query, detect and json at the same context, whatever --task says",
     )
     parser.add_argument("--table", default="full", choices=TABLES)
     parser.add_argument("--json", action="store_true", help="figures instead of tables")

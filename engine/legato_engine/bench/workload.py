@@ -14,6 +14,7 @@ from PIL import Image
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
 from legato_engine.errors import InvalidField
+from legato_engine.grammar import Grammar
 from legato_engine.models.bundle import PreparedImage
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
@@ -38,6 +39,7 @@ from legato_engine.types import (
     QueryTask,
     Request,
     RequestKey,
+    ResponseFormat,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -68,7 +70,9 @@ class FixedLengthTask:
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
 
-    grammar = None
+    @property
+    def grammar(self) -> Grammar | None:
+        return self._inner.grammar
 
     def constraint(self) -> int:
         return self._constraints[self._inner.constraint()]
@@ -94,6 +98,12 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
     return dataclasses.replace(sequence, task=task, prompt=prompt)
 
 
+_ENDLESS = """{"type": "array", "minItems": 500, "items": {"type": "object", "properties": {
+"name": {"type": "string", "maxLength": 24}, "count": {"type": "integer"}, "seen": {"type": "boolean"}},
+"required": ["name", "count", "seen"], "additionalProperties": false}}"""
+"""A schema whose answers are longer than any measured request."""
+
+
 class Workload:
     """Workload of `count` equal requests of `length` tokens.
 
@@ -114,7 +124,7 @@ class Workload:
         self._length = length
         self._constraints = endless(self._frontend.constraints)
         self._image: PreparedImage | None = None
-        if kind != "query":
+        if kind not in ("query", "json"):
             info = ImageInfo(image_id="bench", width=640, height=480, cache_hit=False)
             pixels = np.random.default_rng(0).integers(0, 256, (*_IMAGE_SIZE, 3), dtype=np.uint8)
             self._image = self._frontend.prepare_image(Image.fromarray(pixels), "bench", info)
@@ -144,8 +154,9 @@ class Workload:
         return make_sequence(self._frontend, request, self._image)
 
     def _task(self) -> TaskSpec:
-        if self._kind == "query":
-            return QueryTask(question="What is there?")
+        if self._kind in ("query", "json"):
+            wanted = ResponseFormat(json_schema=_ENDLESS) if self._kind == "json" else None
+            return QueryTask(question="What is there?", response_format=wanted)
         if self._kind == "caption":
             return CaptionTask()
         return DetectTask(
