@@ -182,17 +182,13 @@ def common_context(assembly: Assembly) -> int:
 def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
     periods = {(row.task, row.streams): row.pipelined.period for row in rows}
     figures = []
-    for row in rows:
-        if row.task == "query":
-            found = {
-                "streams": row.streams,
-                "context": row.context,
-                "query_ms": row.pipelined.period,
-            }
-            for task in _COMPARED[1:]:
-                found[f"{task}_ms"] = periods[task, row.streams]
-                found[f"{task}_over_text"] = periods[task, row.streams] / row.pipelined.period
-            figures.append(found)
+    for free in (row for row in rows if row.task == "query"):
+        period = free.pipelined.period
+        found = {"streams": free.streams, "context": free.context, "query_ms": period}
+        for task in _COMPARED[1:]:
+            found[f"{task}_ms"] = periods[task, free.streams]
+            found[f"{task}_over_text"] = periods[task, free.streams] / period
+        figures.append(found)
     return figures
 
 

@@ -98,9 +98,9 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
     return dataclasses.replace(sequence, task=task, prompt=prompt)
 
 
-_ENDLESS = """{"type": "array", "minItems": 500, "items": {"type": "object", "properties": {
-"name": {"type": "string", "maxLength": 24}, "count": {"type": "integer"}, "seen": {"type": "boolean"}},
-"required": ["name", "count", "seen"], "additionalProperties": false}}"""
+_ENDLESS = """{"type": "array", "minItems": 500, "items": {"type": "object",
+"properties": {"name": {"type": "string", "maxLength": 24}, "seen": {"type": "boolean"}},
+"required": ["name", "seen"], "additionalProperties": false}}"""
 """A schema whose answers are longer than any measured request."""
 
 

@@ -37,17 +37,18 @@ def test_context(capsys):
 
 
 def test_compared_tasks_share_batch_and_context(capsys):
-    """Detection is compared with text at the same context, once per number of streams."""
+    """Detection and JSON are compared with text at one context, once per number of streams."""
     told = figures(capsys, "--streams", "1,2", "--compare-tasks")
     assert {(row["task"], row["streams"]) for row in told["rows"]} == {
-        (task, streams) for task in ("query", "detect") for streams in (1, 2)
+        (task, streams) for task in ("query", "detect", "json") for streams in (1, 2)
     }
     assert len({row["context"] for row in told["rows"]}) == 1
     periods = {(row["task"], row["streams"]): row["pipelined"]["period"] for row in told["rows"]}
     assert [row["streams"] for row in told["detect_over_text"]] == [1, 2]
     for row in told["detect_over_text"]:
-        ratio = periods["detect", row["streams"]] / periods["query", row["streams"]]
-        assert row["detect_over_text"] == pytest.approx(ratio)
+        for task in ("detect", "json"):
+            ratio = periods[task, row["streams"]] / periods["query", row["streams"]]
+            assert row[f"{task}_over_text"] == pytest.approx(ratio)
 
 
 def test_log_lines_are_no_figures():
