@@ -6,9 +6,9 @@ import struct
 
 from legato_client import ros2
 
-_PARTS = {
-    "std_msgs/Header": "builtin_interfaces/Time stamp\nstring frame_id\n",
+DEFINITIONS = {  # parts before the whole
     "builtin_interfaces/Time": "int32 sec\nuint32 nanosec\n",
+    "std_msgs/Header": "builtin_interfaces/Time stamp\nstring frame_id\n",
     "geometry_msgs/Point": "float64 x\nfloat64 y\nfloat64 z\n",
     "geometry_msgs/Quaternion": "float64 x 0\nfloat64 y 0\nfloat64 z 0\nfloat64 w 1\n",
     "geometry_msgs/Pose": "geometry_msgs/Point position\ngeometry_msgs/Quaternion orientation\n",
@@ -39,15 +39,15 @@ IMAGE = "sensor_msgs/msg/Image"
 def text_of(name: str) -> str:
     """Return a message's definition, followed by those of all its parts."""
     own = name.replace("/msg/", "/")
-    parts = [f"MSG: {part}\n{_PARTS[part]}" for part in _needed(own) if part != own]
-    return f"{_LINE}\n".join((_PARTS[own], *parts))
+    parts = [f"MSG: {part}\n{DEFINITIONS[part]}" for part in _needed(own) if part != own]
+    return f"{_LINE}\n".join((DEFINITIONS[own], *parts))
 
 
 def _needed(name: str) -> list[str]:
     found = [name]
-    for line in _PARTS[name].splitlines():
+    for line in DEFINITIONS[name].splitlines():
         part = line.split()[0].partition("[")[0]
-        if part in _PARTS:
+        if part in DEFINITIONS:
             found += [each for each in _needed(part) if each not in found]
     return found
 

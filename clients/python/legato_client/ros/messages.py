@@ -1,138 +1,75 @@
 """Messages of ROS 2 as types of Cyclone DDS. Needs cyclonedds (the extra `dds`).
 
-The order of fields and the names of types are those of the messages' definitions; Humble and later,
-vision_msgs 4. A field without a value has the definition's default.
+Types that a bag has, too, are made from their definitions in `cdr`; the others are written out.
+Names, the order of fields and defaults are those of Humble and later, vision_msgs 4.
 """
 
 import dataclasses
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import array, float64, int32, uint8, uint32
 
-if TYPE_CHECKING:  # for type checkers
+from legato_client.ros.cdr import DEFINITIONS
+
+if TYPE_CHECKING:  # for type checkers; `ros2` has the same fields
     from builtins import list as sequence
 
+    from legato_client import ros2
+
+    class Time(ros2.Time, IdlStruct):
+        """builtin_interfaces/Time."""
+
+    class Header(ros2.Header, IdlStruct):
+        """std_msgs/Header."""
+
+    class Detection2DArray(ros2.Detection2DArray, IdlStruct):
+        """vision_msgs/Detection2DArray."""
+
     Octets = bytes
-    Covariance = list[float]
 else:
     from cyclonedds.idl.types import sequence
 
     Octets = sequence[uint8]
-    Covariance = array[float64, 36]
+
+_PLAIN = {
+    "int32": (int32, 0),
+    "uint32": (uint32, 0),
+    "float64": (float64, 0.0),
+    "string": (str, ""),
+}
 
 
-@dataclass
-class Time(IdlStruct, typename="builtin_interfaces::msg::dds_::Time_"):
-    """builtin_interfaces/Time."""
-
-    sec: int32 = 0
-    nanosec: uint32 = 0
-
-
-@dataclass
-class Header(IdlStruct, typename="std_msgs::msg::dds_::Header_"):
-    """std_msgs/Header."""
-
-    stamp: Time = field(default_factory=Time)
-    frame_id: str = ""
-
-
-@dataclass
-class Point(IdlStruct, typename="geometry_msgs::msg::dds_::Point_"):
-    """geometry_msgs/Point."""
-
-    x: float64 = 0.0
-    y: float64 = 0.0
-    z: float64 = 0.0
-
-
-@dataclass
-class Quaternion(IdlStruct, typename="geometry_msgs::msg::dds_::Quaternion_"):
-    """geometry_msgs/Quaternion."""
-
-    x: float64 = 0.0
-    y: float64 = 0.0
-    z: float64 = 0.0
-    w: float64 = 1.0
+def _make(name: str) -> type[IdlStruct]:
+    """Make a type from its definition, after those of its parts."""
+    package, short = name.split("/")
+    of: Any
+    made: Any
+    array_of: Any = array
+    sequence_of: Any = sequence
+    members: dict[str, Any] = {"__annotations__": {}, "__doc__": f"{name}.", "__module__": __name__}
+    for line in DEFINITIONS[name].splitlines():
+        kind, member, *value = line.split()
+        element, _, size = kind.removesuffix("]").partition("[")
+        of, default = _PLAIN.get(element) or (globals()[element.split("/")[1]], None)
+        if size:
+            of, made = array_of[of, int(size)], field(default_factory=([default] * int(size)).copy)
+        elif kind.endswith("]"):
+            of, made = sequence_of[of], field(default_factory=list)
+        elif default is None:
+            made = field(default_factory=of)
+        else:
+            made = float(value[0]) if value else default
+        members["__annotations__"][member], members[member] = of, made
+    options = {"typename": f"{package}::msg::dds_::{short}_"}
+    return dataclass(types.new_class(short, (IdlStruct,), options, lambda own: own.update(members)))
 
 
-@dataclass
-class Pose(IdlStruct, typename="geometry_msgs::msg::dds_::Pose_"):
-    """geometry_msgs/Pose."""
-
-    position: Point = field(default_factory=Point)
-    orientation: Quaternion = field(default_factory=Quaternion)
-
-
-@dataclass
-class PoseWithCovariance(IdlStruct, typename="geometry_msgs::msg::dds_::PoseWithCovariance_"):
-    """geometry_msgs/PoseWithCovariance."""
-
-    pose: Pose = field(default_factory=Pose)
-    covariance: Covariance = field(default_factory=lambda: [0.0] * 36)
-
-
-@dataclass
-class Point2D(IdlStruct, typename="vision_msgs::msg::dds_::Point2D_"):
-    """vision_msgs/Point2D."""
-
-    x: float64 = 0.0
-    y: float64 = 0.0
-
-
-@dataclass
-class Pose2D(IdlStruct, typename="vision_msgs::msg::dds_::Pose2D_"):
-    """vision_msgs/Pose2D."""
-
-    position: Point2D = field(default_factory=Point2D)
-    theta: float64 = 0.0
-
-
-@dataclass
-class BoundingBox2D(IdlStruct, typename="vision_msgs::msg::dds_::BoundingBox2D_"):
-    """vision_msgs/BoundingBox2D."""
-
-    center: Pose2D = field(default_factory=Pose2D)
-    size_x: float64 = 0.0
-    size_y: float64 = 0.0
-
-
-@dataclass
-class ObjectHypothesis(IdlStruct, typename="vision_msgs::msg::dds_::ObjectHypothesis_"):
-    """vision_msgs/ObjectHypothesis."""
-
-    class_id: str = ""
-    score: float64 = 0.0
-
-
-@dataclass
-class ObjectHypothesisWithPose(
-    IdlStruct, typename="vision_msgs::msg::dds_::ObjectHypothesisWithPose_"
-):
-    """vision_msgs/ObjectHypothesisWithPose."""
-
-    hypothesis: ObjectHypothesis = field(default_factory=ObjectHypothesis)
-    pose: PoseWithCovariance = field(default_factory=PoseWithCovariance)
-
-
-@dataclass
-class Detection2D(IdlStruct, typename="vision_msgs::msg::dds_::Detection2D_"):
-    """vision_msgs/Detection2D."""
-
-    header: Header = field(default_factory=Header)
-    results: sequence[ObjectHypothesisWithPose] = field(default_factory=list)
-    bbox: BoundingBox2D = field(default_factory=BoundingBox2D)
-    id: str = ""
-
-
-@dataclass
-class Detection2DArray(IdlStruct, typename="vision_msgs::msg::dds_::Detection2DArray_"):
-    """vision_msgs/Detection2DArray."""
-
-    header: Header = field(default_factory=Header)
-    detections: sequence[Detection2D] = field(default_factory=list)
+for _name in DEFINITIONS:
+    if not _name.startswith("sensor_msgs/"):  # below, as their pixels are special
+        globals()[_name.split("/")[1]] = _make(_name)
 
 
 @dataclass
