@@ -47,7 +47,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-without-megakernel test-stalled test-slow test-clients test-web recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-without-megakernel test-stalled test-slow test-clients test-web walk recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -205,6 +205,9 @@ test-web: | $(STAMP) ## the playground in Chromium, before legato-tiny
 	@test -f $(AXE)/package/axe.min.js || { mkdir -p $(AXE) && cd $(AXE) && tar xzf "$$(npm pack --silent $(AXE_CORE))"; } \
 		|| echo "test-web: no axe-core from npm, its checks are skipped"
 	@$(PY) -m pytest -n 0 -m browser tests/browser $(ARGS)
+
+walk: | $(STAMP) ## README.md, quickstarts and guides in a fresh clone with a venv of its own, on two cores (ARGS="README.md docs/http.md")
+	@$(PY) -m tests.docs.snippets $(ARGS)
 
 recording: | $(STAMP) ## record the playground in Chromium: docs/images/playground-recording.webp (ARGS=HOST:PORT of a server)
 	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[browser]"
