@@ -43,7 +43,6 @@ CONTENTS = {
         "legato_tiny/draft.safetensors",
         "legato_tiny/adapters/hazard.safetensors",
         "legato_tiny/MODEL_CARD.md",
-        "legato_tiny/confidence.json",
         "licenses/LICENSE",
         "licenses/NOTICE",
         "licenses/legato_tiny/samples/LICENSE-fluent-emoji",

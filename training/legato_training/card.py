@@ -155,7 +155,7 @@ def confidence_fields(measured: dict[str, Any]) -> dict[str, str]:
     for skill, each in skills.items():
         shares = (f"{x:.3f}" for x in (each["right"] / each["objects"], each["auroc"]))
         errors = (f"{each[n]:.4f} ± {each[f'{n}_error']:.4f}" for n in ("ece_before", "ece_after"))
-        ships = "yes" if each["ships"] else "no, not better"
+        ships = "yes" if each["ships"] else "no"
         cells = [skill, str(each["objects"]), *shares, *errors, ships]
         lines.append(f"| {' | '.join(cells)} |")
     boxes, outlines = measured["boxes"], skills["segment"]

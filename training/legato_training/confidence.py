@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,10 @@ def ranking(pairs: list[tuple[float, bool]]) -> float:
 def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder) -> dict[str, Any]:
     """Calibration and ranking of a skill; `shown_*` is of names that their pictures show."""
     fitted = fit(pairs_of(fitting))
-    judged, pairs = judge(fitted, testing), pairs_of(testing)
     truth = {each.number: each.boxes for each in labels.images}
-    shown = pairs_of([each for each in testing if truth[each.image][each.name]])
+    testing = [replace(each, shown=bool(truth[each.image][each.name])) for each in testing]
+    shown = pairs_of([each for each in testing if each.shown])
+    judged, pairs = judge(fitted, testing), pairs_of(testing)
     errors = {
         name: round(getattr(judged, name), 4)
         for name in (

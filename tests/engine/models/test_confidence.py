@@ -73,14 +73,10 @@ def test_a_malformed_file_is_refused(tmp_path, change):
 
 
 def test_legato_tiny_ships_the_fits_that_helped():
-    """As the record of the held-out scenes has them, and no other."""
+    """None did: what helps all objects of the held-out scenes spoils those that they show."""
     record = json.loads((ROOT / "training/results/confidence.json").read_text())["skills"]
-    shipped = read_calibrations(ROOT / "engine/tiny/legato_tiny")
-    assert shipped is not None
-    assert shipped.skills == {
-        skill: Calibration(each["temperature"], each["offset"])
-        for skill, each in record.items()
-        if each["ships"]
-    }
+    assert read_calibrations(ROOT / "engine/tiny/legato_tiny") is None
     for each in record.values():
-        assert each["ships"] == (each["share_better"] >= 0.95)
+        worse = each["shown_ece_after"] > each["shown_ece_before"] + each["gain_error"]
+        assert not each["ships"]
+        assert worse or each["share_better"] < 0.95

@@ -151,7 +151,11 @@ SURE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Calibration errors before and after a fit, each with its standard error."""
+    """Calibration errors before and after a fit, each with its standard error.
+
+    A fit that learned how often the questions of its images were about nothing is not better: it
+    makes the confidences of what is shown wrong.
+    """
 
     objects: int
     right: int
@@ -163,10 +167,16 @@ class Judgement:
     log_loss_before: float
     log_loss_after: float
     share_better: float  # fraction of the resamples
+    shown_ece_before: float  # of objects whose names the images show
+    shown_ece_after: float
 
     @property
     def is_better(self) -> bool:
-        return self.share_better >= SURE and self.log_loss_after <= self.log_loss_before
+        return (
+            self.share_better >= SURE
+            and self.log_loss_after <= self.log_loss_before
+            and self.shown_ece_after <= self.shown_ece_before + self.gain_error
+        )
 
 
 def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> Judgement:
@@ -184,6 +194,7 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
     )
     gains = [b - a for b, a in zip(before, after, strict=True)]
     pairs = [(each.score, each.right) for each in found]
+    shown = [(each.score, each.right) for each in found if each.shown]
     return Judgement(
         objects=len(pairs),
         right=sum(right for _, right in pairs),
@@ -195,6 +206,8 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
         log_loss_before=log_loss(Fit(), pairs),
         log_loss_after=log_loss(fitted, pairs),
         share_better=sum(gain > 0 for gain in gains) / max(len(gains), 1),
+        shown_ece_before=calibration_error(Fit(), shown),
+        shown_ece_after=calibration_error(fitted, shown),
     )
 
 

@@ -106,6 +106,7 @@ def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
                 "certainties": each.certainties,
                 "score": each.score,
                 "right": each.right,
+                "shown": each.shown,
             }
         )
 
@@ -126,6 +127,7 @@ def _scored(document: dict[str, Any]) -> Scored:
         place=Box(*place) if len(place) == 4 else Point(*place),
         certainties=tuple((exists, near) for exists, near in document["certainties"]),
         right=document["right"],
+        shown=document.get("shown", True),
     )
 
 
@@ -154,7 +156,10 @@ class NoTokenCertainties(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An object that was found; `certainties` are existence and concentration of its tokens."""
+    """An object that was found; `certainties` are existence and concentration of its tokens.
+
+    `shown`: the image shows something of its name, so the question was not about nothing.
+    """
 
     skill: str
     image: int
@@ -162,6 +167,7 @@ class Scored:
     place: Box | Point
     certainties: Certainties
     right: bool
+    shown: bool = True
 
     @property
     def score(self) -> float:
@@ -219,7 +225,8 @@ def _of_image(
                 places, [product(each) for each in found_certainties], image.boxes[name]
             )
             for place, one, right in zip(places, found_certainties, rights, strict=False):
-                yield Scored(skill.name, image.number, name, place, one, right)
+                shown = bool(image.boxes[name])
+                yield Scored(skill.name, image.number, name, place, one, right, shown)
 
 
 def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -37,6 +38,20 @@ def test_a_fit_must_be_better_by_more_than_chance(truth, fitted, better):
     judged = judge(fitted, found(1200, truth))
     assert judged.is_better is better
     assert judged.objects == 1200
+
+
+def test_a_fit_that_learned_how_often_nothing_is_there_is_not_better():
+    """It betters all objects together, half of them made up, and spoils those that are shown."""
+    there = found(1200, Fit())
+    made_up = [
+        dataclasses.replace(each, image=each.image + 300, right=False, shown=False)
+        for each in there
+    ]
+    judged = judge(Fit(1.0, -1.3), there + made_up)
+    assert judged.ece_after < judged.ece_before / 2
+    assert judged.log_loss_after < judged.log_loss_before
+    assert judged.shown_ece_after > judged.shown_ece_before + 0.05
+    assert not judged.is_better
 
 
 def test_the_error_of_a_resample_is_the_calibration_error(monkeypatch):
