@@ -8,10 +8,12 @@ Assistant and Frigate are not installed: their requests are sent as they make th
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib.resources
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +21,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mcp
 import pytest
+from legato_client.web.mcp_server import ImageSources
+from mcp import StdioServerParameters
 
 from tests.clients.python.web.serving import http_server
 from tests.conformance import programs
@@ -28,6 +33,7 @@ from tests.e2e.server import Server
 ROOT = programs.ROOT
 PROGRAM = Path(__file__).with_name("third_party.py")
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+QUESTION = "What is in the picture?"
 STREET = str(importlib.resources.files("legato_tiny") / "samples" / "street.jpg")
 NOBODY = "nobody looked at this picture"  # what the engine without a model begins to say
 
@@ -235,3 +241,39 @@ def test_ghz(target, call, request_, code):
         data = base64.b64encode(Path(STREET).read_bytes()).decode()
         request_ = {**request_, "image": {"encoded": {"data": data}}}
     assert ghz(target, call, request_)["statusCodeDistribution"] == {code: 40}
+
+
+# ---------------------------------------------------------------- MCP
+
+
+@pytest.mark.parametrize("over", ["standard input", "HTTP"])
+async def test_the_model_context_protocol(target, over):
+    """The official client finds the bus with each tool, and gets it drawn."""
+    if target.model == "null":
+        pytest.skip("the answers of the engine without a model are about no image")
+    with contextlib.ExitStack() as stack:
+        folder = str(Path(STREET).parent)
+        command = ["-m", "legato_client.cli", "mcp", "--server", target.address]
+        command += ["--allow-path", folder]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        server: Any = StdioServerParameters(command=sys.executable, args=command, env=environment)
+        if over == "HTTP":
+            sources = ImageSources([folder], [])
+            server = stack.enter_context(http_server(target.address, tools=sources)) + "/mcp"
+        async with mcp.Client(server, read_timeout_seconds=programs.PATIENCE) as client:
+            image = {"image_path": "street.jpg"}
+            results = [
+                await client.call_tool("detect", {**image, "object": "bus"}),
+                await client.call_tool("point", {**image, "object": "bus"}),
+                await client.call_tool("segment", {**image, "object": "bus"}),
+                await client.call_tool("caption", image),
+                await client.call_tool("query", {**image, "question": QUESTION}),
+            ]
+    assert not any(each.is_error for each in results), results
+    found = [each.structured_content for each in results]
+    assert len(found[0]["objects"]) == len(found[1]["points"]) == 1
+    assert found[2]["path"].startswith("M")
+    assert "bus" in found[3]["caption"]
+    assert "bus" in found[4]["answer"]
+    drawn = [[part.type for part in each.content] for each in results]
+    assert drawn == [["text", "image"]] * 3 + [["text"]] * 2

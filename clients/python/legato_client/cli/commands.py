@@ -19,6 +19,7 @@ from legato_client.cli import (
     http,
     info,
     load,
+    mcp,
     metrics,
     playground,
     ros2,
@@ -33,7 +34,7 @@ from legato_client.cli.settings import CommandError
 
 _OWN = (
     demo, ask, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
-    playground, completion,
+    mcp, playground, completion,
 )  # fmt: skip
 
 

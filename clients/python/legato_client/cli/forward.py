@@ -16,6 +16,7 @@ from legato_client.cli.settings import CommandError
 
 _PARTS = {
     "cli": ('"{root}[cli]"',),
+    "mcp": ('"{root}[mcp]"',),
     "web": ('"{root}[web]"',),
     "dds": ('"{root}[dds]"',),
     "ros": ('"{root}[ros]"',),

@@ -17,15 +17,15 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "http",
         help="offer a server to clients of OpenAI's and Moondream's HTTP interfaces",
-        description="Answer OpenAI's chat completions and Moondream's own endpoint with a Legato "
-        "server, until SIGINT or SIGTERM.",
+        description="Answer OpenAI's chat completions and responses and Moondream's own endpoint "
+        "with a Legato server, until SIGINT or SIGTERM.",
     )
     web.add_options(parser, "http")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    web.run(args, terminal, _routes)
+    web.run(args, terminal, lambda *_: _routes())
 
 
 def _routes() -> Sequence[BaseRoute]:

@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    web.run(args, terminal, lambda: _routes(args), make_middleware=_middleware)
+    web.run(args, terminal, lambda *_: _routes(args), make_middleware=_middleware)
 
 
 def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:

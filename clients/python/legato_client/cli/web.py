@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from starlette.middleware import Middleware
     from starlette.routing import BaseRoute
 
-_NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
+    from legato_client.web.server import Backend
+
+NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
+"""Packages of the extra `web`."""
+
 _LONGEST = 600.0  # seconds; what OpenAI's clients wait by default
 _CHECK_TIMEOUT = 10.0  # seconds
 
@@ -30,10 +34,12 @@ def add_options(
     *,
     listen: str = DEFAULT,
     offer_require_token: bool = True,
+    aliases: bool = True,
 ) -> None:
     """Add options of the process and of its connection to the server.
 
-    `offer_require_token` is False for a page, which sends no token.
+    `offer_require_token` is False for a page, which sends no token, `aliases` where requests name
+    no model.
     """
     parser.set_defaults(command=command)
     group = parser.add_argument_group("HTTP")
@@ -41,7 +47,8 @@ def add_options(
         "--listen",
         metavar="HOST:PORT",
         default=listen,
-        help="where to listen, default %(default)s; port 0 takes a free port",
+        help=f"where to listen, {f'default {listen}' if listen else 'nowhere without it'}; port 0 "
+        "takes a free port",
     )
     group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
     group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
@@ -57,21 +64,22 @@ def add_options(
         action="store_true",
         help="listen beyond loopback without TLS or without --require-token",
     )
-    group.add_argument(
-        "--alias",
-        action="append",
-        default=[],
-        metavar="NAME=MODEL",
-        help="a further name of a model, for clients that insist on one; NAME= is the default "
-        "model; may be repeated",
-    )
+    parser.set_defaults(alias=[])
+    if aliases:
+        group.add_argument(
+            "--alias",
+            action="append",
+            metavar="NAME=MODEL",
+            help="a further name of a model, for clients that insist on one; NAME= is the default "
+            "model; may be repeated",
+        )
     arguments.add_server_options(parser, timeout=_LONGEST)
 
 
 def run(
     args: argparse.Namespace,
     terminal: Terminal,
-    make_routes: Callable[[], Sequence[BaseRoute]],
+    make_routes: Callable[[Backend, Listen], Sequence[BaseRoute]],
     *,
     make_middleware: Callable[[], Sequence[Middleware]] = tuple,
 ) -> None:
@@ -82,17 +90,14 @@ def run(
     Raises:
         CommandError: the extra is not installed, or an option is wrong.
     """
-    require_web(args.command)
+    require(args.command, NEEDS, "web")
     from legato_client.web import server
 
     listen = _listen(args)
     if listen.require_token:
         _check_that_tokens_matter(args)
-    aliases = _aliases(args.alias)
-    connect = connector(args, terminal, server.token, lend=not listen.require_token)
-    with arguments.readable_options():
-        backend = server.Backend.of(connect, args.timeout, aliases)
-    app = server.make_app(make_routes(), backend, listen, make_middleware())
+    backend = backend_of(args, terminal, lend=not listen.require_token)
+    app = server.make_app(make_routes(backend, listen), backend, listen, make_middleware())
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
@@ -107,11 +112,26 @@ def run(
     http_server.serve_forever()
 
 
-def require_web(command: str) -> None:
-    """Raise CommandError unless the extra is installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+def require(command: str, packages: Sequence[str], extra: str) -> None:
+    """Raise CommandError unless the packages of the extra are installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {forward.hint('web')}")
+        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {forward.hint(extra)}")
+
+
+def backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> Backend:
+    """Return the Legato server as callers reach it; `lend` is as in `connector`.
+
+    Raises:
+        CommandError: an option of the connection is wrong.
+        LegatoError: as `connector` raises.
+    """
+    from legato_client.web import server
+
+    aliases = _aliases(args.alias)
+    connect = connector(args, terminal, server.token, lend=lend)
+    with arguments.readable_options():
+        return server.Backend.of(connect, args.timeout, aliases)
 
 
 def _listen(args: argparse.Namespace) -> Listen:

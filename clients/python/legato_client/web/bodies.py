@@ -82,9 +82,18 @@ class Bodies:
             yield body
 
     @contextlib.asynccontextmanager
-    async def holding(self, request: Request, limit: int) -> AsyncIterator[bytearray]:
-        """Read a body of at most `limit` bytes; its memory is counted until the block ends."""
-        async with self._received(request, limit, None) as data:
+    async def holding(
+        self, request: Request, limit: int, *, is_json: bool = False
+    ) -> AsyncIterator[bytearray]:
+        """Read a body of at most `limit` bytes; its memory is counted until the block ends.
+
+        JSON counts as what it becomes parsed.
+
+        Raises:
+            RejectedRequest: as `reading` raises, but for the type and form.
+            LegatoError: the server does not accept the caller's token.
+        """
+        async with self._received(request, limit, JsonSize() if is_json else None) as data:
             yield data
 
     @contextlib.asynccontextmanager
@@ -248,7 +257,7 @@ async def _parse(data: bytearray, kind: type[BodyT]) -> BodyT:
             return await asyncio.to_thread(msgspec.json.decode, data, type=kind)
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        message, field = _explained(str(error))
+        message, field = explained(str(error))
         raise RejectedRequest(message, field=field) from None
     except msgspec.DecodeError as error:
         raise RejectedRequest(f"{error}", code="invalid_json") from None
@@ -262,7 +271,7 @@ _PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
 _FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
 
-def _explained(text: str) -> tuple[str, str | None]:
+def explained(text: str) -> tuple[str, str | None]:
     """Return the message and the body's member: msgspec has both in one text only."""
     found = _PLACE.fullmatch(text)
     what, place = (found["what"], found["place"]) if found else (text, "")

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato_client._async_client import AsyncClient
@@ -184,6 +184,21 @@ class State(TypedDict):
     backend: Backend
 
 
+class BackgroundRoute(Route):
+    """A route with a background task, which runs as long as the application."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: ASGIApp,
+        *,
+        methods: list[str],
+        background: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+    ) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.background = background
+
+
 def backend_of(request: Request) -> Backend:
     backend = request.state.backend
     assert isinstance(backend, Backend), "the routes are served without their lifespan"
@@ -204,7 +219,10 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[State]:
-        async with backend.client, backend.probe:
+        async with backend.client, backend.probe, contextlib.AsyncExitStack() as stack:
+            for each in routes:
+                if isinstance(each, BackgroundRoute):
+                    await stack.enter_async_context(each.background())
             yield {"backend": backend}
 
     return Starlette(

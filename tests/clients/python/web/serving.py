@@ -13,10 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from legato_client import AsyncClient
-from legato_client.web import openapi
+from legato_client.web import mcp_server, openapi
 from legato_client.web import server as caller
 from legato_client.web.connections import ConnectionLimits
 from legato_client.web.listen import Listen
+from legato_client.web.mcp_server import ImageSources
 from legato_client.web.playground import routes as playground
 from legato_client.web.playground.routes import Guard
 from legato_client.web.playground.snippets import Connection
@@ -104,10 +105,11 @@ def http_server(
     aliases: Mapping[str, str] | None = None,
     limits: ConnectionLimits | None = None,
     page: bool = False,
+    tools: ImageSources | None = None,
 ) -> Iterator[str]:
     """The URL of `legato http`, or of the playground, before `target` for the length of the block.
 
-    The playground has the routes of `legato http`, too.
+    The playground has the routes of `legato http`, too. With `tools` it is that of `legato mcp`.
     """
     backend = Backend.of(
         lambda: AsyncClient(target, timeout=PATIENCE, token=caller.token), PATIENCE, aliases
@@ -115,6 +117,8 @@ def http_server(
     listen = listen or Listen("127.0.0.1:0")
     started = threading.Event()
     served = playground.routes(Connection(target)) if page else openapi.routes()
+    if tools is not None:
+        served = [mcp_server.route(mcp_server.ToolServer(backend, tools), backend, listen)]
     app = make_app(served, backend, listen, [Middleware(Guard)] if page else (), limits)
     server = HttpServer(app, listen, lambda _url: started.set(), limits=limits)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,0 +1,452 @@
+"""Model Context Protocol: the skills as tools, over standard input or streamable HTTP.
+
+A caller chooses the image, so a folder or URL is read only if the operator allowed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import os
+import stat
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import unquote, urlsplit
+
+import httpx2
+import mcp_types as types
+import msgspec
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.server.transport_security import TransportSecuritySettings
+from mcp.shared.exceptions import MCPError
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from legato_client import draw
+from legato_client._errors import LegatoError
+from legato_client._grpc.channel import MAX_MESSAGE_BYTES
+from legato_client._types.results import Result
+from legato_client._types.tasks import (
+    CaptionTask,
+    DetectTask,
+    Options,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+    Task,
+)
+from legato_client._version import version
+from legato_client.web import bodies, moondream_api, operations
+from legato_client.web.errors import RejectedRequest, document_of, response_of
+from legato_client.web.listen import Listen
+from legato_client.web.server import Backend, BackgroundRoute
+
+PATH = "/mcp"
+MAX_SIDE = 1568
+"""Longest side of a drawing in pixels; models that read it scale it to less."""
+
+_FETCH_TIMEOUT = 10.0  # seconds
+_MAX_CALLS = 8  # at a time, as each holds an image and its drawing
+_INSTRUCTIONS = (
+    "Tools that look at one image: give exactly one of image_path, image_url and image_base64. "
+    "Coordinates are fractions of the image's width and height, from its top left corner."
+)
+
+
+# ---------------------------------------------------------------- arguments
+
+Count = Annotated[int, Meta(ge=1, le=operations.MAX_COUNT)]
+Noun = Annotated[str, Meta(description="what to look for, as a noun phrase: red cup")]
+
+
+class ToolArguments(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Arguments of all tools."""
+
+    image_path: Annotated[str, Meta(description="a file in an allowed folder")] | None = None
+    image_url: Annotated[str, Meta(description="an allowed URL")] | None = None
+    image_base64: Annotated[str, Meta(description="a file's bytes, or a data URL")] | None = None
+
+    answer: ClassVar[type[Struct]]
+
+    def task(self) -> Task:
+        """Build the task."""
+        raise NotImplementedError
+
+
+class DrawnArguments(ToolArguments, kw_only=True):
+    """Arguments of tools whose result can be drawn."""
+
+    object: Noun
+    annotate: Annotated[bool, Meta(description="return the image with the result drawn")] = True
+
+
+class ListArguments(DrawnArguments, kw_only=True):
+    """Arguments of tools that find every instance."""
+
+    max_objects: Count | None = None
+    min_confidence: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+class Detect(ListArguments, kw_only=True):
+    """Box every instance of an object in an image."""
+
+    answer = moondream_api.DetectAnswer
+
+    def task(self) -> Task:
+        return DetectTask(self.object, self.max_objects, min_confidence=self.min_confidence)
+
+
+class Point(ListArguments, kw_only=True):
+    """Point at every instance of an object in an image."""
+
+    answer = moondream_api.PointAnswer
+
+    def task(self) -> Task:
+        return PointTask(self.object, self.max_objects, min_confidence=self.min_confidence)
+
+
+class Segment(DrawnArguments, kw_only=True):
+    """Outline an object in an image: an SVG path within its box."""
+
+    answer = moondream_api.SegmentAnswer
+
+    def task(self) -> Task:
+        return SegmentTask(self.object)
+
+
+class Caption(ToolArguments, kw_only=True):
+    """Describe an image."""
+
+    length: Literal["short", "normal", "long"] = "normal"
+
+    answer = moondream_api.CaptionAnswer
+
+    def task(self) -> Task:
+        return CaptionTask(self.length)
+
+
+class Query(ToolArguments, kw_only=True):
+    """Answer a question, about an image if one is given."""
+
+    question: str
+    reasoning: Annotated[bool, Meta(description="think first")] = False
+
+    answer = moondream_api.QueryAnswer
+
+    def task(self) -> Task:
+        return QueryTask(self.question, self.reasoning)
+
+
+TOOLS: Mapping[str, type[ToolArguments]] = {
+    "detect": Detect,
+    "point": Point,
+    "segment": Segment,
+    "caption": Caption,
+    "query": Query,
+}
+
+
+def _schema(kind: type[Struct]) -> dict[str, Any]:
+    """Return a JSON schema whose root is the object itself, as the protocol asks."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    root: dict[str, Any] = components.pop(kind.__name__)
+    return {**root, "$defs": components} if components else root
+
+
+def _tool(name: str, kind: type[ToolArguments]) -> types.Tool:
+    return types.Tool(
+        name=name,
+        description=(kind.__doc__ or "").strip(),
+        input_schema=_schema(kind),
+        output_schema=_schema(kind.answer),
+        annotations=types.ToolAnnotations(read_only_hint=True, idempotent_hint=True),
+    )
+
+
+# ---------------------------------------------------------------- images
+
+
+class ImageSources:
+    """Images by path, URL or base64, below allowed folders and URLs only.
+
+    Raises:
+        ValueError: a folder does not exist, or a URL is none of HTTP or names no host.
+    """
+
+    def __init__(self, folders: Sequence[str], urls: Sequence[str]) -> None:
+        self._folders = [Path(each).resolve() for each in folders]
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise ValueError(f"--allow-path takes a folder, not {str(folder)!r}")
+        for url in urls:
+            found = urlsplit(url)
+            if found.scheme not in ("http", "https") or not found.hostname or found.query:
+                raise ValueError(f"--allow-url takes http(s)://HOST[:PORT][/PATH], not {url!r}")
+        self._urls = [urlsplit(each) for each in urls]
+
+    async def load(self, arguments: ToolArguments) -> tuple[bytes | None, str]:
+        """Return the image, if one is named, and the argument that names it.
+
+        Raises:
+            RejectedRequest: several are named, or one that is not allowed or too large.
+        """
+        named = [
+            name
+            for name in ("image_path", "image_url", "image_base64")
+            if getattr(arguments, name) is not None
+        ]
+        if not named and isinstance(arguments, Query):
+            return None, "image_path"
+        if len(named) != 1:
+            raise RejectedRequest(
+                "give exactly one of image_path, image_url and image_base64",
+                field=named[1] if named else "image_path",
+            )
+        (name,) = named
+        given: str = getattr(arguments, name)
+        if name == "image_path":
+            return await asyncio.to_thread(self._read, given), name
+        if name == "image_url":
+            return await self._fetch(given), name
+        if len(given) > bodies.MAX_BODY_BYTES:
+            raise _too_large(name)
+        url = given if given.startswith("data:") else f"data:;base64,{given}"
+        return await bodies.decoded(url, name), name
+
+    def _read(self, given: str) -> bytes:
+        base = self._folders[0] if self._folders else Path()
+        try:
+            path = (base / given).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RejectedRequest(f"no path: {error}", field="image_path") from None
+        self._check_inside(path)
+        try:
+            opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            raise RejectedRequest(problem, field="image_path") from None
+        try:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise RejectedRequest("is not a file", field="image_path")
+            with contextlib.suppress(FileNotFoundError):
+                # A folder of the path may have become a link since it was checked.
+                self._check_inside(Path(f"/proc/self/fd/{opened}").readlink())
+            with open(opened, "rb", closefd=False) as file:
+                data = file.read(MAX_MESSAGE_BYTES + 1)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            raise RejectedRequest(problem, field="image_path") from None
+        finally:
+            os.close(opened)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise _too_large("image_path")
+        return data
+
+    def _check_inside(self, path: Path) -> None:
+        if not any(path.is_relative_to(folder) for folder in self._folders):
+            raise RejectedRequest(
+                "outside of the folders that `legato mcp --allow-path` names",
+                field="image_path",
+                code="forbidden",
+            )
+
+    def _is_allowed(self, url: str) -> bool:
+        try:
+            asked = urlsplit(url)
+            origin = (asked.scheme, asked.hostname, asked.port)
+        except ValueError:
+            return False
+        path = unquote(asked.path)
+        if asked.username is not None or "\\" in url or ".." in path.split("/"):
+            return False
+        return any(
+            origin == (each.scheme, each.hostname, each.port)
+            and (path.startswith(each.path.rstrip("/") + "/") or path == each.path)
+            for each in self._urls
+        )
+
+    async def _fetch(self, url: str) -> bytes:
+        """Fetch an allowed URL; a redirection could lead elsewhere and is refused."""
+        if not self._is_allowed(url):
+            raise RejectedRequest(
+                "not below a URL that `legato mcp --allow-url` names",
+                field="image_url",
+                code="forbidden",
+            )
+        data = bytearray()
+        try:
+            async with (
+                asyncio.timeout(_FETCH_TIMEOUT),
+                httpx2.AsyncClient(follow_redirects=False, trust_env=False) as client,
+                client.stream("GET", url) as response,
+            ):
+                if response.status_code != httpx2.codes.OK:
+                    problem = f"answered with HTTP status {response.status_code}"
+                    raise RejectedRequest(problem, field="image_url")
+                async for piece in response.aiter_raw():
+                    data += piece
+                    if len(data) > MAX_MESSAGE_BYTES:
+                        raise _too_large("image_url")
+        except TimeoutError:
+            problem = f"did not arrive within {_FETCH_TIMEOUT:g} s"
+            raise RejectedRequest(problem, field="image_url") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            problem = f"cannot be fetched: {type(error).__name__} {error}"
+            raise RejectedRequest(problem, field="image_url") from None
+        return bytes(data)
+
+
+def _too_large(field: str) -> RejectedRequest:
+    return RejectedRequest(
+        f"has more than {MAX_MESSAGE_BYTES} bytes", field=field, code="image_too_large"
+    )
+
+
+# ---------------------------------------------------------------- tools
+
+
+class ToolServer:
+    """The tools in front of a Legato server."""
+
+    def __init__(self, backend: Backend, sources: ImageSources) -> None:
+        self._backend = backend
+        self._sources = sources
+        self._calls = asyncio.Semaphore(_MAX_CALLS)
+        self._tools = [_tool(name, kind) for name, kind in TOOLS.items()]
+        self.server: Server[Any] = Server(
+            "legato",
+            version=version(),
+            instructions=_INSTRUCTIONS,
+            on_list_tools=self._list,
+            on_call_tool=self._call,
+        )
+
+    async def serve_standard_input(self) -> None:
+        """Serve one client until it closes standard input."""
+        async with (
+            self._backend.client,
+            self._backend.probe,
+            stdio_server() as (received, sent),
+        ):
+            await self.server.run(received, sent, self.server.create_initialization_options())
+
+    async def _list(
+        self, _context: ServerRequestContext[Any], _params: types.PaginatedRequestParams | None
+    ) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=self._tools)
+
+    async def _call(
+        self, _context: ServerRequestContext[Any], params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
+        """Run a tool. What is wrong with its arguments is a result, which a model can read."""
+        kind = TOOLS.get(params.name)
+        if kind is None:
+            names = ", ".join(TOOLS)
+            raise MCPError(
+                types.INVALID_PARAMS, f"no tool is called {params.name!r}; there are {names}"
+            )
+        try:
+            arguments = msgspec.convert(params.arguments or {}, kind)
+        except msgspec.ValidationError as error:
+            message, field = bodies.explained(str(error))
+            return _failed(RejectedRequest(message, field=field), {})
+        async with self._calls:
+            return await self._run(arguments)
+
+    async def _run(self, arguments: ToolArguments) -> types.CallToolResult:
+        name = "image_path"
+        try:
+            image, name = await self._sources.load(arguments)
+            result = await operations.ask(
+                self._backend.client, image, arguments.task(), Options(), self._backend.timeout
+            )
+        except (RejectedRequest, LegatoError) as error:
+            return _failed(error, {"image": name})
+        answer = moondream_api.answer_of(result)
+        text = msgspec.json.encode(answer).decode()
+        content: list[types.ContentBlock] = [types.TextContent(type="text", text=text)]
+        if isinstance(arguments, DrawnArguments) and arguments.annotate and image is not None:
+            content.append(await asyncio.to_thread(_drawing, image, result))
+        return types.CallToolResult(content=content, structured_content=msgspec.to_builtins(answer))
+
+
+def _failed(
+    error: RejectedRequest | LegatoError, members: Mapping[str, str]
+) -> types.CallToolResult:
+    told = document_of(error, members).error
+    place = f"{told.param}: " if told.param else ""
+    text = f"{told.code}: {place}{told.message}"
+    return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=True)
+
+
+def _drawing(image: bytes, result: Result) -> types.ImageContent:
+    """Draw the result; the Legato server has checked the image's size."""
+    drawn = draw.annotate(image, draw.marks_of(result))
+    drawn.thumbnail((MAX_SIDE, MAX_SIDE))
+    written = io.BytesIO()
+    drawn.save(written, "JPEG", quality=85)
+    data = base64.b64encode(written.getvalue()).decode()
+    return types.ImageContent(type="image", data=data, mime_type="image/jpeg")
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class Endpoint:
+    """Streamable HTTP without sessions: each request has the token of its own caller.
+
+    On loopback foreign names in Host and Origin are refused, so that no page in a browser that
+    calls itself by another name reaches the tools.
+    """
+
+    def __init__(self, tools: ToolServer, backend: Backend, listen: Listen) -> None:
+        names = ["localhost:*", "127.0.0.1:*", "[::1]:*"] if listen.is_local else []
+        self._backend = backend
+        self._manager = StreamableHTTPSessionManager(
+            tools.server,
+            json_response=True,
+            stateless=True,
+            max_request_body_size=bodies.MAX_BODY_BYTES,
+            security_settings=TransportSecuritySettings(
+                enable_dns_rebinding_protection=listen.is_local,
+                allowed_hosts=names,
+                allowed_origins=[f"http://{each}" for each in names],
+            ),
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._manager.run():
+            yield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose body is bounded and read after its token was accepted."""
+        request = Request(scope, receive)
+        try:
+            async with self._backend.bodies.holding(
+                request, bodies.MAX_BODY_BYTES, is_json=True
+            ) as data:
+                await self._manager.handle_request(scope, _replayed(bytes(data), receive), send)
+        except (RejectedRequest, LegatoError) as error:
+            await response_of(error)(scope, receive, send)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return rest.pop() if rest else await receive()
+
+    return replay
+
+
+def route(tools: ToolServer, backend: Backend, listen: Listen) -> BackgroundRoute:
+    endpoint = Endpoint(tools, backend, listen)
+    return BackgroundRoute(PATH, endpoint, methods=["POST"], background=endpoint.running)
