@@ -174,6 +174,7 @@ inline void prefetch_bulk(const void*, u32) {}
 
 // Shared memory.
 
+inline uint4 load_matrices(const void* row) { return host::load_matrices<false>(row); }
 inline uint4 load_transposed(const void* row) { return host::load_matrices<true>(row); }
 inline u32 load_acquire_shared(const u32* address) { return host::load_when_changed(address); }
 inline void store_release_shared(u32* address, u32 v) { atomicExch(address, v); }

@@ -14,6 +14,7 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels import pages
+from legato_engine.kernels.cuda import fused_attention
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_TOKENS,
@@ -28,6 +29,7 @@ from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
 from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
+from tests.emulator.module import EmulatedModule
 from tests.emulator.small import CPU
 from tests.engine.speculative.histories import row_history
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side
@@ -49,6 +51,26 @@ GROUPS = (1, 2, 8)
 def test_sampled_tokens_are_those_of_the_definition(vocab: int, batch: int, offsets: range) -> None:
     """By one thread block, and by a cluster of up to four."""
     tokens_are_those_of_the_definition(vocab, batch, offsets, CPU)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim"),
+    [(65, 72), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((140, 72), (100, 64)))],
+)
+def test_attention_of_warps_is_that_of_float64(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, dim: int
+) -> None:
+    """Full blocks of keys and a last one that is not; queries beyond the tokens write nothing."""
+    monkeypatch.setattr(fused_attention, "Module", EmulatedModule)
+    torch.manual_seed(0)
+    heads_BT3HE = torch.randn(2, tokens, 3, 2, dim).bfloat16()
+    q_BTHE, k_BTHE, v_BTHE = (heads_BT3HE.select(2, i) for i in range(3))
+    kernel = fused_attention.WarpAttention(fused_attention.warp_defines(dim, 2, tokens))
+    ours_BHTE = kernel(q_BTHE, k_BTHE, v_BTHE).double().transpose(1, 2)
+    q_BHTE, k_BHTE, v_BHTE = (x.double().transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHE))
+    weights_BHTT = (q_BHTE @ k_BHTE.transpose(2, 3) / dim**0.5).softmax(-1)
+    truth_BHTE = weights_BHTT @ v_BHTE
+    assert (ours_BHTE - truth_BHTE).norm() < 0.005 * truth_BHTE.norm()
 
 
 @pytest.mark.usefixtures("portable_gpu")

@@ -1,4 +1,4 @@
-"""On Hopper: fused attention is what float64 gives, and a sequence's bits are its own.
+"""Fused attention is what float64 gives, and a sequence's bits are its own.
 
 Shape legend: B sequences, T tokens, H heads, E head dim.
 """
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import fused_attention
+from legato_engine.kernels.cuda.capability import Kernels, runs
 
 CUDA = torch.device("cuda", 0)
 SIZES = [(729, 16, 72), (730, 32, 64), (129, 3, 72), (256, 2, 64), (768, 5, 72), (1000, 4, 64)]
@@ -18,16 +19,21 @@ SIZES = [(729, 16, 72), (730, 32, 64), (129, 3, 72), (256, 2, 64), (768, 5, 72),
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs Hopper's warpgroup products",
+        not torch.cuda.is_available() or not runs(Kernels.TOWER_ATTENTION, CUDA),
+        reason="needs a GPU of compute capability 8.0 or later",
     ),
 ]
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _inference():
+@pytest.fixture(autouse=True, params=["warpgroups", "warps"])
+def _inference(request, monkeypatch):
+    """By either kernel."""
+    if request.param == "warps":
+        monkeypatch.setattr(fused_attention, "has_warpgroups", lambda _: False)
+    elif not fused_attention.has_warpgroups(CUDA):
+        pytest.skip("needs Hopper's warpgroup products")
     torch.manual_seed(0)
     with torch.inference_mode():
         yield

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from legato_engine.kernels.cuda.fused_attention import SOURCE, cut_tiles, defines, shared_bytes
+from legato_engine.kernels.cuda.capability import gpu_of_arch
+from legato_engine.kernels.cuda.fused_attention import (
+    SOURCE,
+    WARP_SOURCE,
+    cut_tiles,
+    defines,
+    shared_bytes,
+    warp_defines,
+    warp_shared,
+)
 from legato_engine.kernels.cuda.module import compile_source
 
 from tests.engine.kernels.test_compiler import has_nvrtc
-from tests.engine.kernels.test_decode_source import usages
+from tests.engine.kernels.test_decode_source import ARCHS, usages
 
 MOST_SHARED = 227 * 1024  # bytes of a thread block on Hopper
 FEW = 256
@@ -24,6 +33,21 @@ def test_nothing_is_kept_in_local_memory(tmp_path, monkeypatch, head_dim, num_he
     # Between two blocks of keys there is no loop to speak of, and a compiler may plan less well.
     assert found["fused_attention"].stack <= (128 if num_tokens < FEW else 0)
     assert shared_bytes(constants) + found["fused_attention"].static <= MOST_SHARED
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
+@pytest.mark.parametrize(("head_dim", "num_heads", "num_tokens"), SIZES[:2])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_kernel_of_warps_stays_in_registers(
+    tmp_path, monkeypatch, arch, head_dim, num_heads, num_tokens
+):
+    """On every architecture; two thread blocks share a multiprocessor."""
+    monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
+    constants = warp_defines(head_dim, num_heads, num_tokens)
+    found = usages(compile_source(WARP_SOURCE, constants, arch))["warp_attention"]
+    assert found.stack == 0
+    assert found.registers <= 255
+    assert 2 * (warp_shared(head_dim) + found.static) <= gpu_of_arch(arch).shared
 
 
 @pytest.mark.parametrize("tokens", [129, 729, 730, 1000])

@@ -79,7 +79,14 @@ class Kernels(enum.Enum):
     """Groups of kernels, with the features that each uses."""
 
     STEPS = "decode steps, sampling, values, drafts and adapters", _STEPS
-    TOWER_ATTENTION = "attention of the vision tower", _TENSOR_COPIES | {Feature.WGMMA}
+    TOWER_ATTENTION = (
+        "attention of the vision tower",
+        frozenset({Feature.MMA, Feature.ASYNC_COPIES}),
+    )
+    TOWER_WARPGROUPS = (
+        "attention of the vision tower by warpgroups",
+        _TENSOR_COPIES | {Feature.WGMMA},
+    )
     TOWER_PRODUCTS = "products of the vision tower with tile counters", frozenset({Feature.WGMMA})
     TOWER_FP8 = "vision tower in fp8", frozenset({Feature.FP8_MMA})
     GROUPED_EXPERTS = "grouped products of experts", _TENSOR_COPIES

@@ -1,4 +1,4 @@
-"""Attention of every token to every token of its sequence, by Hopper's warpgroup products.
+"""Attention of every token to every token of its sequence, by products of warpgroups or of warps.
 
 Shape legend: B sequences, T tokens, H heads, E head dim.
 """
@@ -12,7 +12,7 @@ import torch
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Module, TensorMap, tensor_map
 
-SOURCE = "fused_attention.cu"
+SOURCE, WARP_SOURCE = "fused_attention.cu", "warp_attention.cu"
 
 _HEAD_DIMS = (64, 72)
 _ALIGNMENT = 16  # bytes of a copy
@@ -79,6 +79,40 @@ class FusedAttention:
         return tensor_map(x_BTHE, (1, self._box, 1, dims))
 
 
+_WARP_KEYS = 64
+_WARP_QUERIES = 128  # of a thread block
+_WARP_THREADS = 128
+
+
+def warp_defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
+    return {"HEAD": head_dim, "HEADS": num_heads, "TOKENS": num_tokens, "KEYS": _WARP_KEYS}
+
+
+def warp_shared(head_dim: int) -> int:
+    """Bytes of shared memory: two blocks of keys and values."""
+    stride = -(-head_dim // 16) * 16 + 8
+    return 2 * 2 * _WARP_KEYS * stride * 2
+
+
+class WarpAttention:
+    """The kernel of warps' products, for one shape of sequences."""
+
+    def __init__(self, constants: dict[str, int]) -> None:
+        shared = warp_shared(constants["HEAD"])
+        self._kernel = Module(WARP_SOURCE, constants).kernel("warp_attention", shared=shared)
+
+    def __call__(
+        self, q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
+    ) -> torch.Tensor:
+        count, tokens, heads, _ = q_BTHE.shape
+        out_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
+        sequence, token = q_BTHE.stride()[:2]
+        grid = (count * heads * -(-tokens // _WARP_QUERIES), 1, 1)
+        operands = (q_BTHE, k_BTHE, v_BTHE, out_BTHE, token, sequence)
+        self._kernel.launch(grid, _WARP_THREADS, operands, overlap=True)
+        return out_BTHE
+
+
 @functools.cache
 def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
     """Return the number of tiles, and how many of them (of the first heads) are wide.
@@ -117,7 +151,12 @@ def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor)
 
 def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
     tokens, heads, head_dim = q_BTHE.shape[1:]
-    return _compiled(head_dim, heads, tokens, q_BTHE.device)(q_BTHE, k_BTHE, v_BTHE)
+    kernel = _compiled(head_dim, heads, tokens, q_BTHE.device, has_warpgroups(q_BTHE.device))
+    return kernel(q_BTHE, k_BTHE, v_BTHE)
+
+
+def has_warpgroups(device: torch.device) -> bool:
+    return runs(Kernels.TOWER_WARPGROUPS, device)
 
 
 def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
@@ -127,7 +166,9 @@ def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
 
 @functools.cache
 def _compiled(
-    head_dim: int, num_heads: int, num_tokens: int, device: torch.device
-) -> FusedAttention:
+    head_dim: int, num_heads: int, num_tokens: int, device: torch.device, by_warpgroups: bool
+) -> FusedAttention | WarpAttention:
     with torch.cuda.device(device):
-        return FusedAttention(defines(head_dim, num_heads, num_tokens))
+        if by_warpgroups:
+            return FusedAttention(defines(head_dim, num_heads, num_tokens))
+        return WarpAttention(warp_defines(head_dim, num_heads, num_tokens))

@@ -227,7 +227,14 @@ __device__ __forceinline__ void store_release_shared(u32* address, u32 v) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(address)), "r"(v) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values, transposed; a lane names 16 bytes of one row.
+// Four 8 x 8 matrices of 16-bit values; a lane names 16 bytes of one row.
+__device__ __forceinline__ uint4 load_matrices(const void* row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
+  return v;
+}
+// The same, transposed.
 __device__ __forceinline__ uint4 load_transposed(const void* row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -288,11 +295,16 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
                : "memory");
 }
-// `bytes` of 16, and zeros; `barrier_arrive_copied` arrives after them.
+// `bytes` of 16, and zeros; `barrier_arrive_copied` arrives after them. Where the driver compiles PTX there is no policy: with one and a
+// uniform address it makes an instruction that no GPU has.
 __device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes, u64 policy) {
+#if HAS_BULK_COPIES
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "l"(policy)
                : "memory");
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+#endif
 }
 __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
