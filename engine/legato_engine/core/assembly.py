@@ -12,7 +12,7 @@ import structlog
 import torch
 from PIL import Image
 
-from legato_engine.config import EngineConfig, check
+from legato_engine.config import RESIDENT_PATH, EngineConfig, check
 from legato_engine.core.adapters import AdapterStore
 from legato_engine.core.engine_core import EngineCore
 from legato_engine.core.leases import LeaseHandler
@@ -267,7 +267,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         dtype,
         vision_fp8=config.vision_dtype == "fp8",
         kv_dtype=config.kv_dtype,
-        weight_dtype=_weight_dtype(config.weight_dtype, device),
+        weight_dtype=_weight_dtype(config, device),
         cpu_kernels=config.cpu_kernels,
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
@@ -390,7 +390,10 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
     return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
 
 
-def _weight_dtype(name: str, device: Device) -> str:
+def _weight_dtype(config: EngineConfig, device: Device) -> str:
+    name = config.weight_dtype
+    if name == "auto" and config.decode_path == RESIDENT_PATH:
+        return "model"  # which the resident kernel reads
     if name in ("packed", "fp8") and device.torch_device.type == "cpu":
         problem = f"weights in {name} need a GPU, not {device.name}: use int8 or model"
         raise InvalidField(problem, field="weight_dtype")

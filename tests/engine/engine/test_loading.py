@@ -85,9 +85,16 @@ def test_weights_that_only_gpus_have_are_refused_on_a_cpu(kind):
     """By name of the setting, of the device and of what to use instead."""
     cpu = types.SimpleNamespace(torch_device=torch.device("cpu"), name="cpu")
     with pytest.raises(InvalidField, match=f"{kind} need a GPU, not cpu: use int8") as caught:
-        assembly._weight_dtype(kind, cpu)
+        assembly._weight_dtype(EngineConfig(weight_dtype=kind), cpu)
     assert caught.value.metadata["field"] == "weight_dtype"
-    assert assembly._weight_dtype("auto", cpu) == "auto"
+    assert assembly._weight_dtype(EngineConfig(), cpu) == "auto"
+
+
+def test_the_resident_path_keeps_the_weights_that_its_kernel_reads():
+    """One copy of packed weights is not chosen where the path that needs the others is."""
+    gpu = types.SimpleNamespace(torch_device=torch.device("cuda"), name="gpu")
+    assert assembly._weight_dtype(EngineConfig(decode_path="resident"), gpu) == "model"
+    assert assembly._weight_dtype(EngineConfig(), gpu) == "auto"
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):

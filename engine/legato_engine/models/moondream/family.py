@@ -31,6 +31,10 @@ Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
 """Reads the files of a source; the preset is for files without a configuration."""
 
 
+_LARGE_COPY = 1 << 30
+"""Bytes of a copy of the decoder's maps from which there is only one by default."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoondreamBundle:
     """A `ModelBundle`; `weights` None: random weights."""
@@ -90,16 +94,17 @@ class MoondreamBundle:
 def _packs(weight_dtype: str, network: Network, device: torch.device) -> str | None:
     """Return how a GPU packs the decoder's maps, or None if it keeps the checkpoint's tensors.
 
-    The resident kernel reads these; where it does not run they would be a second copy.
+    The resident kernel reads these; where it does not run, or for a large model, they would be a
+    second copy that is not worth its memory.
     """
     from legato_engine.kernels.step import KINDS, has_resident_kernel, has_step_kernels
 
     if weight_dtype in KINDS:
         return weight_dtype
-    plain = network.text.cannot_quantise() is None and has_step_kernels(device)
-    return (
-        "packed" if plain and weight_dtype == "auto" and not has_resident_kernel(device) else None
-    )
+    if weight_dtype != "auto" or not has_step_kernels(device) or network.text.cannot_quantise():
+        return None
+    copied = sum(weight.nbytes for weight in network.text.blocks.parameters())
+    return None if has_resident_kernel(device) and copied < _LARGE_COPY else "packed"
 
 
 def find(source: ModelSource) -> ModelBundle:
