@@ -1,10 +1,13 @@
-"""Decode steps by architecture and weight format: milliseconds of a captured step, and memory."""
+"""Decode steps by architecture and weight format: milliseconds of a captured step, and memory.
+
+With `--image` also those of an image's embeddings.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from legato_engine.kernels.cuda import capability
@@ -15,6 +18,7 @@ from benchmarks.decode.step_bench import Bench
 
 FORMATS = ("bf16", "packed", "fp8", "int8", "int4")
 ROWS = (1, 8, 32)
+CROPS, TILING = 9, (2, 4)  # of 850 x 600 pixels
 _REPLAYS, _ROUNDS = 20, 7
 
 
@@ -23,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks portable", description=__doc__)
     parser.add_argument("--weights", nargs="+", choices=FORMATS, default=FORMATS[:1])
     parser.add_argument("--kv8", action="store_true", help="keys and values in e4m3")
+    parser.add_argument("--image", action="store_true", help="and an image's way through the tower")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--name", default="portable", help="of the record")
     arguments = parser.parse_args(argv)
@@ -35,13 +40,18 @@ def main(argv: Sequence[str]) -> int:
     figures = {
         "gpu": torch.cuda.get_device_name(),
         "kernels": gpu.arch(),
+        "image_ms": image_ms(next(iter(_benches.values()))) if arguments.image else None,
         "command": ["python", "-m", "benchmarks", "portable", *argv],
         "rows": rows,
     }
     title = f"Captured steps of Moondream 2's shape, 850 positions: {gpu.arch()}"
     columns = ("weights", "kv", "rows", "ms", "GiB")
     table = [[str(row[column]) for column in columns] for row in rows]
-    record.write(arguments.name, title, figures, [record.table(columns, table)])
+    tables = [record.table(columns, table)]
+    if arguments.image:
+        image = [[str(CROPS), str(figures["image_ms"])]]
+        tables.append(record.table(("crops of an image", "tower and projection, ms"), image))
+    record.write(arguments.name, title, figures, tables)
     return 0
 
 
@@ -67,13 +77,27 @@ def _measured(weights: str, rows: int, *, kv8: bool) -> dict[str, object]:
 def step_ms(bench: Bench, inputs: StepInputs) -> float:
     """Return the median of a captured step's replays."""
     hidden_BD, logits_BV = bench.empty(len(inputs.row_B))
+    found = _replay_ms(lambda: bench.kernels.forward(inputs, hidden_BD, logits_BV))
+    assert logits_BV.isfinite().all(), "a step is broken"
+    return found
+
+
+def image_ms(bench: Bench) -> float:
+    """Return the median of a captured image's replays: the tower and the projection."""
+    side = bench.config.vision.crop_size
+    pixels = torch.randint(0, 256, (CROPS, side, side, 3), dtype=torch.uint8, device="cuda")
+    with torch.inference_mode():
+        return _replay_ms(lambda: bench.network.vision(pixels, TILING))
+
+
+def _replay_ms(work: Callable[[], object]) -> float:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
     with torch.cuda.stream(stream):
-        bench.kernels.forward(inputs, hidden_BD, logits_BV)
+        work()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            bench.kernels.forward(inputs, hidden_BD, logits_BV)
+            work()
         times = []
         for _ in range(_ROUNDS):
             begin, end = _event(), _event()
@@ -83,7 +107,6 @@ def step_ms(bench: Bench, inputs: StepInputs) -> float:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / _REPLAYS)
-    assert logits_BV.isfinite().all(), "a step is broken"
     return float(round(statistics.median(times), 4))
 
 

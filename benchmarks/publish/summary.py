@@ -2,7 +2,8 @@
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
 `loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, for up to 8
-streams. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
+streams. `portable_ms` are steps of PTX of compute_80, `device_memory_gib` is beside the KV cache,
+of packed weights. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
 the slowest kind of task without drafts, `detect_over_text` of the worst number of streams.
 `hop_ms` is of one blocking client, of three tokens, with the image sent as bytes. Images are
 charts, except in figures whose names end with `_photo`. `sources` names the record, the commit and
@@ -23,6 +24,7 @@ RESIDENT_STREAMS = (1, 8)
 DRAFTED = " tokens a row"  # ends the names of the tick's rows with draft tokens
 OUTPUT = "summary.json"
 PHOTOS = "e2e_photos"
+PORTABLE, FORMATS, FORMATS_KV8 = "portable", "portable_formats", "portable_formats_kv8"
 
 # The record of each figure.
 SOURCES = {
@@ -34,6 +36,11 @@ SOURCES = {
     "detect_over_text": "decode",
     "loop_ms": "loops",
     "resident_ms": "loops",
+    "portable_ms": PORTABLE,
+    "fp8_ms": FORMATS,
+    "fp8_kv8_ms": FORMATS_KV8,
+    "int4_kv8_ms": FORMATS_KV8,
+    "device_memory_gib": FORMATS,
     "e2e_p50_ms_new": "e2e",
     "e2e_p50_ms_cached": "e2e",
     "req_per_s_64_new": "e2e",
@@ -83,6 +90,13 @@ def _figures_of(records: Records) -> dict[str, Any]:
         "loop_ms": _by_streams(_steps(records, "loop"), lambda row: row["loop"]["ms"]),
         "resident_ms": _by_streams(
             _steps(records, "resident"), lambda row: row["resident"]["ms"], RESIDENT_STREAMS
+        ),
+        "portable_ms": _formats(records, PORTABLE, "bf16"),
+        "fp8_ms": _formats(records, FORMATS, "fp8"),
+        "fp8_kv8_ms": _formats(records, FORMATS_KV8, "fp8"),
+        "int4_kv8_ms": _formats(records, FORMATS_KV8, "int4"),
+        "device_memory_gib": _only(
+            row["GiB"] for row in _rows(records, FORMATS) if row["weights"] == "packed"
         ),
         "e2e_p50_ms_new": _e2e(records, "new", 1, "p50"),
         "e2e_p50_ms_cached": _e2e(records, "cached", 1, "p50"),
@@ -157,6 +171,12 @@ def _by_streams(
     streams: Sequence[int] = STREAMS,
 ) -> dict[str, float | None]:
     return {str(n): figure(rows[n]) if n in rows else None for n in streams}
+
+
+def _formats(records: Records, name: str, weights: str) -> dict[str, float | None]:
+    """Steps of one weight format, by number of rows."""
+    rows = {row["rows"]: row for row in _rows(records, name) if row["weights"] == weights}
+    return _by_streams(rows, lambda row: row["ms"])
 
 
 def _e2e(
