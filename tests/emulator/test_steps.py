@@ -11,6 +11,7 @@ import itertools
 
 import msgspec
 import pytest
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.models.moondream.config import (
     ARCHITECTURE_3,
     Gelu,
@@ -107,6 +108,20 @@ def test_a_step_without_hoppers_features_is_as_exact_as_torch(name: str, batch: 
     portable = world_of(CONFIGS[name], CPU, e4m3="e4m3" in name, kv8=name.endswith("kv8"))
     test_kernels.a_step_is_as_exact_as_torch(portable, batch)
     test_kernels.a_row_has_the_same_bits_in_any_batch(portable, (9,))
+
+
+@pytest.mark.usefixtures("portable_gpu")
+@pytest.mark.parametrize(
+    "batch", [9, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (5, 32))]
+)
+def test_inputs_in_two_rounds_are_as_exact_as_torch(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """The first half of all inputs in registers; a token's bits are those that it has alone."""
+    monkeypatch.setattr(skinny_gemm, "held_rounds", lambda inputs, *_: 1 + (inputs > 512))
+    halved = world_of(plain(SMALL | {"dim": 768, "num_heads": 12}), CPU)
+    test_kernels.a_step_is_as_exact_as_torch(halved, batch)
+    test_kernels.a_row_has_the_same_bits_in_any_batch(halved, (9,))
 
 
 @pytest.mark.parametrize(

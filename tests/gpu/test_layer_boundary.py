@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from legato_engine.kernels.cuda import module
-from legato_engine.kernels.cuda.decoder import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
+from legato_engine.kernels.cuda.decoder import MOST_TOKENS, LayerBoundary
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.decode_step import MoondreamStep
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-ONE_ROW = [(1, count) for count in range(FEWEST_TOKENS, MOST_TOKENS + 1)]
+ONE_ROW = [(1, count) for count in range(1, MOST_TOKENS + 1)]
 SEVERAL = [(2, 1), (2, 3), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)]
 
 

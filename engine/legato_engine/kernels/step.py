@@ -66,7 +66,6 @@ __all__ = [
     "WeightKind",
     "has_resident_kernel",
     "has_step_kernels",
-    "packs_narrow_maps",
     "quantised_head",
     "quantised_layer",
     "supports_decoder",
@@ -93,11 +92,6 @@ def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dty
 
 def has_step_kernels(device: torch.device) -> bool:
     return runs(Kernels.STEPS, device)
-
-
-def packs_narrow_maps(device: torch.device) -> bool:
-    """Return whether packed maps may leave some warps of a stage without inputs."""
-    return runs(Kernels.GROUPED_EXPERTS, device)
 
 
 def has_resident_kernel(device: torch.device) -> bool:

@@ -377,3 +377,12 @@ def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
     texts = module.sources() | {"probe.cu": probe}
     monkeypatch.setattr(module, "sources", lambda: texts)
     module.compile_source("probe.cu", {}, "sm_90")
+
+
+def test_portable_copies_have_no_policy(cache):
+    """The driver's compiler makes an illegal instruction of one with a policy."""
+    defines = head_defines(320, 1536, 1, WeightKind.INT8)
+    code = module.compile_source("head.cu", defines, "compute_80").decode()
+    copies = [line for line in code.splitlines() if "cp.async.cg" in line]
+    assert copies
+    assert not [line for line in copies if "cache_hint" in line]

@@ -217,7 +217,6 @@ def test_the_header_has_the_same_numbers():
     assert header["INPUT_BARRIERS"] == skinny_gemm.INPUT_BARRIERS
     header = constants("block_map.cuh")
     assert header["SUM_BARRIERS"] == skinny_gemm.SUM_BARRIERS
-    assert header["FINISHERS"] == skinny_gemm.FINISHERS
 
 
 def test_attention_has_the_same_numbers():

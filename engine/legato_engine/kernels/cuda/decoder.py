@@ -82,20 +82,22 @@ class Form(NamedTuple):
 
     Thread blocks of a cluster read the inputs of `layer_in` once (`x_cluster`). `spread` thread
     blocks have a part each of the inputs of `layer_out`, for as many blocks of its rows, and those
-    of a cluster (`out_cluster`) read the same part once.
+    of a cluster (`out_cluster`) read the same part once. Inputs of `layer_in` come in `rounds`.
     """
 
     tiles: int
     x_cluster: int
     spread: int
     out_cluster: int
+    rounds: int = 1
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
-    shared = skinny_gemm.cluster(batch)
-    spread = sizes.parts if shared > 1 else 1
+    shared, tiles = skinny_gemm.cluster(batch), skinny_gemm.tiles_for(batch)
+    spread = sizes.parts if batch >= skinny_gemm.SHARED_FROM else 1
     out_cluster = shared if spread > 1 and sizes.dim % (16 * spread * shared) == 0 else 1
-    return Form(skinny_gemm.tiles_for(batch), shared, spread, out_cluster)
+    rounds = skinny_gemm.held_rounds(sizes.dim, tiles, sizes.weight_kind)
+    return Form(tiles, shared if rounds == 1 else 1, spread, out_cluster, rounds)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
@@ -144,7 +146,10 @@ class LogitsHead:
     ) -> None:
         self._dim, self._kind = dim, kind
         self._stages = stages = skinny_gemm.fitting(
-            stages, lambda tiles, depth: skinny_gemm.whole_shared(dim, 8 * tiles, depth, kind), kind
+            stages,
+            lambda tiles, depth: skinny_gemm.whole_shared(dim, 8 * tiles, depth, kind),
+            dim,
+            kind,
         )
         self.max_tokens = skinny_gemm.most_tokens(stages)
         self._grid = skinny_gemm.even_grid(num_outputs // 16)
@@ -159,9 +164,10 @@ class LogitsHead:
         batch = x_BD.shape[0]
         tiles = skinny_gemm.tiles_for(batch)
         stages = self._stages[tiles]
+        rounds = skinny_gemm.held_rounds(self._dim, tiles, self._kind)
         self._kernels[tiles].launch(
             (self._grid, 1, 1),
-            skinny_gemm.FINISHING,
+            skinny_gemm.finishing_threads(rounds),
             (x_BD, weights.weights, weights.scales, weights.folded, logits_BV, batch, stages),
             shared=skinny_gemm.whole_shared(self._dim, batch, stages, self._kind),
             overlap=True,
@@ -171,7 +177,13 @@ class LogitsHead:
 def head_defines(
     dim: int, num_outputs: int, tiles: int, kind: WeightKind = WeightKind.BF16
 ) -> dict[str, int]:
-    return {"DIM": dim, "VOCAB": num_outputs, "WEIGHTS": int(kind), "TILES": tiles}
+    return {
+        "DIM": dim,
+        "VOCAB": num_outputs,
+        "WEIGHTS": int(kind),
+        "TILES": tiles,
+        "ROUNDS": skinny_gemm.held_rounds(dim, tiles, kind),
+    }
 
 
 # ---------------------------------------------------------------- layer boundary
@@ -183,9 +195,8 @@ def head_defines(
 #
 # Shape legend as in `decoder`, but F inner width and D, L layers.
 
-FEWEST_TOKENS = 2
 MOST_TOKENS = 8
-"""One token, and more than this, take a kernel for each end of a layer."""
+"""More take a kernel for each end of a layer."""
 STAGES = 8
 """Depth of the ring of weights in bf16; of fewer bits it is as many times deeper."""
 
@@ -202,7 +213,7 @@ class LayerBoundary:
     def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
         blocks = (3 * sizes.dim + sizes.ff_dim) // 16
-        self._stages = STAGES * 16 // sizes.weight_kind.bits
+        self._stages = _boundary_stages(sizes)
         self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.clusters()), sizes.dim // 16)
         self._kernel = _kernel(sizes) if num_layers >= _FEWEST_LAYERS else None
         shape = num_layers, 2, 32
@@ -210,7 +221,7 @@ class LayerBoundary:
 
     def takes(self, batch: int) -> bool:
         there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
-        return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
+        return there and batch <= MOST_TOKENS
 
     def run(
         self,
@@ -294,12 +305,21 @@ def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
 
 def shared_bytes(sizes: DecoderSizes) -> int:
     """One ring serves both maps."""
-    width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
-    kind = sizes.weight_kind
-    ring = skinny_gemm.weight_ring(width, STAGES * 16 // kind.bits, kind)
+    stages, kind = _boundary_stages(sizes), sizes.weight_kind
+    ring = max(skinny_gemm.weight_ring(each, stages, kind) for each in _boundary_inputs(sizes))
     return ring + skinny_gemm.SUM_BARRIERS + sums
+
+
+def _boundary_inputs(sizes: DecoderSizes) -> tuple[int, int]:
+    """Inputs of either map that follow each other."""
+    return sizes.dim, sizes.mixed_dim // sizes.parts
+
+
+def _boundary_stages(sizes: DecoderSizes) -> int:
+    kind = sizes.weight_kind
+    return min(skinny_gemm.depth(STAGES, each, kind) for each in _boundary_inputs(sizes))
 
 
 def _kernel(sizes: DecoderSizes) -> Kernel | None:
@@ -484,7 +504,7 @@ class CudaDecoder:
         kernels = self._kernels[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
-            skinny_gemm.FINISHING,
+            skinny_gemm.finishing_threads(kernels.form.rounds),
             (
                 *(x_BD, weights.weights_in, weights.scales_in, weights.folded_in),
                 *(*angles, positions.row_B, positions.position_B, positions.table_RM),
@@ -535,12 +555,15 @@ def out_shared(sizes: DecoderSizes, form: Form, batch: int, stages: int) -> int:
     )
 
 
-def fitting_stages(sizes: DecoderSizes, stages: Stages) -> Stages:
-    """Cut the rings of the maps to the GPU's shared memory."""
+def fitting_stages(sizes: DecoderSizes, stages: Stages, rounds: int | None = None) -> Stages:
+    """Cut the rings of the maps to the GPU's shared memory.
+
+    `rounds` are those of a first map that always has as many.
+    """
     kind, head_kind = sizes.weight_kind, sizes.head_kind
 
     def into(tiles: int, depth: int) -> int:
-        return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth, kind)
+        return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth, kind, rounds)
 
     def head(tiles: int, depth: int) -> int:
         return skinny_gemm.whole_shared(sizes.dim, 8 * tiles, depth, head_kind)
@@ -550,9 +573,9 @@ def fitting_stages(sizes: DecoderSizes, stages: Stages) -> Stages:
 
     return dataclasses.replace(
         stages,
-        layer_in=skinny_gemm.fitting(stages.layer_in, into, kind),
-        layer_out=skinny_gemm.fitting(stages.layer_out, out, kind),
-        head=skinny_gemm.fitting(stages.head, head, head_kind),
+        layer_in=skinny_gemm.fitting(stages.layer_in, into, sizes.dim, kind),
+        layer_out=skinny_gemm.fitting(stages.layer_out, out, sizes.mixed_dim // sizes.parts, kind),
+        head=skinny_gemm.fitting(stages.head, head, sizes.dim, head_kind),
     )
 
 
@@ -567,4 +590,5 @@ def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
         "X_CLUSTER": form.x_cluster,
         "OUT_CLUSTER": form.out_cluster,
         "INPUT_STAGES": skinny_gemm.INPUT_STAGES[form.tiles],
+        "ROUNDS": form.rounds,
     }

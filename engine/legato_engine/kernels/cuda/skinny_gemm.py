@@ -34,15 +34,17 @@ class WeightKind(enum.IntEnum):
         scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0
         return 16 * chunk * self.bits // 8 + scales
 
+    def span(self, chunks: int) -> int:
+        """Chunks of a stage of the ring, of as many that follow each other."""
+        return 1 if self is WeightKind.BF16 else min(chunks, 2)
+
 
 WARPS = 8
 WORKERS = 32 * WARPS
 THREADS = WORKERS + 64
 """The workers, and a warp each that reads weights and inputs."""
-FINISHERS = 4
-"""Warps that finish what the workers multiplied, in kernels that hold all inputs."""
-FINISHING = WORKERS + 32 * (1 + FINISHERS)
-"""Threads of such a kernel, with a warp that reads weights."""
+FINISHERS = {1: 4, 2: 3}
+"""Warps that finish what the workers multiplied, in kernels that hold all inputs, by rounds."""
 TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
@@ -67,7 +69,9 @@ INPUT_BARRIERS = 128
 _MOMENT = 8
 _STATIC = 384  # bytes of shared memory, at most, that kernels have beside the dynamic ones
 _FEWEST_STAGES = 2
-_SHARED_FROM = 3  # tokens, from which sharing inputs pays off
+_ENOUGH_STAGES = 3
+SHARED_FROM = 3
+"""Tokens from which sharing inputs pays off."""
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
 
@@ -92,7 +96,7 @@ def num_parts(inputs: int, outputs: int) -> int:
 
 def cluster(batch: int) -> int:
     """Thread blocks that share inputs; 1 on GPUs without clusters."""
-    return clusters() if batch >= _SHARED_FROM else 1
+    return clusters() if batch >= SHARED_FROM else 1
 
 
 def clusters() -> int:
@@ -102,22 +106,31 @@ def clusters() -> int:
 def fitting(
     stages: Mapping[int, int],
     size: Callable[[int, int], int],
+    inputs: int = 0,
     kind: WeightKind = WeightKind.BF16,
 ) -> dict[int, int]:
     """Cut the depths of rings to the GPU's shared memory.
 
-    `stages` are the depths in bf16 by tiles, of fewer bits as many more; `size(tiles, depth)` are
-    the bytes that a kernel takes. Tiles that do not fit are left out.
+    `stages` are the depths in bf16 by tiles, of fewer bits with about as many bytes; `inputs` of a
+    row follow each other; `size(tiles, depth)` are the bytes that a kernel takes. Tiles that do not
+    fit are left out.
     """
     most = capability.current_gpu().shared - _STATIC
     fit = {}
     for tiles, depth_in_bf16 in stages.items():
-        wanted = depth_in_bf16 * 16 // kind.bits
+        wanted = depth(depth_in_bf16, inputs, kind)
         depths = range(wanted, min(wanted, _FEWEST_STAGES) - 1, -1)
-        depth = next((each for each in depths if size(tiles, each) <= most), 0)
-        if depth:
-            fit[tiles] = depth
+        found = next((each for each in depths if size(tiles, each) <= most), 0)
+        if found:
+            fit[tiles] = found
     return fit
+
+
+def depth(depth_in_bf16: int, inputs: int, kind: WeightKind) -> int:
+    """Return the stages with about as many bytes as those of bf16."""
+    if kind is WeightKind.BF16:
+        return depth_in_bf16
+    return depth_in_bf16 * 16 // (kind.bits * kind.span(inputs // chunk(inputs)))
 
 
 def most_tokens(*fitted: Mapping[int, int]) -> int:
@@ -125,11 +138,32 @@ def most_tokens(*fitted: Mapping[int, int]) -> int:
     return 8 * min(max(each) for each in fitted)
 
 
-def whole_shared(inputs: int, batch: int, stages: int, kind: WeightKind = WeightKind.BF16) -> int:
+def whole_shared(
+    inputs: int,
+    batch: int,
+    stages: int,
+    kind: WeightKind = WeightKind.BF16,
+    rounds: int | None = None,
+) -> int:
     """Return the bytes of shared memory for all tokens' inputs and their moments."""
-    held = INPUT_BARRIERS + columns(batch) * (inputs + PAD) * 2
+    width = chunk(inputs)
+    parts = held_rounds(inputs, tiles_for(batch), kind) if rounds is None else rounds
+    held_inputs = -(-(inputs // width) // parts) * width
+    held = INPUT_BARRIERS + columns(batch) * (held_inputs + PAD) * 2
     beside = SUM_BARRIERS + block_sums(batch) + 8 * tiles_for(batch) * _MOMENT
-    return weight_ring(chunk(inputs), stages, kind) + held + beside
+    return weight_ring(inputs, stages, kind) + held + beside
+
+
+def held_rounds(inputs: int, tiles: int, kind: WeightKind = WeightKind.BF16) -> int:
+    """Rounds in which the inputs of so many tokens come: 2 where they leave few stages."""
+    most = capability.current_gpu().shared - _STATIC
+    fits = whole_shared(inputs, 8 * tiles, _ENOUGH_STAGES, kind, rounds=1) <= most
+    return 1 if fits or inputs == chunk(inputs) else 2
+
+
+def finishing_threads(rounds: int) -> int:
+    """Threads of such a kernel, with a warp that reads weights."""
+    return WORKERS + 32 * (1 + FINISHERS[rounds])
 
 
 def parts_shared(
@@ -148,7 +182,7 @@ def parts_shared(
     """
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
-    rings = weight_ring(width, stages, kind)
+    rings = weight_ring(inputs // parts, stages, kind)
     rings += ring(columns(batch) * (width + PAD), INPUT_STAGES[tiles])
     assert rings - _barriers(stages) >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
     return rings + (parts * tiles * SUM if beside else 0)
@@ -164,9 +198,10 @@ def columns(batch: int) -> int:
     return batch if tiles == 1 else 8 * tiles
 
 
-def weight_ring(width: int, stages: int, kind: WeightKind = WeightKind.BF16) -> int:
-    """Bytes of a ring of stages of 16 rows of `width` inputs."""
-    return _barriers(stages) + stages * kind.stage_bytes(width)
+def weight_ring(inputs: int, stages: int, kind: WeightKind) -> int:
+    """Bytes of a ring of stages of 16 rows, of which `inputs` follow each other."""
+    width = chunk(inputs)
+    return _barriers(stages) + stages * kind.span(inputs // width) * kind.stage_bytes(width)
 
 
 def ring(elements: int, stages: int) -> int:

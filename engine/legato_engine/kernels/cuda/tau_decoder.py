@@ -346,7 +346,7 @@ class _Kernels:
     def __init__(self, sizes: TauSizes, tiles: int, stages: Stages) -> None:
         most = 8 * tiles
         self.in_stages = stages.layer_in[tiles]
-        shared = skinny_gemm.whole_shared(sizes.decoder.dim, most, self.in_stages)
+        shared = skinny_gemm.whole_shared(sizes.decoder.dim, most, self.in_stages, rounds=1)
         self.tau_in: dict[bool, Kernel] = {}
         for routed in (False, True):
             module = Module("tau_layer.cu", tau_defines(sizes, tiles, routed=routed))
@@ -378,8 +378,9 @@ class TauDecoder:
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = CudaDecoder(sizes.decoder, device, stages)
-        self.max_tokens = min(self._decoder.max_tokens, max_tokens(sizes))
-        stages = fitting_stages(sizes.decoder, stages)
+        stages = fitting_stages(sizes.decoder, stages, rounds=1)
+        most = min(self._decoder.max_tokens, skinny_gemm.most_tokens(stages.layer_in))
+        self.max_tokens = min(most, max_tokens(sizes))
         tiles = skinny_gemm.tiles_up_to(self.max_tokens)
         self._kernels = {each: _Kernels(sizes, each, stages) for each in tiles}
         dim, experts = sizes.decoder.dim, sizes.experts
@@ -490,13 +491,13 @@ class TauDecoder:
         norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
         kernels.tau_in[routed].launch(
             (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
-            skinny_gemm.FINISHING,
+            skinny_gemm.finishing_threads(1),
             (
                 *(x_BD, maps.weights_in, maps.folded_in, *norm),
                 *(self._qkv_BC, self._features_BC, self._decoder.mixed_BF),
                 *(self._logits_BX, self._normed_BD, change_BF, batch, kernels.in_stages),
             ),
-            shared=skinny_gemm.whole_shared(sizes.dim, batch, kernels.in_stages),
+            shared=skinny_gemm.whole_shared(sizes.dim, batch, kernels.in_stages, rounds=1),
             overlap=True,
         )
 

@@ -186,7 +186,7 @@ class MlpBins:
         inner_stages, bins_stages = self._inner_stages[tiles], self._bins_stages[tiles]
         inner.launch(
             (self._grid_inner, 1, 1),
-            skinny_gemm.FINISHING,
+            skinny_gemm.finishing_threads(skinny_gemm.held_rounds(sizes.dim, tiles)),
             (
                 *(token_B, hidden_BD, scalar.fc1_weights, scalar.fc1_bias),
                 *(pair.fc1_weights, pair.fc1_bias, self._inner_BF, batch),
@@ -282,6 +282,7 @@ def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
         "PARTS": sizes.parts,
         "CLUSTER": _cluster(sizes, tiles),
         "INPUT_STAGES": skinny_gemm.INPUT_STAGES[tiles],
+        "ROUNDS": skinny_gemm.held_rounds(sizes.dim, tiles),
         "TILES": tiles,
     }
 

@@ -30,7 +30,6 @@ from legato_engine.kernels.step import (
     QuantisedLayer,
     WeightKind,
     has_step_kernels,
-    packs_narrow_maps,
     quantised_head,
     quantised_layer,
 )
@@ -222,8 +221,6 @@ class Text(nn.Module):
         device = self.wte.device
         if device.type == "cuda" and not has_step_kernels(device):
             return "needs a GPU of compute capability 8.0 or later"
-        if device.type == "cuda" and not packs_narrow_maps(device) and self.wte.shape[1] % 512:
-            return "needs compute capability 9.0 for widths that 512 does not divide"
         if any(attention.tau is not None for attention in self._attentions()):
             return "is for dense layers, and a checkpoint with experts has its own quantisation"
         dim, dtype = self.wte.shape[1], self.wte.dtype

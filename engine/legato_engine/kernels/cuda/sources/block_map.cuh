@@ -3,15 +3,16 @@
 #include "skinny_gemm.cuh"
 
 // Warps that finish blocks beside the products of the next ones.
-constexpr int FINISHERS = 4;
+constexpr int FINISHERS = ROUNDS == 1 ? 4 : 3;  // fewer threads have the registers that a round takes
 constexpr int FINISHING = WORKERS + 32 + 32 * FINISHERS;  // threads of such a kernel, with a warp that copies weights
 
 constexpr int SUM_BARRIERS = 128;  // bytes
 
-// Between the workers, whose sums are `full`, and the finishers, which also wait for each other once (`begun`).
+// Between the workers, whose sums are `full`, and the finishers, which also wait for each other once (`begun`), and for the workers to
+// have `taken` the first round of inputs.
 struct SumBarriers {
   static constexpr int COUNT = 2;  // buffers, which blocks take in turns
-  u64 full[COUNT], empty[COUNT], begun;
+  u64 full[COUNT], empty[COUNT], begun, taken;
   // In dynamic memory, which each thread block of a cluster has to itself on the emulated machine too.
   static __device__ SumBarriers& at(unsigned char*& shared) {
     auto* from = reinterpret_cast<SumBarriers*>(shared);
@@ -20,7 +21,7 @@ struct SumBarriers {
   }
   __device__ void init(int finishers) {
     for (int i = 0; i < COUNT; i++) barrier_init(full + i, WARPS), barrier_init(empty + i, finishers);
-    barrier_init(&begun, finishers + 1);
+    barrier_init(&begun, finishers + 1), barrier_init(&taken, WARPS);
     barriers_ready();
   }
   // Until block `block` has its sums, or the buffer that it takes is empty.
@@ -50,10 +51,13 @@ struct BlockSums {
     for (int tile = 0; tile < NT; tile++) blocks[at].of[threadIdx.x / 32][tile][threadIdx.x % 32] = sum[tile];
     barriers.arrive_full(block);
   }
-  // A finisher's, which takes a tile of each block or skips the block, so that none is two blocks behind.
-  __device__ __forceinline__ float4 take(int block, int tile, SumBarriers& barriers) const {
+  // A finisher's, which takes tiles of each block, the last one by `take`, or skips the block, so that none is two blocks behind.
+  __device__ __forceinline__ float4 of(int block, int tile, SumBarriers& barriers) const {
     barriers.wait_full(block);
-    const float4 sum = blocks[block % SumBarriers::COUNT].total(tile);
+    return blocks[block % SumBarriers::COUNT].total(tile);
+  }
+  __device__ __forceinline__ float4 take(int block, int tile, SumBarriers& barriers) const {
+    const float4 sum = of(block, tile, barriers);
     barriers.arrive_empty(block);
     return sum;
   }
@@ -71,18 +75,42 @@ __device__ __forceinline__ void multiply_blocks(
   constexpr int CHUNK = Inputs::CHUNK, CHUNKS = Inputs::CHUNKS, STRIDE = Inputs::STRIDE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = has_inputs<CHUNK>(warp);
+  constexpr int KEPT = ROUNDS == 1 ? 1 : Inputs::ROUND;  // chunks whose inputs stay in registers: more of them make no kernel faster
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
+  using Stages = Span<CHUNK, CHUNKS>;
+  constexpr bool LATE = Stages::SIZE > 1 && NT > 2;  // registers hold the inputs of one chunk
   Tokens<NT> tokens[CHUNKS];
-  Reader<true, CHUNK> reader;
+  Reader<true, CHUNK, Stages::SIZE> reader;
   if (count > 0) reader.begin(ring, active);
+  if (ROUNDS > 1) {
+    u32 read = 0;
+#pragma unroll
+    for (int chunk = 0; chunk < KEPT; chunk++) {
+      inputs.wait(chunk);
+      tokens[chunk].load(from + Inputs::at(chunk), STRIDE, g < batch);
+      read |= tokens[chunk].read();
+    }
+    if (Ring::is_read(read) && lane == 0) barrier_arrive(&barriers.taken);
+    __syncwarp();
+  }
   for (int block = 0; block < count; block++) {
     float4 sum[NT] = {};
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      if (block == 0) inputs.wait(chunk);
-      // The first chunk's stay in registers: more of them make no kernel faster.
-      if (chunk > 0 || block == 0) tokens[chunk].load(from + chunk * CHUNK, STRIDE, g < batch);
-      reader.multiply(ring, sum, tokens[chunk], active, chunk + 1 < CHUNKS || block + 1 < count);
+    for (int stage = 0; stage < Stages::STAGES; stage++) {
+      const int first = stage * Stages::SIZE, chunks = Stages::chunks(stage);
+      const auto load = [&](int chunk) {
+        if (ROUNDS > 1 && chunk < KEPT) return;
+        if (block == 0) inputs.wait(chunk);
+        if (chunk >= KEPT || block == 0) tokens[chunk].load(from + Inputs::at(chunk), STRIDE, g < batch);
+      };
+      if (!LATE)
+#pragma unroll
+        for (int chunk = first; chunk < first + chunks; chunk++) load(chunk);
+      const auto inputs_of = [&](int i) -> const Tokens<NT>& {
+        if (LATE) load(first + i);
+        return tokens[first + i];
+      };
+      reader.multiply(ring, sum, inputs_of, chunks, active, stage + 1 < Stages::STAGES || block + 1 < count);
     }
     sums.hand_over(block, sum, barriers);
   }
@@ -94,7 +122,6 @@ __device__ __forceinline__ void multiply_blocks(
 template <int NT, int OF, class Begin, class Prepare, class Finish>
 __device__ __forceinline__ void finish_blocks(
     int count, int index, const BlockSums<NT>& sums, SumBarriers& barriers, Begin begin, Prepare prepare, Finish finish) {
-  static_assert(OF >= NT, "a finisher has one tile of a block at most");
   int next = index;  // tile, of all blocks'
   decltype(prepare(0, 0)) prepared{};
   if (next / NT < count) prepared = prepare(next / NT, next % NT);
@@ -108,6 +135,11 @@ __device__ __forceinline__ void finish_blocks(
     const int tile = next % NT;
     next += OF;
     if (next / NT < count) prepared = prepare(next / NT, next % NT);
+    if (OF < NT && next / NT == block) {  // another tile of this block follows
+      finish(block, tile, sums.of(block, tile, barriers), mine);
+      block--;
+      continue;
+    }
     finish(block, tile, sums.take(block, tile, barriers), mine);
   }
 }
@@ -124,7 +156,7 @@ struct BlockMap {
   const int batch;
 
   __device__ BlockMap(unsigned char*& shared, int stages, int batch)
-      : ring(shared, stages, STAGE_BYTES<Inputs::CHUNK> / 2), inputs(shared, columns<NT>(batch)), barriers(SumBarriers::at(shared)),
+      : ring(shared, stages, Span<Inputs::CHUNK, Inputs::CHUNKS>::ELEMENTS), inputs(shared, columns<NT>(batch)), barriers(SumBarriers::at(shared)),
         sums(*reinterpret_cast<BlockSums<NT>*>(shared)), batch(batch) {
     shared += sizeof(BlockSums<NT>);
     if (threadIdx.x == WORKERS) ring.init();
@@ -143,14 +175,17 @@ struct BlockMap {
       wait_previous();
       multiply_blocks<NT, INPUTS>(count, ring, inputs, sums, barriers, batch);
     } else if (warp == WARPS) {
-      produce_weights<CHUNK>(
-          ring, count * CHUNKS, [&](int i) { return stage_of<CHUNK>(weights(i / CHUNKS), i % CHUNKS); });
+      produce_weights<CHUNK, CHUNKS>(ring, count, [&](int i, int) { return weights(i); });
     } else {
       const int finisher = warp - WARPS - 1, rank = SHARED > 1 ? cluster_rank() : 0;
       if (finisher == FINISHERS - 1 && lane < batch) early(lane);
       wait_previous();
       inputs.template copy<SHARED, FINISHERS>(x, batch, rank, finisher);
       const auto all_here = [&] {
+        if (ROUNDS > 1) {
+          barrier_wait(&barriers.taken, 0);
+          inputs.template copy<SHARED, FINISHERS>(x, batch, rank, finisher, 1);
+        }
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) inputs.wait(chunk);
         begin(finisher);

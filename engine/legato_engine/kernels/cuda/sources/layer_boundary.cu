@@ -5,7 +5,9 @@
 #include "layer_maps.cuh"
 
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
-constexpr int STAGE = STAGE_BYTES<(OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK)> / 2;
+using InStages = Span<IN_CHUNK, IN_CHUNKS>;
+using OutStages = Span<OUT_CHUNK, OUT_CHUNKS>;
+constexpr int STAGE = InStages::ELEMENTS > OutStages::ELEMENTS ? InStages::ELEMENTS : OutStages::ELEMENTS;
 static_assert(TILES == 1 && PARTS > 1 && PARTS <= WARPS, "unsupported sizes");
 static_assert(DIM <= PART, "the heads' output is in the last part");
 
@@ -46,15 +48,20 @@ __device__ __forceinline__ void add_out(
 #pragma unroll
   for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
   if (warp == 0) own.load(x, batch);
-  Reader<true, OUT_CHUNK> reader;
+  Reader<true, OUT_CHUNK, OutStages::SIZE> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int part = 0; part < PARTS; part++) {
     float4 sum[1] = {};
 #pragma unroll
-    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
-      reader.multiply(ring, sum, tokens[chunk], active, chunk + 1 < OUT_CHUNKS || part + 1 < PARTS);
-      if (part < PARTS - 2) load(part + 1, chunk);
+    for (int stage = 0; stage < OutStages::STAGES; stage++) {
+      const int begin = stage * OutStages::SIZE, chunks = OutStages::chunks(stage);
+      reader.multiply(
+          ring, sum, [&](int i) -> const Tokens<1>& { return tokens[begin + i]; }, chunks, active,
+          stage + 1 < OutStages::STAGES || part + 1 < PARTS);
+      if (part >= PARTS - 2) continue;
+#pragma unroll
+      for (int chunk = begin; chunk < begin + chunks; chunk++) load(part + 1, chunk);
     }
     sums.parts[part].of[warp][0][lane] = sum[0];
     if (part != PARTS - 2) continue;
@@ -126,12 +133,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
   }
   if (warp == WARPS) {
     if (adds)
-      produce_weights<OUT_CHUNK>(ring, PARTS * OUT_CHUNKS, [&](int i) {
-        return stage_of<OUT_CHUNK>(weights_out, (i64)first * PARTS * OUT_CHUNKS + i);
+      produce_weights<OUT_CHUNK, OUT_CHUNKS>(ring, PARTS, [&](int i, int) {
+        return stage_of<OUT_CHUNK>(weights_out, ((i64)first * PARTS + i) * OUT_CHUNKS);
       });
-    produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
-      const i64 block = first + i / IN_CHUNKS * step;
-      return stage_of<IN_CHUNK>(weights_in, block * IN_CHUNKS + i % IN_CHUNKS);
+    produce_weights<IN_CHUNK, IN_CHUNKS>(ring, count, [&](int i, int) {
+      return stage_of<IN_CHUNK>(weights_in, (i64)(first + i * step) * IN_CHUNKS);
     });
     return;
   }
@@ -164,15 +170,16 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
 #pragma unroll
     for (int half = 0; half < 2; half++)
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
-  Reader<true, IN_CHUNK> reader;
+  Reader<true, IN_CHUNK, InStages::SIZE> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int block = 0; block < count; block++) {
     float4 sum[1] = {};
 #pragma unroll
-    for (int chunk = 0; chunk < IN_CHUNKS; chunk++) {
-      reader.multiply(ring, sum, held[chunk], active, chunk + 1 < IN_CHUNKS || block + 1 < count);
-    }
+    for (int stage = 0; stage < InStages::STAGES; stage++)
+      reader.multiply(
+          ring, sum, [&](int i) -> const Tokens<1>& { return held[stage * InStages::SIZE + i]; }, InStages::chunks(stage), active,
+          stage + 1 < InStages::STAGES || block + 1 < count);
     if (block == 0) {
       const float2 slice = slice_moments([&](int chunk, int half) { return held[chunk].of[0][half]; });
       if (t == 0) sums.slices[warp][g] = slice;

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   const int part = blockIdx.x / OUT_CLUSTER % SPREAD, rank = blockIdx.x % OUT_CLUSTER;
   const int first = (blockIdx.x / (SPREAD * OUT_CLUSTER) * OUT_CLUSTER + rank) * SPREAD;
   const int stride = CHUNK + PAD, tokens = columns<TILES>(batch);
-  Ring ring(shared, stages, STAGE_BYTES<CHUNK> / 2), inputs(shared, INPUT_STAGES, tokens * stride);
+  Ring ring(shared, stages, Span<CHUNK, CHUNKS>::ELEMENTS), inputs(shared, INPUT_STAGES, tokens * stride);
   Sums& mine = SPREAD > 1 ? sums[first + part] : *reinterpret_cast<Sums*>(shared);
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init(OUT_CLUSTER);
@@ -67,9 +67,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
       mine.of[i / SPREAD][i % SPREAD * TILES + tile][lane] = sum;
     });
   } else if (warp == WARPS) {
-    produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      return stage_of<CHUNK>(weights, parts_stage<PARTS, SPREAD, PART>(i, first, part));
-    });
+    produce_parts<PARTS, OWN, SPREAD, PART>(ring, weights, first, part);
   } else if (warp > WARPS) {
     wait_previous();
     const auto at = [&](int i, int token) { return mixed + (i64)token * MIXED + part * PART + i * CHUNK; };

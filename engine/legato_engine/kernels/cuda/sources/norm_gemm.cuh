@@ -7,13 +7,16 @@ constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK, SLICES = IN_
 
 static_assert(SLICES <= WARPS, "a warp has one slice");
 
-// Mean and inverse deviation of a token, by a warp, four lanes a slice.
-__device__ __forceinline__ float2 measured(const HeldInputs<DIM>& inputs, int token) {
+// Mean and inverse deviation of a token, by a warp, four lanes a slice. In two rounds of inputs, of x itself.
+__device__ __forceinline__ float2 measured(const HeldInputs<DIM>& inputs, const bf16* x, int token) {
   const int lane = threadIdx.x % 32, slice = lane / 4;
   const bool has = slice < SLICES;
-  const bf16* from = inputs.data + token * HeldInputs<DIM>::STRIDE + (has ? slice : 0) * GROUP + lane % 4 * 8;
-  const float2 mine = slice_moments(
-      [&](int chunk, int half) { return *reinterpret_cast<const uint4*>(from + chunk * IN_CHUNK + half * 32); });
+  const bf16* row = ROUNDS == 1 ? inputs.data + token * HeldInputs<DIM>::STRIDE : x + (i64)token * DIM;
+  const bf16* from = row + (has ? slice : 0) * GROUP + lane % 4 * 8;
+  const float2 mine = slice_moments([&](int chunk, int half) {
+    const bf16* at = from + chunk * IN_CHUNK + half * 32;
+    return ROUNDS == 1 ? *reinterpret_cast<const uint4*>(at) : load_fresh(at);
+  });
   const auto over = [](float x) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, lanes));
@@ -27,11 +30,11 @@ __device__ __forceinline__ float2 measured(const HeldInputs<DIM>& inputs, int to
 // for all. also(inputs, token, moment) follows each token that the warp measures.
 template <int SHARED, class Also>
 __device__ __forceinline__ void measure(
-    float2* moments, u64* begun, const HeldInputs<DIM>& inputs, int batch, int finisher, Also also) {
+    float2* moments, u64* begun, const HeldInputs<DIM>& inputs, const bf16* x, int batch, int finisher, Also also) {
   const int lane = threadIdx.x % 32, rank = SHARED > 1 ? cluster_rank() : 0;
   if (finisher == 0 && lane == 0) barrier_expect(begun, (batch - ceil_div(batch - rank, SHARED)) * sizeof(float2));
   for (int token = finisher * SHARED + rank; token < batch; token += FINISHERS * SHARED) {
-    const float2 moment = measured(inputs, token);
+    const float2 moment = measured(inputs, x, token);
     if (lane == rank) moments[token] = moment;
     if (SHARED > 1 && lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);
     also(inputs, token, moment);
@@ -66,7 +69,7 @@ __device__ __forceinline__ void normed_blocks(
   launch_dependents();
   map.template run<SHARED>(
       count, x, [&](int i) { return stage_of<IN_CHUNK>(weights, (i64)(first + i * step) * IN_CHUNKS); }, early,
-      [&](int finisher) { measure<SHARED>(moments, &map.barriers.begun, map.inputs, batch, finisher, also); },
+      [&](int finisher) { measure<SHARED>(moments, &map.barriers.begun, map.inputs, x, batch, finisher, also); },
       [&](int i, int tile) { return prepare(first + i * step, tile); },
       [&](int i, int tile, float4 sum, const auto& prepared) { finish(first + i * step, tile, sum, prepared, moments); });
 }

@@ -152,29 +152,43 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const PackedWeights&
 #endif
 }
 
-// A ring's stages in a warp's registers; if AHEAD the next one is read before the products of this one. `active`: the warp has
-// inputs of them.
-template <bool AHEAD, int CHUNK>
+// A ring's stages, of up to SIZE chunks, in a warp's registers; if AHEAD the next one is read before the products of this one.
+// `active`: the warp has inputs of them.
+template <bool AHEAD, int CHUNK, int SIZE>
 struct Reader {
-  PackedWeights next = {};
+  PackedWeights next[SIZE] = {};
   __device__ __forceinline__ void begin(Ring& ring, bool active) {
-    if (AHEAD) load(ring, active), ring.release(next.read());
+    if (AHEAD) load(ring, active), ring.release(read());
   }
-  // `more`: there is a stage after this one.
-  template <int NT>
+  // A stage of `chunks`, with tokens(i), their inputs of each; `more`: there is a stage after this one.
+  template <int NT, class TokensOf>
   __device__ __forceinline__ void multiply(
-      Ring& ring, float4 (&sum)[NT], const Tokens<NT>& tokens, bool active, bool more) {
+      Ring& ring, float4 (&sum)[NT], TokensOf tokens, int chunks, bool active, bool more) {
     if (!AHEAD) load(ring, active);
-    const PackedWeights mine = next;
+    PackedWeights mine[SIZE];
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) mine[i] = next[i];
     if (AHEAD && more) load(ring, active);
-    if (active) ::multiply<NT>(sum, mine, tokens);
-    if (!AHEAD || more) ring.release(next.read());
+    if (active)
+#pragma unroll
+      for (int i = 0; i < SIZE; i++)
+        if (i < chunks) ::multiply<NT>(sum, mine[i], tokens(i));
+    if (!AHEAD || more) ring.release(read());
   }
 
  private:
+  // Of a shorter stage the rest is what an earlier one left, and is not multiplied.
   __device__ __forceinline__ void load(Ring& ring, bool active) {
     const bf16* stage = ring.get();
-    if (active) next.template load<CHUNK>(stage);
+    if (active)
+#pragma unroll
+      for (int i = 0; i < SIZE; i++) next[i].template load<CHUNK>(stage + i * (STAGE_BYTES<CHUNK> / 2));
+  }
+  __device__ __forceinline__ u32 read() const {
+    u32 all = 0;
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) all |= next[i].read();
+    return all;
   }
 };
 
@@ -194,24 +208,31 @@ struct WarpSums {
 template <int NT, int OWN, int BLOCKS, int WIDTH, int READERS, class Store>
 __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int batch, Store store) {
   constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, SUMS = OWN * BLOCKS;
+  using Stages = Span<CHUNK, CHUNKS>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int mine = g * STRIDE + warp * GROUP + t * 8;
   const bool active = has_inputs<CHUNK>(warp);
   float4 sum[SUMS][NT] = {};
-  Tokens<NT> tokens;
-  Reader<(NT < 4), CHUNK> reader;  // with 32 tokens slower
+  Tokens<NT> tokens[Stages::SIZE];
+  Reader<(NT < 4), CHUNK, Stages::SIZE> reader;  // with 32 tokens slower
   reader.begin(ring, active);
 #pragma unroll
   for (int part = 0; part < OWN; part++)
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const bf16* from = inputs.get();
-      tokens.load(active ? from + mine : from, STRIDE, g < batch);
-      inputs.release<READERS>(tokens.read(), READERS == 1 || part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
+    for (int stage = 0; stage < Stages::STAGES; stage++) {
+      const int chunks = Stages::chunks(stage);
+#pragma unroll
+      for (int i = 0; i < Stages::SIZE; i++) {
+        if (i >= chunks) continue;
+        const bf16* from = inputs.get();
+        tokens[i].load(active ? from + mine : from, STRIDE, g < batch);
+        const int taken = part * CHUNKS + stage * Stages::SIZE + i;
+        inputs.release<READERS>(tokens[i].read(), READERS == 1 || taken + inputs.stages < OWN * CHUNKS);
+      }
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
         reader.multiply(
-            ring, sum[part * BLOCKS + block], tokens, active,
-            block + 1 < BLOCKS || chunk + 1 < CHUNKS || part + 1 < OWN);
+            ring, sum[part * BLOCKS + block], [&](int i) -> const Tokens<NT>& { return tokens[i]; }, chunks, active,
+            block + 1 < BLOCKS || stage + 1 < Stages::STAGES || part + 1 < OWN);
     }
   workers_sync();  // the warps' sums take the weights' memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
@@ -227,11 +248,13 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
   }
 }
 
-// Of the stages that `multiply_parts` takes, from part `part` of NP and block `block` on.
-template <int NP, int BLOCKS, int WIDTH>
-__device__ __forceinline__ i64 parts_stage(int i, int block, int part) {
-  constexpr int CHUNKS = WIDTH / chunk_of(WIDTH);
-  return (i64)(block + i % BLOCKS) * (NP * CHUNKS) + part * CHUNKS + i / BLOCKS;
+// The loader's half of `multiply_parts`, from part `part` of NP and block `block` on.
+template <int NP, int OWN, int BLOCKS, int WIDTH>
+__device__ __forceinline__ void produce_parts(Ring& ring, const bf16* weights, int block, int part) {
+  constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK;
+  produce_weights<CHUNK, CHUNKS, BLOCKS>(ring, OWN, [&](int i, int beside) {
+    return stage_of<CHUNK>(weights, ((i64)(block + beside) * NP + part + i) * CHUNKS);
+  });
 }
 
 // For NP parts of the inputs.

@@ -43,11 +43,23 @@ constexpr int GROUP_SCALES = WEIGHTS == INT4 ? 16 * 2 : 0;       // bytes of the
 template <int CHUNK>
 constexpr int STAGE_BYTES = CHUNK / GROUP * (GROUP_BYTES + GROUP_SCALES);
 
-// Where a stage begins, of CHUNK inputs of 16 rows each.
+// Where a chunk begins, of CHUNK inputs of 16 rows each.
 template <int CHUNK>
 __device__ __forceinline__ const bf16* stage_of(const bf16* weights, i64 stage) {
   return weights + stage * (STAGE_BYTES<CHUNK> / 2);
 }
+
+// Stages of CHUNKS chunks that follow each other in memory: several chunks of fewer bits each, because a stage costs its readers a
+// wait and an arrival whatever it holds.
+constexpr int MOST_SPAN = WEIGHTS == BF16 ? 1 : 2;
+template <int CHUNK, int CHUNKS>
+struct Span {
+  static constexpr int STAGES = (CHUNKS + MOST_SPAN - 1) / MOST_SPAN, SIZE = (CHUNKS + STAGES - 1) / STAGES;
+  static constexpr int ELEMENTS = SIZE * STAGE_BYTES<CHUNK> / 2;
+  static __device__ __forceinline__ constexpr int chunks(int stage) {
+    return stage + 1 < STAGES ? SIZE : CHUNKS - (STAGES - 1) * SIZE;
+  }
+};
 
 // A thread that has filled stages itself outlives its copies.
 __device__ __forceinline__ void copies_landed() {
@@ -127,19 +139,22 @@ struct Ring {
   static __device__ __forceinline__ bool is_read(u32 read) { return !__any_sync(~0u, (read & (gridDim.z - 1)) != 0); }
 };
 
-// A warp: `count` stages from at(i).
-template <int CHUNK, class At>
+// A warp: `count` times CHUNKS chunks from at(i, beside) on, for BESIDE of them stage by stage in turns.
+template <int CHUNK, int CHUNKS, int BESIDE = 1, class At>
 __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
-  constexpr int BYTES = STAGE_BYTES<CHUNK>;
+  using Stages = Span<CHUNK, CHUNKS>;
   if (threadIdx.x % 32 >= FILLERS) return;
   const u64 policy = stream_policy();
+  const int all = count * Stages::STAGES * BESIDE;
 #pragma unroll 1
-  for (int i = 0; i < count; i++) {
-    bf16* stage = ring.acquire(BYTES);
+  for (int i = 0; i < all; i++) {
+    const int which = i / BESIDE % Stages::STAGES, bytes = Stages::chunks(which) * STAGE_BYTES<CHUNK>;
+    const bf16* from = at(i / (BESIDE * Stages::STAGES), i % BESIDE) + which * Stages::ELEMENTS;
+    bf16* stage = ring.acquire(bytes);
 #if HAS_BULK_COPIES
-    copy_bulk(stage, at(i), BYTES, ring.full + ring.slot, policy);
+    copy_bulk(stage, from, bytes, ring.full + ring.slot, policy);
 #else
-    copy_pieces(stage, at(i), BYTES, policy);
+    copy_pieces(stage, from, bytes, policy);
     barrier_arrive_copied(ring.full + ring.slot);
 #endif
     ring.next();
@@ -175,10 +190,16 @@ __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch,
 
 constexpr int INPUT_BARRIERS = 128;  // bytes
 
+// In two rounds the first half of all inputs goes to registers before the second half takes its place.
+#ifndef ROUNDS
+#define ROUNDS 1
+#endif
+
 // All inputs of each token, which come a chunk at a time.
 template <int INPUTS>
 struct HeldInputs {
-  static constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, STRIDE = INPUTS + PAD;
+  static constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, ROUND = (CHUNKS + ROUNDS - 1) / ROUNDS;
+  static constexpr int STRIDE = ROUND * CHUNK + PAD;
   static_assert(CHUNKS * sizeof(u64) <= INPUT_BARRIERS, "the barriers' memory");
   u64* full;
   bf16* data;
@@ -194,17 +215,21 @@ struct HeldInputs {
     for (int i = 0; i < CHUNKS; i++) barrier_init(full + i, HAS_BULK_COPIES ? 1 : OF * FILLERS);
     barriers_ready();
   }
-  // Of x [batch, INPUTS], by warp `index` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token, for all.
+  __device__ __forceinline__ static int at(int chunk) { return chunk % ROUND * CHUNK; }
+  // A round's chunks of x [batch, INPUTS], by warp `index` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token,
+  // for all.
   template <int SHARED, int OF>
-  __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int index) {
+  __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int index, int round = 0) {
+    static_assert(SHARED == 1 || ROUNDS == 1, "a peer's workers may not have taken the first round");
     const u64 policy = keep_policy();
+    const int begin = round * ROUND, end = begin + ROUND < CHUNKS ? begin + ROUND : CHUNKS;
 #if HAS_BULK_COPIES
     const int token = threadIdx.x % 32;
     const bool mine = token < batch && token % SHARED == rank && token / SHARED % OF == index;
 #pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    for (int chunk = begin; chunk < end; chunk++) {
       if (index == 0 && token == 0) barrier_expect(full + chunk, batch * CHUNK * 2);
-      bf16* to = data + token * STRIDE + chunk * CHUNK;
+      bf16* to = data + token * STRIDE + at(chunk);
       const bf16* from = x + (i64)token * INPUTS + chunk * CHUNK;
       if (!mine) continue;
       if (SHARED > 1)
@@ -215,9 +240,9 @@ struct HeldInputs {
 #else
     static_assert(SHARED == 1, "clusters have bulk copies");
 #pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    for (int chunk = begin; chunk < end; chunk++) {
       for (int token = index; token < batch; token += OF)
-        copy_pieces(data + token * STRIDE + chunk * CHUNK, x + (i64)token * INPUTS + chunk * CHUNK, CHUNK * 2, policy);
+        copy_pieces(data + token * STRIDE + at(chunk), x + (i64)token * INPUTS + chunk * CHUNK, CHUNK * 2, policy);
       barrier_arrive_copied(full + chunk);
     }
 #endif

@@ -79,9 +79,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
     multiply_parts<TILES, OWN, CLUSTER, PART, 1>(
         ring, inputs, batch, [&](int i, int tile, float4 sum) { sums.all[i][tile][lane] = sum; });
   } else if (warp == WARPS) {
-    produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank * OWN) * (16 * CHUNK);
-    });
+    produce_parts<PARTS, OWN, CLUSTER, PART>(ring, weights, first, rank * OWN);
   } else if (warp > WARPS) {
     const bf16* source = inner + is_pair * INNER + rank * OWN * PART;
     produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
