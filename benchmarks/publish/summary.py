@@ -174,7 +174,7 @@ def _by_streams(
 
 
 def _formats(records: Records, name: str, weights: str) -> dict[str, float | None]:
-    """Steps of one weight format, by number of rows."""
+    """Return steps of one weight format, by number of rows."""
     rows = {row["rows"]: row for row in _rows(records, name) if row["weights"] == weights}
     return _by_streams(rows, lambda row: row["ms"])
 

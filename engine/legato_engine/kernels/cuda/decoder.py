@@ -313,7 +313,7 @@ def shared_bytes(sizes: DecoderSizes) -> int:
 
 
 def _boundary_inputs(sizes: DecoderSizes) -> tuple[int, int]:
-    """Inputs of either map that follow each other."""
+    """Return how many inputs of either map follow each other."""
     return sizes.dim, sizes.mixed_dim // sizes.parts
 
 

@@ -155,7 +155,7 @@ def whole_shared(
 
 
 def held_rounds(inputs: int, tiles: int, kind: WeightKind = WeightKind.BF16) -> int:
-    """Rounds in which the inputs of so many tokens come: 2 where they leave few stages."""
+    """Return in how many rounds inputs come: 2 where all of them would leave few stages."""
     most = capability.current_gpu().shared - _STATIC
     fits = whole_shared(inputs, 8 * tiles, _ENOUGH_STAGES, kind, rounds=1) <= most
     return 1 if fits or inputs == chunk(inputs) else 2
