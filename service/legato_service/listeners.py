@@ -18,7 +18,7 @@ from legato_service.access.control import AccessControl
 from legato_service.access.tls import ServerCertificate
 from legato_service.config import ServiceConfig
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.gate import Gate
+from legato_service.rpc.gate import RECEIVE_BYTES, Gate, ReceiveLimit
 from legato_service.rpc.health import HealthServicer
 from legato_service.rpc.middleware import RpcMiddleware
 from legato_service.rpc.reflection import Descriptors, Reflection
@@ -35,6 +35,10 @@ MAX_CALLS_PER_CONNECTION = 256
 
 MAX_PENDING_CALLS = 16_384
 """Calls that gRPC has received and this process has not accepted: those of 64 connections."""
+
+
+MIN_RECEIVING = 4
+"""Minimum messages that are received at a time, however large `max_request_bytes` is."""
 
 
 def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple[str, int]]:
@@ -72,10 +76,10 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
             "grpc.http2.min_ping_interval_without_data_ms",
             round(config.min_client_ping_interval * 1000),
         ),
-        # Images are megabytes: larger frames and a large first window halve their time on the wire.
-        # A peer may send so much of each call before anything reads it.
+        # Images are large: larger frames and a large first window shorten their time on the wire.
+        # A peer may send so much of each call before a place to receive it is free.
         ("grpc.http2.max_frame_size", 4 * 1024 * 1024),
-        ("grpc.http2.lookahead_bytes", 1024 * 1024),
+        ("grpc.http2.lookahead_bytes", 256 * 1024),
         ("grpc.http2.bdp_probe", 0),
     ]
 
@@ -103,7 +107,16 @@ class Listener:
         self._grpc = grpc.aio.server(options=server_options(config, shared=shared))
         self.gate = gate
         self.certificate = certificate
-        self._middleware = RpcMiddleware(config.stall_timeout, call_log, expect, access, self.gate)
+        places = RECEIVE_BYTES // (config.max_request_bytes + TRANSPORT_EXTRA)
+        self.receive_limit = ReceiveLimit(max(places, MIN_RECEIVING))
+        self._middleware = RpcMiddleware(
+            config.stall_timeout,
+            call_log,
+            self.receive_limit,
+            expect,
+            access,
+            self.gate,
+        )
         self._grpc.add_generic_rpc_handlers((self._middleware,))
         health_pb2_grpc.add_HealthServicer_to_server(health, self.as_server)
         self._address = ""

@@ -2,7 +2,8 @@
 
 `python -m tests.faults.http_attacks` starts a server of the null engine with tokens, and `legato
 http` before it; then asks as a caller does, in quiet and beside each attack, and prints the times
-and how far the memory of `legato http` grew. With names it runs these attacks only.
+and how far the memory of `legato http` grew. With names it runs these attacks only. Priorities are
+those of `tests.faults.attacks`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import dataclasses
 import http.client
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.e2e.server import ENVIRONMENT, Server
+from tests.faults.attacks import stand_back, stand_out
 from tests.service.access.tokens import Token, write
 
 ATTACKERS = 4
@@ -164,16 +165,13 @@ def _attack(name: str, target: Target, ready: Any) -> None:
         while True:
             await ATTACKS[name](target)
 
-    os.nice(19)
+    stand_back()
     asyncio.run(forever())
 
 
 @contextlib.contextmanager
 def attacking(name: str, targets: Sequence[Target]) -> Iterator[None]:
-    """One attacker for each target, in a process of its own, for the length of the block.
-
-    They leave the processors to others: real ones are on machines of their own.
-    """
+    """One attacker for each target, in a process of its own, for the length of the block."""
     context = multiprocessing.get_context("spawn")
     ready = context.Semaphore(0)
     attackers = [context.Process(target=_attack, args=(name, each, ready)) for each in targets]
@@ -286,6 +284,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--command", choices=["http", "playground"], default="http")
     args = parser.parse_args()
+    stand_out()
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.toml"
         write(tokens, ROBOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -201,6 +202,9 @@ class Call(msgspec.Struct, eq=False):
     refusal: LegatoError | None = None  # credential error, found before the message is received
     is_identified: bool = False  # its tenant and priority are final
     gate_slot: GateSlot | None = None  # set if the gate counts the call
+    receiving_since: float = math.inf  # time.monotonic() seconds; infinite: not now
+    is_late: bool = False  # its message did not arrive in time
+    seconds_held: float = 0.0  # of the event loop by its last message, before the handler ran
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
@@ -277,10 +281,10 @@ def total(usages: Iterable[Usage]) -> Usage:
 def quota_owner(context: Context) -> str:
     """Return the quota's owner: the call's tenant, else the client's host."""
     tenant = current().tenant
-    return f"tenant:{tenant}" if tenant else f"peer:{_host(context.peer())}"
+    return f"tenant:{tenant}" if tenant else f"peer:{host(context.peer())}"
 
 
-def _host(peer: str) -> str:
-    """Remove the port of `ipv4:10.0.0.7:5000` or `ipv6:[::1]:5000`."""
+def host(peer: str) -> str:
+    """Return a peer without its port, as in `ipv4:10.0.0.7:5000` or `ipv6:[::1]:5000`."""
     kind, _, address = peer.partition(":")
     return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import msgspec
 from google.protobuf import any_pb2
@@ -126,6 +127,143 @@ class Gate:
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
         """Return a shared refusal, and the trailers for this call."""
         return self._refusals.next(request_id, self._engines.estimated_wait, self._engines.capacity)
+
+
+RECEIVE_BYTES = 136 * 1024 * 1024
+"""Bytes that messages may take while they are received, in a process's listener."""
+
+COPY_SECONDS = 0.5e-9  # per byte of a message, in which gRPC holds the event loop
+_REFUSED_SHARE = 0.005  # of the time of the event loop, for the refused messages of a caller
+_MIN_CHARGE = 0.0005  # seconds; refusals that cost less are free
+_MAX_PAUSE = 5.0  # seconds
+_FORWARDED = "x-forwarded-for"
+
+Metadata = Callable[[], Iterable[tuple[str, str | bytes]] | None]
+
+
+class _Pause(asyncio.Event):
+    """Set at its end."""
+
+    until = 0.0  # time.monotonic() seconds
+
+
+class ReceiveLimit:
+    """Limit of messages that are received at a time, each as large as a message may be.
+
+    gRPC tells nobody the size of a message before it has all of it, and opens the window of flow
+    control as far as the message needs once it is asked for. Until then a sender can have only the
+    first window of each call in memory.
+
+    A sender takes another place while it has less than half of those that are free, so a few
+    senders cannot take all. A connection whose refused messages held the event loop is paused;
+    behind a proxy that names its callers, each of them for itself.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.num_free = places
+        self._taken: dict[str, int] = {}  # by sender, without zeros
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next sender first
+        self._paused: dict[str, dict[str, _Pause]] = {}  # by connection and name
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether a call waits for a place."""
+        return bool(self._waiting)
+
+    @property
+    def num_paused(self) -> int:
+        """Return how many callers are paused."""
+        return sum(map(len, self._paused.values()))
+
+    def take(self, sender: str, connection: str) -> bool:
+        """Take a place, unless the sender has to wait for it."""
+        if sender in self._waiting or connection in self._paused or not self._has_room(sender):
+            return False
+        self._take(sender)
+        return True
+
+    async def wait(self, sender: str, connection: str, metadata: Metadata) -> None:
+        """Wait until the caller's pause is over, then for a place in turn."""
+        while (pause := self._pause_of(connection, metadata)) is not None:
+            await pause.wait()
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(sender, deque()).append(place)
+        self._grant()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give_back(sender)
+            elif waiting := self._waiting.get(sender):
+                waiting.remove(place)
+                self._forget_if_idle(sender)
+            raise
+
+    def give_back(self, sender: str) -> None:
+        """Give the place of a call back."""
+        self.num_free += 1
+        left = self._taken[sender] - 1
+        if left:
+            self._taken[sender] = left
+        else:
+            del self._taken[sender]
+        if self._waiting:
+            self._grant()
+
+    def charge(self, connection: str, seconds: float, metadata: Metadata) -> None:
+        """Pause a caller whose refused message held the event loop for these seconds."""
+        if seconds < _MIN_CHARGE:
+            return
+        pauses, name = self._paused.setdefault(connection, {}), _forwarded(metadata)
+        pause = pauses.get(name)
+        if pause is None:
+            pause = pauses[name] = _Pause()
+        now = time.monotonic()
+        pause.until = min(max(now, pause.until) + seconds / _REFUSED_SHARE, now + _MAX_PAUSE)
+        loop = asyncio.get_running_loop()
+        loop.call_later(pause.until - now, self._resume, connection, name, pause.until)
+
+    def _resume(self, connection: str, name: str, until: float) -> None:
+        pauses = self._paused.get(connection, {})
+        pause = pauses.get(name)
+        if pause is None or pause.until != until:  # longer since
+            return
+        pause.set()
+        del pauses[name]
+        if not pauses:
+            del self._paused[connection]
+
+    def _pause_of(self, connection: str, metadata: Metadata) -> _Pause | None:
+        pauses = self._paused.get(connection)
+        return None if pauses is None else pauses.get(_forwarded(metadata))
+
+    def _has_room(self, sender: str) -> bool:
+        return 2 * self._taken.get(sender, 0) < self.num_free
+
+    def _take(self, sender: str) -> None:
+        self.num_free -= 1
+        self._taken[sender] = self._taken.get(sender, 0) + 1
+
+    def _grant(self) -> None:
+        """Give free places to waiting senders, one each in turn."""
+        while sender := next(filter(self._has_room, self._waiting), None):
+            waiting = self._waiting.pop(sender)
+            place = waiting.popleft()
+            if waiting:
+                self._waiting[sender] = waiting  # behind the others
+            if not place.done():
+                self._take(sender)
+                place.set_result(None)
+
+    def _forget_if_idle(self, sender: str) -> None:
+        if not self._waiting[sender]:
+            del self._waiting[sender]
+
+
+def _forwarded(metadata: Metadata) -> str:
+    """Return the name that the nearest proxy gave to the caller; empty without a proxy."""
+    found = [value for key, value in metadata() or () if key == _FORWARDED]
+    return str(found[-1]).rpartition(",")[2].strip() if found else ""
 
 
 class _Refusals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
@@ -27,13 +27,14 @@ from legato_service.access.credentials import Peer
 from legato_service.access.principal import NEEDS, UNKNOWN_METHOD, Need
 from legato_service.errors import Failure, MethodUnknown, failure
 from legato_service.rpc import limits
-from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context
+from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context, host
 from legato_service.rpc.call import read as read_metadata
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.gate import Gate, Trailers
+from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, Trailers
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Receive: TypeAlias = "Callable[[Call, Context], Coroutine[Any, Any, Any]]"
 
 
 def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
@@ -44,17 +45,27 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     return cast("Callable[[Any, Context], Any]", found)
 
 
-def reader(handler: Handler) -> Callable[[Any], Any]:
+def reader(handler: Handler, receive: Receive) -> Callable[[Any], Any]:
     """Return the checking parser of a message, or the reader of a call's messages.
 
-    With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
+    With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text. A reader
+    gets the first message by `receive`, and all of a stream that has one response: a stream that
+    responds as it goes is silent between its messages.
     """
+    takes_all = not handler.response_streaming
     parse: Any = handler.request_deserializer  # `FromString` of a message's class
     if parse is None:
         return lambda received: received
     kind = limits.kind_of(parse.__self__.DESCRIPTOR)
 
     def message(data: bytes) -> Any:
+        begun = time.perf_counter()
+        try:
+            return checked(data)
+        finally:
+            CURRENT.get().seconds_held = len(data) * COPY_SECONDS + time.perf_counter() - begun
+
+    def checked(data: bytes) -> Any:
         try:
             kind.check(data)
         except InvalidRequest:
@@ -73,11 +84,13 @@ def reader(handler: Handler) -> Callable[[Any], Any]:
         They come from `read`: gRPC never frees its iterator of an aborted call, nor the last
         message.
         """
-        principal = CURRENT.get().principal
-        while (data := await context.read()) is not grpc.aio.EOF:
-            if principal is not None:
-                principal.check()
+        call = CURRENT.get()
+        data = await receive(call, context)
+        while data is not grpc.aio.EOF:
+            if call.principal is not None:
+                call.principal.check()
             yield message(data)
+            data = await (receive(call, context) if takes_all else context.read())
 
     return messages if handler.request_streaming else message
 
@@ -101,9 +114,8 @@ log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = ("/legato.v1.InferenceService/", "/inference.GRPCInferenceService/ModelInfer")
 _LATE = 1.0  # seconds after which a missing message counts as late
-_MAX_RECEIVING = 32
-"""Maximum unary calls whose messages gRPC itself waits for. Nothing can end such a call before its
-message is there; further calls read it themselves, with a timeout."""
+_THIS_HOST = ("ipv4:127.", "ipv6:%5B::1%5D", "unix:")
+_LATE_FOR_OTHERS = 5.0  # seconds to receive a message while other calls wait for a place
 _EXPECTED_INTERNAL_ERRORS = (NumericError, Poisoned)  # traceback adds nothing
 
 
@@ -121,14 +133,16 @@ class RpcMiddleware(grpc.GenericRpcHandler):
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
     `expect` is called when a request for the engine arrives, before its message is read. With
     `access` every call needs a credential that allows it. `gate` admits the calls of
-    InferenceService and ModelInfer. The server finds its handlers here, because an interceptor
-    would cost every call one more coroutine.
+    InferenceService and ModelInfer. A message is received once `receive_limit` has a place for it,
+    so for gRPC all calls are streams: it would receive the message of a unary call at once. The
+    server finds its handlers here, because an interceptor would cost every call one more coroutine.
     """
 
     def __init__(
         self,
         stall_timeout: float,
         call_log: CallLog,
+        receive_limit: ReceiveLimit,
         expect: Callable[[], None] = lambda: None,
         access: AccessControl | None = None,
         gate: Gate | None = None,
@@ -136,15 +150,16 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._expect = expect
         self._access = access
         self._gate = gate
-        self._unknown = self._wrap(UNKNOWN)
         self._stall_timeout = stall_timeout
+        self._receive_limit = receive_limit
         self._call_log = call_log
         self._starts, self._on_done = call_log.starts, call_log.on_done
-        self._receiving: dict[Call, asyncio.Task[Any]] = {}  # unary calls, in order
+        self._receiving: dict[Call, asyncio.Task[Any]] = {}  # without their message, in order
         self._sweeping: asyncio.TimerHandle | None = None
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
         self._unread: dict[str, Handler] = {}  # the same, which decide before they read a request
+        self._unknown = self._wrap(UNKNOWN)
 
     @property
     def as_server(self) -> grpc.aio.Server:
@@ -184,37 +199,73 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return self._unread.get(method, wrapped)
         if is_inference:
             self._expect()
-        if not wrapped.request_streaming:
-            if len(self._receiving) >= _MAX_RECEIVING:
-                return self._unread[method]
-            self._receive(call, task)
         return wrapped
 
-    def _receive(self, call: Call, task: asyncio.Task[Any]) -> None:
-        """Begin to wait for the message of a unary call."""
+    async def _receive(self, call: Call, context: Context) -> Any:
+        """Return the next message, or EOF; what a late one holds is freed by the call's end.
+
+        Raises:
+            ClientTooSlow: it does not arrive in time.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        limit, connection = self._receive_limit, context.peer()
+        sender = _sender(call, connection)
         self._receiving[call] = task
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
-
-    def _received(self, call: Call) -> None:
-        self._receiving.pop(call, None)
+        try:
+            if not limit.take(sender, connection):
+                if call.gate_slot is not None:
+                    call.gate_slot.pause()  # the place is for calls that are on their way
+                await limit.wait(sender, connection, context.invocation_metadata)
+            call.receiving_since = time.monotonic()
+            try:
+                message = await context.read()
+            finally:
+                limit.give_back(sender)
+        except asyncio.CancelledError:
+            if not call.is_late:
+                raise
+            task.uncancel()
+            seconds = time.monotonic() - call.receiving_since
+            raise ClientTooSlow(
+                f"the message did not arrive within {seconds:.0f} s", limit_ms=round(seconds * 1000)
+            ) from None
+        finally:
+            call.receiving_since = math.inf
+            self._receiving.pop(call, None)
         if call.gate_slot is not None:
             call.gate_slot.resume()
+        return message
+
+    async def _message(self, call: Call, context: Context) -> Any:
+        """Return the message of a unary call."""
+        message = await self._receive(call, context)
+        if message is grpc.aio.EOF:
+            raise InvalidRequest("the call ended without a message")
+        return message
 
     def _sweep(self) -> None:
-        """Pause the places of late messages, so that they block nobody."""
+        """Pause the gate's places of late messages, and end calls that take too long."""
         now = time.monotonic()
-        late = itertools.takewhile(
-            lambda each: now - each[0].started >= _LATE, self._receiving.items()
-        )
-        for call, task in list(late):
+        patience = self._stall_timeout
+        if self._receive_limit.is_wanted:
+            patience = min(patience, _LATE_FOR_OTHERS)
+        for call, task in list(self._receiving.items()):
             if task.done():  # the client has cancelled it
-                del self._receiving[call]
-            elif call.gate_slot is not None:
+                self._receiving.pop(call, None)
+                continue
+            if call.gate_slot is not None and now - call.started >= _LATE:
                 call.gate_slot.pause()
+            if now - call.receiving_since >= patience and not call.is_late:
+                call.is_late = True
+                task.cancel()
         self._sweeping = None
         if self._receiving:
-            self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(
+                min(_LATE, self._stall_timeout), self._sweep
+            )
 
     def _is_authorized(self, call: Call) -> bool:
         """Return whether the call may be read: its credential is in its metadata and allows it.
@@ -247,42 +298,20 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         serialize = handler.response_serializer
         if handler.response_streaming:
             many = self._wrap_streaming(handler)
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(many, None, serialize)
-            return grpc.unary_stream_rpc_method_handler(many, None, serialize)
-        one = self._wrap_unary(handler)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(one, None, None)
-        return grpc.unary_unary_rpc_method_handler(one, None, None)
+            return grpc.stream_stream_rpc_method_handler(many, None, serialize)
+        return grpc.stream_unary_rpc_method_handler(self._wrap_unary(handler), None, None)
 
     def _wrap_unread(self, wrapped: Handler, gate: Gate | None) -> Handler:
-        """Decide before the message is received; a handler of a stream reads it when it asks."""
+        """Decide before the message is received, with no more than a status as the response."""
         handle, streams = behaviour(wrapped), wrapped.response_streaming
 
         async def unread(received: Any, context: Context) -> None:
             call = CURRENT.get()
             if self._is_refused(gate, call, context):
                 return
-            task = asyncio.current_task()
-            assert task is not None, "gRPC runs each call in a task"
-            self._receive(call, task)
-            try:
-                async with asyncio.timeout(self._stall_timeout):
-                    message = await context.read()
-            except TimeoutError:
-                del self._receiving[call]
-                late = ClientTooSlow(
-                    f"no message was sent for {self._stall_timeout:g} s",
-                    limit_ms=round(self._stall_timeout * 1000),
-                )
-                self._refuse(late, call, context)
-                return
-            if message is grpc.aio.EOF:
-                return  # cancelled
             if gate is not None:
                 self._expect()
-            handling = handle(message, context)
-            del message
+            handling = handle(received, context)
             try:
                 answer = await handling
             except BaseException:
@@ -347,15 +376,14 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
         """Serialize here, so that a failure is handled like any other."""
-        inner, read = behaviour(handler), reader(handler)
+        inner, read = behaviour(handler), reader(handler, self._receive)
         streams, serialize = handler.request_streaming, handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
                 if not streams:
-                    self._received(call)
-                    call.received = received
+                    received = call.received = await self._message(call, context)
                 self._identify(call, context)
                 response = await inner(read(context if streams else received), context)
                 if serialize is not None:
@@ -373,14 +401,14 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return one
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        inner, read = behaviour(handler), reader(handler)
+        inner, read = behaviour(handler), reader(handler, self._receive)
         streams = handler.request_streaming
 
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
                 if not streams:
-                    self._received(call)
+                    received = await self._message(call, context)
                 self._identify(call, context)
                 messages = read(context if streams else received)
                 async with aclosing(inner(messages, context)) as responses:
@@ -441,6 +469,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 elif not isinstance(error, LegatoError):
                     log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
                 outcome = failure(error, call.request_id)
+                if outcome.code is grpc.StatusCode.INVALID_ARGUMENT:
+                    self._receive_limit.charge(
+                        context.peer(), call.seconds_held, context.invocation_metadata
+                    )
                 self._call_log.record(call, outcome.code.name, outcome.reason)
                 return outcome
         return None
@@ -460,6 +492,15 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
     """
     trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
     return context.abort(outcome.code, outcome.message, trailers)
+
+
+def _sender(call: Call, connection: str) -> str:
+    """Return by whom a message is sent: a host and the tenant of its credential.
+
+    On this host it is a connection, because proxies and programs of different users call from here.
+    """
+    sender = connection if connection.startswith(_THIS_HOST) else host(connection)
+    return sender if call.principal is None else f"{call.principal.tenant} {sender}"
 
 
 def _code_name(context: Context) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,13 +14,14 @@ import msgspec
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato.v1 import admin_pb2, inference_pb2, inference_pb2_grpc, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import EngineLost
 from legato_service.listeners import MAX_CALLS_PER_CONNECTION
 from legato_service.rpc import gate as gate_module
 from legato_service.rpc import middleware
-from legato_service.rpc.gate import Gate
+from legato_service.rpc.gate import Gate, ReceiveLimit
 
+from tests.faults.attacks import Http2
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine
 from tests.service.harness import Running, refusal, running, until
@@ -30,6 +32,7 @@ GENERATE = inference_pb2.GenerateRequest(
     task=task_pb2.Task(query=task_pb2.QueryTask(question="What?"))
 )
 LIMIT = 4
+RECEIVED = 3  # messages of one connection at a time, if they do not arrive
 APART = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
 
 
@@ -152,7 +155,7 @@ async def test_a_call_that_is_cancelled_before_it_is_read_gives_its_place_back()
         query = served.channel.stream_unary(QUERY)  # sends headers without a message
         calls = [query() for _ in range(LIMIT)]
         gate = gate_of(served)
-        await until(lambda: gate.num_unsubmitted == LIMIT)
+        await until(lambda: gate.num_unsubmitted == RECEIVED)
         for each in calls:
             each.cancel()
         await until(lambda: gate.num_unsubmitted == 0)
@@ -267,7 +270,7 @@ async def test_calls_whose_message_does_not_arrive_keep_nobody_out() -> None:
     async with small_service(fakes.answer) as served:
         start = served.channel.stream_unary(QUERY)
         calls = [start(silent()) for _ in range(3 * LIMIT)]
-        await until(lambda: gate_of(served).num_unsubmitted >= LIMIT)
+        await until(lambda: gate_of(served).num_unsubmitted >= RECEIVED)
         await until(lambda: gate_of(served).num_unsubmitted == 0)
         await served.inference.Query(QUESTION)
         for call in calls:
@@ -276,22 +279,22 @@ async def test_calls_whose_message_does_not_arrive_keep_nobody_out() -> None:
         assert gate_of(served).num_unsubmitted == 0
 
 
-async def test_of_many_calls_without_a_message_most_are_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beyond those that gRPC itself waits for, a call has `stall_timeout` to bring its message."""
-    monkeypatch.setattr(middleware, "_MAX_RECEIVING", 2)
+async def test_calls_without_a_message_are_ended() -> None:
+    """Each has `stall_timeout` to bring its message; also the first of a process."""
     async with running(FakeEngine(fakes.answer), stall_timeout=0.5) as served:
         start = served.channel.stream_unary(QUERY)
         calls = [start(silent()) for _ in range(6)]
-        await until(lambda: sum(call.done() for call in calls) == 4)
         for call in calls:
-            if call.done():
-                assert (await refusal(call)).reason == "CLIENT_TOO_SLOW"
+            assert (await refusal(call)).reason == "CLIENT_TOO_SLOW"
         await served.inference.Query(QUESTION)
         assert (await served.health.Check(health_pb2.HealthCheckRequest())).status
-        for call in calls:
-            call.cancel()
+
+
+async def test_a_call_that_ends_without_a_message_is_refused() -> None:
+    """It gets a status, not silence."""
+    async with running(FakeEngine(fakes.answer)) as served:
+        refused = await refusal(served.channel.stream_unary(QUERY)(iter(())))
+        assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_message_that_arrives_late_is_answered() -> None:
@@ -310,3 +313,99 @@ async def test_a_message_that_arrives_late_is_answered() -> None:
         response = inference_pb2.QueryResponse.FromString(await call)
         assert response.answer
         assert gate_of(served).num_unsubmitted == 0
+
+
+# ---------------------------------------------------------------- places to receive messages
+
+
+class Incomplete:
+    """A connection whose calls each send a message but for its last byte."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = Http2(f"127.0.0.1:{port}")
+        self._connection.read()
+
+    def begin(self, count: int) -> list[int]:
+        """Begin calls, and return their streams."""
+        streams = [self._connection.open(QUERY) for _ in range(count)]
+        for stream in streams:
+            self._connection.write(stream, 1000, struct.pack(">BI", 0, 1_000_000))
+        return streams
+
+    async def wait_ended(self, count: int) -> None:
+        """Return once the server has ended so many calls."""
+        known = set(self._connection.windows)
+        while len(known - set(self._connection.windows)) < count:
+            await asyncio.to_thread(self._connection.read)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def limit_of(served: Running) -> ReceiveLimit:
+    """The places of the main listener."""
+    return served.server.listeners.main.receive_limit
+
+
+async def test_incomplete_messages_of_a_few_connections_leave_a_place_for_others() -> None:
+    """Eight messages are received at a time, and four greedy connections get six or seven."""
+    async with running(FakeEngine(fakes.answer)) as served:
+        attackers = [Incomplete(served.port) for _ in range(4)]
+        for each in attackers:
+            each.begin(16)
+        await until(lambda: limit_of(served).num_free <= 2)
+        assert limit_of(served).is_wanted
+        for _ in range(3):
+            await served.inference.Query(QUESTION)
+            assert 1 <= limit_of(served).num_free <= 2
+        for each in attackers:
+            each.close()
+        await until(lambda: limit_of(served).num_free == 8)
+        assert not limit_of(served).is_wanted
+
+
+async def test_a_late_message_gives_its_place_to_a_waiting_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a waiting call it has `stall_timeout`."""
+    monkeypatch.setattr(middleware, "_LATE_FOR_OTHERS", 0.1)
+    async with running(FakeEngine(fakes.answer)) as served:
+        attacker = Incomplete(served.port)
+        attacker.begin(4)  # one of them waits
+        await until(lambda: limit_of(served).is_wanted)
+        await asyncio.wait_for(attacker.wait_ended(1), 60)
+        attacker.close()
+        await until(lambda: limit_of(served).num_free == 8)
+
+
+async def test_a_connection_whose_large_message_was_refused_waits() -> None:
+    """Others do not; of those that a proxy names, only the one that sent it does."""
+    large = inference_pb2.QueryRequest(question="x" * 8_000_000)
+    async with running(FakeEngine(fakes.answer)) as served:
+        named = (("x-forwarded-for", "10.0.0.9, 10.0.0.1"),)
+        assert (await refusal(served.inference.Query(large, metadata=named))).reason
+        await served.inference.Query(QUESTION)
+        limit = limit_of(served)
+        assert limit.num_paused == 1
+        waiting = served.inference.Query(QUESTION, metadata=(("x-forwarded-for", "10.0.0.1"),))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}", APART) as another:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(another)
+            await stub.Query(QUESTION)
+        assert (await waiting).answer  # after the pause
+        assert limit.num_paused == 0
+
+
+async def test_a_waiting_call_that_is_cancelled_takes_no_place() -> None:
+    """Also one whose place came at the same time."""
+    limit = ReceiveLimit(2)
+    none = lambda: ()  # noqa: E731
+    assert limit.take("a", "a")
+    first, second = (asyncio.create_task(limit.wait("a", "a", none)) for _ in range(2))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait({second})
+    limit.give_back("a")
+    first.cancel()  # its place is there
+    await asyncio.wait({first})
+    assert limit.num_free == 2
+    assert not limit.is_wanted
