@@ -93,23 +93,6 @@ MESSAGES: dict[str, tuple[str, Callable[[], list[bytes]]]] = {
 }
 
 
-def send_messages(address: str, name: str) -> None:
-    """Send the message again and again."""
-    method, make = MESSAGES[name]
-    sent = make()
-    options = [("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
-    with grpc.insecure_channel(address, options=options) as channel:
-        is_stream = method.endswith("Session")
-        start: Any = channel.stream_stream(method) if is_stream else channel.unary_unary(method)
-        while True:
-            with contextlib.suppress(grpc.RpcError):
-                if is_stream:
-                    for _ in start(iter(sent), timeout=10):
-                        pass
-                else:
-                    start(sent[0], timeout=10)
-
-
 # ---------------------------------------------------------------- attacks: HTTP/2
 
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
@@ -119,9 +102,10 @@ _END_STREAM, _END_HEADERS = 1, 4
 class Http2:
     """A connection that sends what it wants to, within the windows of flow control."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, source: str = "") -> None:
+        """Connect from the host `source`, which a proxy on this one can tell from others."""
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), 10)
+        self._socket = socket.create_connection((host, int(port)), 10, (source, 0))
         self._socket.settimeout(5)
         self._initial = 65_535
         self._max_frame = 16_384
@@ -159,8 +143,12 @@ class Http2:
 
     def write(self, stream: int, size: int, head: bytes = b"") -> int:
         """Send as many zeros of `size` as the windows allow; return how many bytes went."""
+        return self.push(stream, head + bytes(max(0, min(size, self._max_frame - len(head)))))
+
+    def push(self, stream: int, data: bytes | memoryview) -> int:
+        """Send as much of `data` as the windows allow; return how many bytes went."""
         room = min(self.window, self.windows.get(stream, 0), self._max_frame)
-        body = (head + bytes(max(0, min(size, room - len(head)))))[: max(room, 0)]
+        body = bytes(data[: max(room, 0)])
         if body:
             self.send(_DATA, 0, stream, body)
             self.window -= len(body)
@@ -215,16 +203,37 @@ class Http2:
         self._socket.close()
 
 
-def _connected(address: str, attack: Callable[[Http2], None]) -> None:
+def _connected(address: str, source: str, attack: Callable[[Http2], None]) -> None:
     while True:
         with contextlib.suppress(OSError):
-            connection = Http2(address)
+            connection = Http2(address, source)
             try:
                 connection.read()
                 attack(connection)
             finally:
                 connection.close()
         time.sleep(0.05)
+
+
+def _whole(method: str, messages: Sequence[bytes]) -> Callable[[Http2], None]:
+    """Send these messages again and again, a call after the other."""
+    sent = memoryview(b"".join(struct.pack(">BI", 0, len(each)) + each for each in messages))
+
+    def attack(connection: Http2) -> None:
+        while True:
+            stream, left = connection.open(method), sent
+            while stream in connection.windows and left:
+                went = connection.push(stream, left)
+                left = left[went:]
+                if not went:
+                    connection.read()
+            if not left:
+                connection.send(_DATA, _END_STREAM, stream, b"")
+            while stream in connection.windows:
+                with contextlib.suppress(TimeoutError):
+                    connection.read()
+
+    return attack
 
 
 def _incomplete(
@@ -234,7 +243,7 @@ def _incomplete(
     calls: int = 16,
     path: str = _QUERY,
     first: bytes = b"",
-) -> Callable[[str], None]:
+) -> Callable[[Http2], None]:
     """Calls of one connection, each with a message of `size` bytes that lacks its last byte.
 
     `first` is the message of a stream before it.
@@ -260,22 +269,18 @@ def _incomplete(
                 with contextlib.suppress(TimeoutError):
                     connection.read()
 
-    return lambda address: _connected(address, attack)
+    return attack
 
 
-def _resets(address: str) -> None:
+def _resets(connection: Http2) -> None:
     """Thousands of calls that are reset as soon as they begin."""
-
-    def attack(connection: Http2) -> None:
-        for _ in range(2500):
-            stream = connection.open(_QUERY)
-            connection.send(_RST, 0, stream, struct.pack(">I", 8))
-            del connection.windows[stream]
-        connection.send(_PING, 0, 0, bytes(8))
-        connection.read()
-        time.sleep(2)
-
-    _connected(address, attack)
+    for _ in range(2500):
+        stream = connection.open(_QUERY)
+        connection.send(_RST, 0, stream, struct.pack(">I", 8))
+        del connection.windows[stream]
+    connection.send(_PING, 0, 0, bytes(8))
+    connection.read()
+    time.sleep(2)
 
 
 def _idle_connections(address: str) -> None:
@@ -293,7 +298,7 @@ def _idle_connections(address: str) -> None:
             each.close()
 
 
-CONNECTIONS: dict[str, Callable[[str], None]] = {
+CONNECTIONS: dict[str, Callable[[Http2], None]] = {
     "incomplete messages of 33 MB": _incomplete(33_000_000),
     "incomplete messages of 16 MiB": _incomplete(16 * 1024 * 1024),
     "the same without a credential": _incomplete(16 * 1024 * 1024, _BOGUS),
@@ -309,9 +314,20 @@ CONNECTIONS: dict[str, Callable[[str], None]] = {
         first=session_pb2.SessionRequest(open=session_pb2.SessionOpen()).SerializeToString(),
     ),
     "resets": _resets,
-    "idle connections": _idle_connections,
 }
-ATTACKS = (*MESSAGES, *CONNECTIONS)
+_IDLE = "idle connections"
+ATTACKS = (*MESSAGES, *CONNECTIONS, _IDLE)
+
+
+def attack(name: str, address: str, source: str) -> None:
+    """Attack from the host `source` for ever."""
+    stand_back()
+    if name == _IDLE:
+        _idle_connections(address)
+    elif name in MESSAGES:
+        method, make = MESSAGES[name]
+        _connected(address, source, _whole(method, make()))
+    _connected(address, source, CONNECTIONS[name])
 
 
 # ---------------------------------------------------------------- what others notice
@@ -398,7 +414,10 @@ def _resident(pid: int) -> int:
 def attackers(address: str, name: str, count: int = ATTACKERS) -> Iterator[None]:
     """Run the attack in processes of its own for the length of the block."""
     command = [sys.executable, "-m", "tests.faults.attacks", "--attack", name, address]
-    running = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
+    running = [
+        subprocess.Popen([*command, f"127.0.0.{number + 2}"], stderr=subprocess.DEVNULL)
+        for number in range(count)
+    ]
     try:
         time.sleep(1.0)  # to import, and to make the messages
         yield
@@ -467,14 +486,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="null")
     parser.add_argument("--tokens", action="store_true", help="the server asks for credentials")
     parser.add_argument("--envoy", action="store_true", help="through the shipped Envoy")
-    parser.add_argument("--attack", nargs=2, metavar=("NAME", "ADDRESS"), help=argparse.SUPPRESS)
+    parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.attack:
-        name, address = arguments.attack
-        stand_back()
-        if name in MESSAGES:
-            send_messages(address, name)
-        CONNECTIONS[name](address)
+        attack(*arguments.attack)
     stand_out()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

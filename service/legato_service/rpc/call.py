@@ -203,6 +203,7 @@ class Call(msgspec.Struct, eq=False):
     is_identified: bool = False  # its tenant and priority are final
     gate_slot: GateSlot | None = None  # set if the gate counts the call
     receiving_since: float = math.inf  # time.monotonic() seconds; infinite: not now
+    senders: tuple[str, str] | None = None  # of its messages: `senders()`, once they are needed
     is_late: bool = False  # its message did not arrive in time
     seconds_held: float = 0.0  # of the event loop by its last message, before the handler ran
     received: bytes = b""  # the serialized request of a unary RPC
@@ -275,16 +276,37 @@ def total(usages: Iterable[Usage]) -> Usage:
     )
 
 
-# ---------------------------------------------------------------- quota owner
+# ---------------------------------------------------------------- whom a call counts for
+
+_THIS_HOST = ("ipv4:127.", "ipv6:%5B::1%5D", "unix:")
+_FORWARDED = "x-forwarded-for"
 
 
 def quota_owner(context: Context) -> str:
     """Return the quota's owner: the call's tenant, else the client's host."""
     tenant = current().tenant
-    return f"tenant:{tenant}" if tenant else f"peer:{host(context.peer())}"
+    return f"tenant:{tenant}" if tenant else f"peer:{_host(context.peer())}"
 
 
-def host(peer: str) -> str:
-    """Return a peer without its port, as in `ipv4:10.0.0.7:5000` or `ipv6:[::1]:5000`."""
+def senders(call: Call, context: Context) -> tuple[str, str]:
+    """Return the sender of a call's messages, and its connection.
+
+    The sender is a host with the tenant of its credential. On this host it is a connection, because
+    proxies and programs of different users call from here. Behind a proxy both are of one caller,
+    if the proxy names it.
+    """
+    connection = context.peer()
+    sender = connection if connection.startswith(_THIS_HOST) else _host(connection)
+    if call.principal is not None:
+        sender = f"{call.principal.tenant} {sender}"
+    for key, value in call.metadata or context.invocation_metadata() or ():
+        if key == _FORWARDED:
+            name = str(value).rpartition(",")[2].strip()
+            return f"{sender} {name}", f"{connection} {name}"
+    return sender, connection
+
+
+def _host(peer: str) -> str:
+    """Remove the port of `ipv4:10.0.0.7:5000` or `ipv6:[::1]:5000`."""
     kind, _, address = peer.partition(":")
     return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

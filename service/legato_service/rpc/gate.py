@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 from google.protobuf import any_pb2
@@ -136,9 +136,6 @@ COPY_SECONDS = 0.5e-9  # per byte of a message, in which gRPC holds the event lo
 _REFUSED_SHARE = 0.005  # of the time of the event loop, for the refused messages of a caller
 _MIN_CHARGE = 0.0005  # seconds; refusals that cost less are free
 _MAX_PAUSE = 5.0  # seconds
-_FORWARDED = "x-forwarded-for"
-
-Metadata = Callable[[], Iterable[tuple[str, str | bytes]] | None]
 
 
 class _Pause(asyncio.Event):
@@ -155,15 +152,14 @@ class ReceiveLimit:
     first window of each call in memory.
 
     A sender takes another place while it has less than half of those that are free, so a few
-    senders cannot take all. A connection whose refused messages held the event loop is paused;
-    behind a proxy that names its callers, each of them for itself.
+    senders cannot take all. A sender whose refused messages held the event loop is paused.
     """
 
     def __init__(self, places: int) -> None:
         self.num_free = places
         self._taken: dict[str, int] = {}  # by sender, without zeros
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next sender first
-        self._paused: dict[str, dict[str, _Pause]] = {}  # by connection and name
+        self._paused: dict[str, _Pause] = {}  # by connection
 
     @property
     def is_wanted(self) -> bool:
@@ -173,7 +169,7 @@ class ReceiveLimit:
     @property
     def num_paused(self) -> int:
         """Return how many callers are paused."""
-        return sum(map(len, self._paused.values()))
+        return len(self._paused)
 
     def take(self, sender: str, connection: str) -> bool:
         """Take a place, unless the sender has to wait for it."""
@@ -182,9 +178,9 @@ class ReceiveLimit:
         self._take(sender)
         return True
 
-    async def wait(self, sender: str, connection: str, metadata: Metadata) -> None:
-        """Wait until the caller's pause is over, then for a place in turn."""
-        while (pause := self._pause_of(connection, metadata)) is not None:
+    async def wait(self, sender: str, connection: str) -> None:
+        """Wait until the connection's pause is over, then for a place in turn."""
+        while pause := self._paused.get(connection):
             await pause.wait()
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sender, deque()).append(place)
@@ -210,32 +206,19 @@ class ReceiveLimit:
         if self._waiting:
             self._grant()
 
-    def charge(self, connection: str, seconds: float, metadata: Metadata) -> None:
-        """Pause a caller whose refused message held the event loop for these seconds."""
+    def charge(self, connection: str, seconds: float) -> None:
+        """Pause a connection whose refused message held the event loop for these seconds."""
         if seconds < _MIN_CHARGE:
             return
-        pauses, name = self._paused.setdefault(connection, {}), _forwarded(metadata)
-        pause = pauses.get(name)
-        if pause is None:
-            pause = pauses[name] = _Pause()
-        now = time.monotonic()
+        pause, now = self._paused.setdefault(connection, _Pause()), time.monotonic()
         pause.until = min(max(now, pause.until) + seconds / _REFUSED_SHARE, now + _MAX_PAUSE)
         loop = asyncio.get_running_loop()
-        loop.call_later(pause.until - now, self._resume, connection, name, pause.until)
+        loop.call_later(pause.until - now, self._resume, connection, pause, pause.until)
 
-    def _resume(self, connection: str, name: str, until: float) -> None:
-        pauses = self._paused.get(connection, {})
-        pause = pauses.get(name)
-        if pause is None or pause.until != until:  # longer since
-            return
-        pause.set()
-        del pauses[name]
-        if not pauses:
+    def _resume(self, connection: str, pause: _Pause, until: float) -> None:
+        if pause.until == until:  # not longer since
+            pause.set()
             del self._paused[connection]
-
-    def _pause_of(self, connection: str, metadata: Metadata) -> _Pause | None:
-        pauses = self._paused.get(connection)
-        return None if pauses is None else pauses.get(_forwarded(metadata))
 
     def _has_room(self, sender: str) -> bool:
         return 2 * self._taken.get(sender, 0) < self.num_free
@@ -258,12 +241,6 @@ class ReceiveLimit:
     def _forget_if_idle(self, sender: str) -> None:
         if not self._waiting[sender]:
             del self._waiting[sender]
-
-
-def _forwarded(metadata: Metadata) -> str:
-    """Return the name that the nearest proxy gave to the caller; empty without a proxy."""
-    found = [value for key, value in metadata() or () if key == _FORWARDED]
-    return str(found[-1]).rpartition(",")[2].strip() if found else ""
 
 
 class _Refusals:

@@ -27,7 +27,7 @@ from legato_service.access.credentials import Peer
 from legato_service.access.principal import NEEDS, UNKNOWN_METHOD, Need
 from legato_service.errors import Failure, MethodUnknown, failure
 from legato_service.rpc import limits
-from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context, host
+from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context, senders
 from legato_service.rpc.call import read as read_metadata
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, Trailers
@@ -114,7 +114,6 @@ log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = ("/legato.v1.InferenceService/", "/inference.GRPCInferenceService/ModelInfer")
 _LATE = 1.0  # seconds after which a missing message counts as late
-_THIS_HOST = ("ipv4:127.", "ipv6:%5B::1%5D", "unix:")
 _LATE_FOR_OTHERS = 5.0  # seconds to receive a message while other calls wait for a place
 _EXPECTED_INTERNAL_ERRORS = (NumericError, Poisoned)  # traceback adds nothing
 
@@ -209,8 +208,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         """
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
-        limit, connection = self._receive_limit, context.peer()
-        sender = _sender(call, connection)
+        limit = self._receive_limit
+        sender, connection = call.senders = call.senders or senders(call, context)
         self._receiving[call] = task
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(_LATE, self._sweep)
@@ -218,7 +217,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             if not limit.take(sender, connection):
                 if call.gate_slot is not None:
                     call.gate_slot.pause()  # the place is for calls that are on their way
-                await limit.wait(sender, connection, context.invocation_metadata)
+                await limit.wait(sender, connection)
             call.receiving_since = time.monotonic()
             try:
                 message = await context.read()
@@ -469,10 +468,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 elif not isinstance(error, LegatoError):
                     log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
                 outcome = failure(error, call.request_id)
-                if outcome.code is grpc.StatusCode.INVALID_ARGUMENT:
-                    self._receive_limit.charge(
-                        context.peer(), call.seconds_held, context.invocation_metadata
-                    )
+                if outcome.code is grpc.StatusCode.INVALID_ARGUMENT and call.senders is not None:
+                    self._receive_limit.charge(call.senders[1], call.seconds_held)
                 self._call_log.record(call, outcome.code.name, outcome.reason)
                 return outcome
         return None
@@ -492,15 +489,6 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
     """
     trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
     return context.abort(outcome.code, outcome.message, trailers)
-
-
-def _sender(call: Call, connection: str) -> str:
-    """Return by whom a message is sent: a host and the tenant of its credential.
-
-    On this host it is a connection, because proxies and programs of different users call from here.
-    """
-    sender = connection if connection.startswith(_THIS_HOST) else host(connection)
-    return sender if call.principal is None else f"{call.principal.tenant} {sender}"
 
 
 def _code_name(context: Context) -> str:

@@ -398,9 +398,8 @@ async def test_a_connection_whose_large_message_was_refused_waits() -> None:
 async def test_a_waiting_call_that_is_cancelled_takes_no_place() -> None:
     """Also one whose place came at the same time."""
     limit = ReceiveLimit(2)
-    none = lambda: ()  # noqa: E731
     assert limit.take("a", "a")
-    first, second = (asyncio.create_task(limit.wait("a", "a", none)) for _ in range(2))
+    first, second = (asyncio.create_task(limit.wait("a", "a")) for _ in range(2))
     await asyncio.sleep(0)
     second.cancel()
     await asyncio.wait({second})
