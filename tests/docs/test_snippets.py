@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,3 +45,5 @@ def test_whatever_is_not_run_says_why() -> None:
     for page in PAGES:
         for snippet in snippets(page):
             assert snippet.how in {"", "clone", "quiet"} or snippet.reason, snippet
+            served = re.search(r"^legato (serve|http|playground)\b.*&$", snippet.text, re.MULTILINE)
+            assert not served, f"{snippet}: what serves has a terminal of its own"
