@@ -20,6 +20,7 @@ PAGES = STAGE / "pages"
 SITE = ROOT / "site"
 ICON = ROOT / "clients" / "python" / "legato_client" / "web" / "static" / "icon.svg"
 COPIED = {".md", ".svg", ".png", ".webp", ".css", ".woff2", ".txt"}
+LOADED = re.compile(r"""<(?:script|img|link)\b[^>]*?(?:src|href)=["']?(https?://[^\s"'>/]+)""")
 LINK = re.compile(r"(?<!\\)(\]\()([^)\s:]+?)(#[^)\s]*)?(\))")
 
 
@@ -39,7 +40,19 @@ def main() -> int:
     if status == 0:
         shutil.rmtree(SITE, ignore_errors=True)
         shutil.move(STAGE / "site", SITE)  # Zensical writes below its configuration only
+        for name, host in sorted(foreign(SITE)):
+            sys.stderr.write(f"{name} loads from another host: {host}\n")
+            status = 1
     return status
+
+
+def foreign(site: Path) -> set[tuple[str, str]]:
+    """Return pages with the other hosts that a browser asks to show them."""
+    return {
+        (str(page.relative_to(site)), host)
+        for page in site.rglob("*.html")
+        for host in LOADED.findall(page.read_text())
+    }
 
 
 def _stage(source: Path, target: Path) -> None:
