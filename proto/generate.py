@@ -97,6 +97,10 @@ def python_stubs(out: Path) -> None:
             *(f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}"),
             package=package,
         )
+    for module in sorted(out.rglob("*_pb2_grpc.py")):
+        if "Stub" not in module.read_text():  # of a file without a service: imports alone
+            module.unlink()
+            module.with_suffix(".pyi").unlink()
     options = ("--include_imports", "--include_source_info")
     contract = out / PACKAGE / "descriptor.binpb"
     protoc(bin_folder, f"--descriptor_set_out={contract}", *options, ERROR_DETAILS)

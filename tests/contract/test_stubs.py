@@ -12,6 +12,7 @@ from tests.contract import schema
 
 SOURCES = Path(__file__).resolve().parents[2] / "proto" / "legato" / "v1"
 NOUNS = sorted(path.stem for path in SOURCES.glob("*.proto"))
+SERVICES = {noun for noun in NOUNS if "\nservice " in (SOURCES / f"{noun}.proto").read_text()}
 
 
 def test_nouns() -> None:
@@ -24,15 +25,16 @@ def test_nouns() -> None:
 def test_stub_imports(noun: str) -> None:
     """Every file of the contract has stubs under the path that protoc assumes."""
     module = importlib.import_module(f"legato.v1.{noun}_pb2")
-    importlib.import_module(f"legato.v1.{noun}_pb2_grpc")
+    if noun in SERVICES:
+        importlib.import_module(f"legato.v1.{noun}_pb2_grpc")
     assert module.DESCRIPTOR.name == f"legato/v1/{noun}.proto"
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_stub_is_typed(noun: str) -> None:
-    """Every stub has a type stub, and the package is marked as typed."""
+    """Every stub has a type stub, gRPC's those with a service; the package is marked as typed."""
     assert (schema.PACKAGE / f"{noun}_pb2.pyi").is_file()
-    assert (schema.PACKAGE / f"{noun}_pb2_grpc.pyi").is_file()
+    assert (schema.PACKAGE / f"{noun}_pb2_grpc.pyi").is_file() == (noun in SERVICES)
     assert (schema.PACKAGE.parent / "py.typed").is_file()
 
 
