@@ -54,6 +54,7 @@ CLIENT_PROBE = """
 import importlib, importlib.metadata, importlib.util, pathlib
 for noun in "media geometry task inference session image server admin error".split():
     importlib.import_module(f"legato.v1.{noun}_pb2")
+for noun in "inference session image server admin".split():
     importlib.import_module(f"legato.v1.{noun}_pb2_grpc")
 importlib.import_module("legato_client")
 for name in ("torch", "transformers", "numpy", "legato_tiny", "legato_service", "legato_engine"):
