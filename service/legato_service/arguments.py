@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from legato_engine.config import (
     CPU_KERNELS,
@@ -99,34 +99,55 @@ def _number(text: str) -> float:
 # ---------------------------------------------------------------- engine
 
 
-def add_model(
-    parser: argparse.ArgumentParser, engine: EngineConfig, service: ServiceConfig
-) -> None:
-    add = parser.add_argument
+def add_model(add: Add, engine: EngineConfig) -> None:
     add(
         "--model",
         type=model,
+        metavar="NAME",
         default=engine.model,
-        help=f"one of {', '.join(MODELS)}; null: made-up results",
+        help=f"model to serve: one of {', '.join(MODELS)}; null: made-up results",
     )
     add(
         "--models",
         metavar="FOLDER",
         default=engine.models,
-        help="where `legato pull` put models; by default ~/.local/share/legato/models",
+        help="folder of models from `legato pull`, default ~/.local/share/legato/models",
     )
-    add("--weights", default=engine.weights, help="folder, .safetensors, .pt or .gguf file")
-    add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
+    add(
+        "--weights",
+        metavar="PATH",
+        default=engine.weights,
+        help="weights to load: a folder, or a .safetensors, .pt or .gguf file",
+    )
+    add("--tokenizer", metavar="FILE", default=engine.tokenizer, help="tokenizer.json to use")
     add(
         "--max-context",
-        metavar="POSITIONS",
+        metavar="TOKENS",
         type=whole,
         default=engine.max_context,
-        help="of prompt and output together; 0: the model's own, for text models at most 8192",
+        help="maximum tokens of prompt and output together; 0: the model's own, for text models at "
+        "most 8192",
     )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
-    devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    add(
+        "--refiner",
+        default=engine.refiner,
+        metavar="FILE",
+        help="head that improves outlines, default: none",
+    )
+
+
+def add_device(
+    group: argparse._ArgumentGroup, engine: EngineConfig, service: ServiceConfig
+) -> None:
+    add = group.add_argument
+    devices = group.add_mutually_exclusive_group()
+    devices.add_argument(
+        "--device",
+        metavar="DEVICE",
+        default=engine.device,
+        help="device of the engine: auto, cpu, cuda or cuda:N",
+    )
     devices.add_argument(
         "--devices",
         metavar="all|DEVICE,DEVICE",
@@ -140,47 +161,76 @@ def add_model(
         help="with --devices: prefer the engine that holds a request's image, prefix, adapter or "
         "session; off: only the shortest wait counts",
     )
-    add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")
+    add(
+        "--dtype",
+        default=engine.dtype,
+        choices=("auto", "f32", "bf16"),
+        help="number format of weights and activations",
+    )
     add(
         "--vision-dtype",
         default=engine.vision_dtype,
         choices=("auto", "fp8"),
-        help="of the vision encoder's weights; auto: as --dtype",
+        help="number format of the vision encoder's weights; auto: as --dtype",
     )
     add(
         "--kv-dtype",
         default=engine.kv_dtype,
         choices=("auto", "model", "fp8"),
-        help="of cached keys and values; auto: fp8 if the weights have scales, else as model",
+        help="number format of cached keys and values; auto: fp8 if the weights have scales, else "
+        "as model",
     )
     add(
         "--weight-dtype",
         default=engine.weight_dtype,
         choices=WEIGHT_DTYPES,
-        help="of a decoder's layers: fp8 (GPU), int8 and int4 need less memory and time; packed: "
-        "as --dtype, one copy on a GPU; auto: packed on a GPU without the resident kernel, else "
-        "as model",
+        help="number format of the decoder's layers: fp8 (GPU), int8 and int4 need less memory and "
+        "time; packed: as --dtype, one copy on a GPU; auto: packed on a GPU without the resident "
+        "kernel, else as model",
     )
     add(
         "--cpu-kernels",
         default=engine.cpu_kernels,
         choices=CPU_KERNELS,
-        help="of layers on a CPU; auto: Legato's own if there is a C++ compiler, else torch's",
+        help="kernels of layers on a CPU; auto: Legato's own if there is a C++ compiler, else "
+        "torch's",
     )
-    add("--threads", type=whole, default=engine.threads, help="CPU threads, 0: all cores")
-    add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
+    add(
+        "--threads",
+        metavar="N",
+        type=whole,
+        default=engine.threads,
+        help="number of CPU threads; 0: one for each core",
+    )
+    add(
+        "--latency-policy",
+        choices=LATENCY_POLICIES,
+        default=engine.latency_policy,
+        help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
+        "other threads; auto: low-latency with 8 or more cores, else shared",
+    )
+
+
+def add_decoding(add: Add, engine: EngineConfig) -> None:
+    add(
+        "--pipeline-depth",
+        type=int,
+        choices=(1, 2),
+        default=engine.pipeline_depth,
+        help="decode steps in flight; 2: launch each step before the previous one is read back",
+    )
     add(
         "--decode-path",
         choices=DECODE_PATHS,
         default=engine.decode_path,
-        help="graph: a launch for every decode step; loop: many steps in one; resident: these "
-        "as one kernel, where it can run; auto: loop on a GPU with kernels for the model, "
-        "resident where that was measured to be faster there, else graph",
+        help="how decode steps are launched; graph: a launch for every step; loop: many steps in "
+        "one; resident: these as one kernel, where it can run; auto: loop on a GPU with kernels "
+        "for the model, resident where that was measured to be faster there, else graph",
     )
     add(
         "--depth-switch",
         action="store_true",
-        help="an operator may change --pipeline-depth while it serves",
+        help="let an operator change --pipeline-depth while the server runs",
     )
     add(
         "--speculation",
@@ -193,13 +243,7 @@ def add_model(
         "--draft",
         default=engine.draft,
         metavar="FILE|NAME:FOLDER|lookup",
-        help="proposer of draft tokens; by default the model's own draft, else prompt lookup",
-    )
-    add(
-        "--refiner",
-        default=engine.refiner,
-        metavar="FILE",
-        help="head that improves outlines; by default none",
+        help="proposer of draft tokens, default: the model's own draft, else prompt lookup",
     )
 
 
@@ -208,91 +252,101 @@ def add_adapters(add: Add, engine: EngineConfig) -> None:
         "--adapters",
         metavar="FOLDER",
         default=engine.adapters,
-        help="folder of adapter files, by name",
+        help="folder of adapter files, served by their names",
     )
     add(
         "--adapter-slots",
+        metavar="N",
         type=positive,
         default=engine.adapter_slots,
-        help="adapters on the device at a time",
+        help="number of adapters on the device at a time",
     )
     add(
         "--max-adapter-rank",
+        metavar="N",
         type=positive,
         default=engine.max_adapter_rank,
-        help=f"of an adapter, at most {MAX_ADAPTER_RANK}",
+        help=f"maximum rank of an adapter, up to {MAX_ADAPTER_RANK}",
     )
 
 
 def add_queue(add: Add, engine: EngineConfig) -> None:
     add(
         "--max-running",
+        metavar="N",
         type=positive,
         default=engine.max_running,
-        help="tasks that decode at a time",
+        help="maximum number of tasks that decode at a time",
     )
     add(
         "--kv-memory-fraction",
+        metavar="0..1",
         type=fraction,
         default=engine.kv_memory_fraction,
         help="fraction of the memory left by the weights for the KV cache",
     )
     add(
         "--crops-per-launch",
+        metavar="N",
         type=whole,
         default=engine.crops_per_launch,
-        help="crops of an image encoded at a time while others stream; 0: all",
+        help="number of image crops encoded per launch while other requests stream; 0: all",
     )
     add(
         "--max-prefill-rows",
+        metavar="N",
         type=whole,
         default=engine.max_prefill_rows,
-        help="prompts per prefill launch, which running decodes may join; 1: no sharing, "
-        "0: automatic",
+        help="maximum number of prompts per prefill launch, which running decodes may join; 1: no "
+        "sharing, 0: automatic",
     )
     add(
         "--images-per-launch",
+        metavar="N",
         type=positive,
         default=engine.images_per_launch,
-        help="images computed in one launch while many wait and none streams; 1: one by one",
+        help="number of images encoded per launch while many wait and none streams",
     )
     add(
         "--max-waiting",
+        metavar="N",
         type=positive,
         default=engine.max_waiting,
-        help="tasks in the waiting queue",
+        help="maximum number of tasks in the waiting queue",
     )
     add(
         "--max-waiting-per-tenant",
+        metavar="N",
         type=whole,
         default=engine.max_waiting_per_tenant,
-        help="of one tenant (metadata legato-tenant; without one: a shared tenant), 0: unbounded",
+        help="maximum number of waiting tasks of one tenant (metadata legato-tenant; without "
+        "one: a shared tenant); 0: unlimited",
     )
     add(
         "--priority-seconds",
         metavar="SECONDS",
         type=not_negative,
         default=engine.priority_seconds,
-        help="waiting time that equals one step of priority (metadata legato-priority, "
+        help="seconds of waiting that equal one step of priority (metadata legato-priority, "
         "-100..100, higher starts first); 0 ignores priorities",
     )
 
 
 def add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
-    null = parser.add_argument_group("with --model null")
+    null = parser.add_argument_group("made-up results (--model null)")
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
         type=not_negative,
         default=engine.null_step_ms,
-        help="time between two tokens; 0: as short as can be",
+        help="milliseconds between two tokens; 0: as fast as possible",
     )
     null.add_argument(
         "--null-objects",
         metavar="N",
         type=whole,
         default=engine.null_objects,
-        help="objects found, max_objects at most",
+        help="number of objects found, up to max_objects",
     )
 
 
@@ -302,7 +356,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_listeners(add: Add, service: ServiceConfig) -> None:
-    add("--listen", metavar="HOST:PORT", default=service.listen, help="where to listen")
+    add("--listen", metavar="HOST:PORT", default=service.listen, help="address to listen on")
     add(
         "--insecure",
         action="store_true",
@@ -312,78 +366,98 @@ def add_listeners(add: Add, service: ServiceConfig) -> None:
         "--admin-listen",
         metavar="ADDRESS",
         default=service.admin_listen,
-        help="of AdminService: HOST:PORT, unix:PATH, same (as --listen) or off; by default a "
+        help="address of AdminService: HOST:PORT, unix:PATH, same (as --listen) or off; default: a "
         "socket of this user, and with credentials also --listen, for the scope admin",
     )
     add(
         "--health-listen",
         metavar="HOST:PORT",
         default=service.health_listen,
-        help="health checks alone, without TLS and credentials",
+        help="address that serves only health checks, without TLS and credentials",
     )
     add(
         "--processes",
+        metavar="N",
         type=positive,
         default=service.processes,
-        help="service processes on this port before the engines; more than 1 helps at thousands of "
-        "calls a second",
+        help="number of service processes on this port before the engines; more than 1 helps at "
+        "thousands of calls a second",
     )
 
 
 def add_access(add: Add, service: ServiceConfig) -> None:
     add("--tls-cert", metavar="FILE", default=service.tls_cert, help="certificate chain, PEM")
-    add("--tls-key", metavar="FILE", default=service.tls_key, help="its private key, PEM")
+    add("--tls-key", metavar="FILE", default=service.tls_key, help="private key of --tls-cert, PEM")
     add(
         "--tls-client-ca",
         metavar="FILE",
         default=service.tls_client_ca,
-        help="authority that every client needs a certificate of, PEM",
+        help="authority that must have signed every client's certificate, PEM",
     )
     add(
         "--tokens",
         metavar="FILE",
         default=service.tokens,
-        help="credentials of callers, TOML: see legato token new",
+        help="credentials of callers, TOML: see `legato token new`",
     )
     add(
         "--quota-requests",
         metavar="RATE",
         type=not_negative,
         default=service.quota_requests,
-        help="calls and frames a second with one credential; 0: unlimited",
+        help="maximum calls and frames per second with one credential; 0: unlimited",
     )
     add(
         "--quota-pixels",
         metavar="RATE",
         type=not_negative,
         default=service.quota_pixels,
-        help="pixels of new images a second with one credential; 0: unlimited",
+        help="maximum pixels of new images per second with one credential; 0: unlimited",
     )
     add(
         "--quota-sessions",
         metavar="N",
         type=whole,
         default=service.quota_sessions,
-        help="open sessions with one credential; 0: unlimited",
+        help="maximum number of open sessions with one credential; 0: unlimited",
     )
 
 
 def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
-    add("--max-image-pixels", type=positive, default=engine.max_image_pixels)
-    add("--max-request-bytes", type=positive, default=service.max_request_bytes)
-    add("--max-sessions", type=positive, default=service.max_sessions, help="open at a time")
+    add(
+        "--max-image-pixels",
+        metavar="PIXELS",
+        type=positive,
+        default=engine.max_image_pixels,
+        help="maximum width times height of an image",
+    )
+    add(
+        "--max-request-bytes",
+        metavar="BYTES",
+        type=positive,
+        default=service.max_request_bytes,
+        help="maximum size of a request, its image included",
+    )
+    add(
+        "--max-sessions",
+        metavar="N",
+        type=positive,
+        default=service.max_sessions,
+        help="maximum number of open sessions",
+    )
     add(
         "--max-session-age",
         metavar="SECONDS",
         type=above_zero,
         default=service.max_session_age,
-        help="after which the client is asked to close a session",
+        help="age at which the client is asked to close a session",
     )
     add(
         "--max-image-bytes",
+        metavar="BYTES",
         type=positive,
         default=service.max_image_bytes,
-        help="of an image that is uploaded or in shared memory",
+        help="maximum size of an image that is uploaded or in shared memory",
     )
     add(
         "--shared-images",
@@ -395,33 +469,38 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
         metavar="SECONDS",
         type=above_zero,
         default=service.image_ttl,
-        help="how long an uploaded image is held by default",
+        help="time that an uploaded image is held unless the client asks for another",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
         type=above_zero,
         default=service.image_max_ttl,
-        help="how long a client may have an image held",
+        help="maximum time for which a client may have an image held",
     )
     add(
         "--image-quota-bytes",
+        metavar="BYTES",
         type=positive,
         default=engine.image_quota_bytes,
-        help="of prepared images that the engine holds for one client",
+        help="maximum size of prepared images held for one client",
     )
     add(
         "--image-hold-bytes",
+        metavar="BYTES",
         type=positive,
         default=engine.image_hold_bytes,
-        help="of prepared images that the engine holds for all clients",
+        help="maximum size of prepared images held for all clients",
     )
+
+
+def add_lifecycle(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
     add(
         "--drain-delay",
         metavar="SECONDS",
         type=not_negative,
         default=service.drain_delay,
-        help="how long the server still serves after SIGTERM, reported as not ready, before it "
+        help="time that the server still serves after SIGTERM, reported as not ready, before it "
         "begins to drain",
     )
     add(
@@ -429,16 +508,36 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
         metavar="SECONDS",
         type=not_negative,
         default=service.drain_grace,
-        help="how long running requests may continue after the drain began",
+        help="time that running requests may continue after the drain began",
+    )
+    add(
+        "--crash-folder",
+        metavar="FOLDER",
+        default=engine.crash_folder,
+        help="folder for the crash bundle of an engine that died, default: legato-crashes-UID in "
+        "the temporary folder",
+    )
+    add(
+        "--crash-bundles",
+        metavar="N",
+        type=whole,
+        default=engine.crash_bundles,
+        help="number of newest crash bundles that are kept; 0: none is written",
     )
 
 
 def add_telemetry(add: Add, service: ServiceConfig) -> None:
     add(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=service.log_level,
+        help="least severe messages that are logged",
+    )
+    add(
         "--metrics-listen",
         metavar="HOST:PORT",
         default=service.metrics_listen,
-        help="where Prometheus scrapes /metrics over HTTP, without TLS; by default nowhere",
+        help="address where Prometheus scrapes /metrics over HTTP, without TLS, default: none",
     )
     add(
         "--metrics",
@@ -447,24 +546,27 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
     )
     add(
         "--metrics-tenants",
+        metavar="N",
         type=whole,
         default=service.metrics_tenants,
-        help="tenants with a label of their own, the first that come; the others are `other`",
+        help="number of tenants with a label of their own, the first that come; the others are "
+        "`other`",
     )
     add(
         "--no-vllm-metrics",
         dest="vllm_metrics",
         action="store_false",
-        help="without the metrics that repeat others under vLLM's names",
+        help="omit the metrics that repeat others under vLLM's names",
     )
     add(
         "--otlp-endpoint",
         metavar="URL",
         default=service.otlp_endpoint,
-        help="OpenTelemetry collector that gets spans of calls by gRPC; by default none",
+        help="OpenTelemetry collector that receives spans of calls by gRPC, default: none",
     )
     add(
         "--trace-ratio",
+        metavar="0..1",
         type=share,
         default=service.trace_ratio,
         help="fraction of calls that are traced; a traceparent's own decision takes precedence",
@@ -474,7 +576,18 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
 # ---------------------------------------------------------------- arguments
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default in (None, "") or isinstance(default, bool) or "default" in text:
+            return text
+        return f"{text}; default %(default)s"
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
+
     def error(self, message: str) -> NoReturn:
         """Print the error without the usage, whose many lines would hide it."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -500,43 +613,25 @@ def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, obj
     return [name for name in kind.__struct_fields__ if name in given]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser; without abbreviations, as `legato` must see which options were typed."""
-    parser = _Parser(
-        prog="legato serve",
-        description="Serve a vision-language model over gRPC.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def make_parser(
+    kind: Callable[..., argparse.ArgumentParser] = _Parser,
+) -> argparse.ArgumentParser:
+    """Build the parser; `kind` takes no abbreviations, as `legato` must see which were typed."""
+    parser = kind(prog="legato serve", description="Serve a vision-language model over gRPC.")
     engine, service = EngineConfig(), ServiceConfig()
-    add_listeners(parser.add_argument, service)
-    add_access(parser.add_argument, service)
-    add_model(parser, engine, service)
-    add_adapters(parser.add_argument, engine)
-    add_queue(parser.add_argument, engine)
-    add_limits(parser.add_argument, engine, service)
-    add_telemetry(parser.add_argument, service)
+
+    def group(title: str) -> Add:
+        return parser.add_argument_group(title).add_argument
+
+    add_listeners(group("network"), service)
+    add_access(group("access"), service)
+    add_model(group("model"), engine)
+    add_device(parser.add_argument_group("device"), engine, service)
+    add_decoding(group("decoding"), engine)
+    add_adapters(group("adapters"), engine)
+    add_queue(group("scheduling"), engine)
+    add_limits(group("limits"), engine, service)
+    add_lifecycle(group("stopping and crashes"), engine, service)
+    add_telemetry(group("telemetry"), service)
     add_null(parser, engine)
-    parser.add_argument(
-        "--latency-policy",
-        choices=LATENCY_POLICIES,
-        default=engine.latency_policy,
-        help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
-        "other threads; auto: low-latency with 8 or more cores, else shared",
-    )
-    parser.add_argument(
-        "--crash-folder",
-        metavar="FOLDER",
-        default=engine.crash_folder,
-        help="where an engine that died leaves a crash bundle; by default legato-crashes-UID in "
-        "the temporary folder",
-    )
-    parser.add_argument(
-        "--crash-bundles",
-        metavar="N",
-        type=whole,
-        default=engine.crash_bundles,
-        help="newest crash bundles that are kept; 0: none is written",
-    )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser

@@ -32,8 +32,8 @@ def test_a_bag_of_images_becomes_a_bag_of_answers(legato, tmp_path, capsys):
     messages.append(("/note", 9, bags.string("hello")))
     path = bags.write(tmp_path / "in", messages)
     out = tmp_path / "out.mcap"
-    words = [path, "--topic", TOPIC, "--task", "detect:red circle", "--task", "point:blue square"]
-    words += ["--out", out, "--copy", "/note", "--draw", "/drawn", "--json"]
+    words = [path, "--image", TOPIC, "--task", "detect:red circle", "--task", "point:blue square"]
+    words += ["--output", out, "--copy", "/note", "--draw", "/drawn", "--json"]
     assert legato(*words) == ExitCode.OTHER
     said = capsys.readouterr()
     report = json.loads(said.out)
@@ -72,15 +72,15 @@ def test_what_makes_no_sense_is_refused(legato, tmp_path, capsys):
     content = path.read_bytes()
     out = tmp_path / "out.mcap"
     for words, message in (
-        ((path, "--topic", "/no", "--task", "detect:cup", "--out", out), "topics with images"),
-        ((path, "--topic", TOPIC, "--task", "caption", "--out", out), "boxes and points"),
-        ((path, "--topic", TOPIC, "--task", "detect:cup", "--out", path), "is the bag itself"),
-        ((out, "--topic", TOPIC, "--task", "detect:cup", "--out", out), "No such file"),
+        ((path, "--image", "/no", "--task", "detect:cup", "--output", out), "topics with images"),
+        ((path, "--image", TOPIC, "--task", "caption", "--output", out), "boxes and points"),
+        ((path, "--image", TOPIC, "--task", "detect:cup", "--output", path), "is the bag itself"),
+        ((out, "--image", TOPIC, "--task", "detect:cup", "--output", out), "No such file"),
     ):
         assert legato(*words) != 0
         assert message in capsys.readouterr().err
     assert path.read_bytes() == content
     assert not out.exists()
-    asked = [path, "--topic", TOPIC, "--task", "detect:cup", "--out", out]
+    asked = [path, "--image", TOPIC, "--task", "detect:cup", "--output", out]
     assert legato(*asked, "--server", "127.0.0.1:1") == ExitCode.UNAVAILABLE
     assert not out.exists()

@@ -128,7 +128,7 @@ def test_the_timeline_of_a_running_server(server, tmp_path):
     """`legato trace --server` writes the launches of the requests that run meanwhile."""
     path = tmp_path / "trace.json"
     command = [sys.executable, "-m", "legato_client.cli", "trace", "--server", server.address]
-    command += ["--duration", "4", "--output", str(path), "--json"]
+    command += ["--seconds", "4", "--output", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         with Client(server.address) as client:
             while watching.poll() is None:

@@ -73,7 +73,7 @@ def test_every_frame_of_a_clip_is_answered(legato, clip, tmp_path):
 def test_the_newest_frames_of_a_clip_are_answered(legato, clip, tmp_path):
     """Of more than the server answers; each is accounted for."""
     lines = tmp_path / "out.jsonl"
-    figures = legato(clip, "--rate", "20", "--jpeg", "90", "--max-side", "160", "--output", lines)
+    figures = legato(clip, "--speed", "20", "--jpeg", "90", "--max-side", "160", "--output", lines)
     sent = figures["answered"] + sum(figures["dropped"].values())
     assert figures["sent"] == sent
     assert sent + figures["replaced"] + figures["refused"] == figures["taken"] == FRAMES
@@ -159,7 +159,7 @@ def test_a_restarted_server_is_found_and_reported(tmp_path):
 def test_an_age_limit_below_the_response_time_is_reported(clip, tmp_path, capsys):
     """With both times, so that one knows what to change."""
     with started(tmp_path, "one", "--model", "null", "--null-step-ms", "60") as server:
-        words = ["watch", clip, "--task", "detect:cup", "--max-age", "0.1", "--rate", "0.2"]
+        words = ["watch", clip, "--task", "detect:cup", "--max-age", "0.1", "--speed", "0.2"]
         assert main([*map(str, words), "--server", server.address]) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if "frames too old" in line]

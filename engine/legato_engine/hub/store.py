@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -241,26 +241,30 @@ MODELS = {each.name: each for each in _ALL}
 # ---------------------------------------------------------------- options
 
 
-def pull_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="legato pull",
-        description="Fetch the weights of a model from Hugging Face, or from HF_ENDPOINT, so that "
-        "`legato serve --model NAME` finds them. An interrupted pull resumes where it ended.",
+Kind = Callable[..., argparse.ArgumentParser]
+
+
+def pull_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = kind(
         allow_abbrev=False,
+        prog="legato pull",
+        description="Download the weights of a model from Hugging Face, or from HF_ENDPOINT, so "
+        "that `legato serve --model NAME` finds them. An interrupted download continues.",
     )
     parser.add_argument("model", choices=sorted(MODELS), metavar="NAME", help=", ".join(MODELS))
     _add_folder(parser)
     return parser
 
 
-def models_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="legato models",
-        description="The models that can be pulled: which are here, from where, and which fit.",
+def models_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = kind(
         allow_abbrev=False,
+        prog="legato models",
+        description="List the models that can be pulled: which are on this machine, from where, "
+        "and which fit.",
     )
     _add_folder(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 
@@ -269,5 +273,5 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         "--models",
         default="",
         metavar="FOLDER",
-        help="where pulled models are kept, default ~/.local/share/legato/models",
+        help="folder of pulled models, default ~/.local/share/legato/models",
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import dataclasses
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +18,8 @@ from legato_client import Client, Options, Sampling
 from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
 from legato_client._grpc.settings import Security, read_security
 from legato_client._types.tasks import Task
-from legato_client.batch import tasks
-from legato_client.cli.settings import HELP, CommandError, ExitCode
+from legato_client.batch import images, tasks
+from legato_client.cli.settings import HELP, CommandError, ExitCode, closest, older_names
 
 
 def admin_target(server: str) -> str:
@@ -69,14 +72,133 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes of image files that can be written."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser that documents the exit codes and reports errors like every other failure."""
+_MAX_USAGE_LINES = 4
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(epilog=HELP, allow_abbrev=False, **settings)
+
+def read_image(name: str) -> bytes:
+    """Read an image file, or standard input for "-".
+
+    Raises:
+        CommandError: it cannot be read, or is no JPEG, PNG or WebP image.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {error.strerror}", ExitCode.USAGE) from None
+    if not (data.startswith(_MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
+        video = images.is_video(name)
+        hint = ": it seems to be a video; use `legato run` or `legato watch`" if video else ""
+        where = "standard input" if name == "-" else name
+        raise CommandError(f"{where} is no JPEG, PNG or WebP image{hint}", ExitCode.USAGE)
+    return data
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that keeps line breaks, names defaults, and shows the current name of an option.
+
+    Further names of an option are older spellings, which go on working.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        lines = text.splitlines()
+        return "\n".join(
+            f"{indent}{line}" if line.startswith(" ") else fill(line, width, indent)
+            for line in lines
+        )
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_shown = default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool)
+        if not action.option_strings or "default" in text or not is_shown or default == []:
+            return text
+        if isinstance(default, list | tuple):
+            return f"{text}; default {','.join(map(str, default))}"
+        return f"{text}; default %(default)s"
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        text = super()._format_usage(usage, actions, groups, prefix)
+        if text.count("\n") <= _MAX_USAGE_LINES:
+            return text
+        needed = [each for each in actions if each.required or not each.option_strings]
+        shorter = super()._format_usage(usage, needed, [], prefix)
+        return shorter.replace(self._prog, f"{self._prog} [options]", 1)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = visible_names(action)
+        return super()._format_action_invocation(shown)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        groups: Sequence[CommandGroup] = getattr(action, "groups", ())
+        if not groups or not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        by_name = {each.dest: each for each in action._get_subactions()}
+        text = ""
+        for group in groups:
+            text += f"\n{group.title}: {group.purpose}\n"
+            rows = [by_name[name] for name in group.commands if name in by_name]
+            text += "".join(super(HelpFormatter, self)._format_action(row) for row in rows)
+            text += f"{'':{self._current_indent + 2}}$ {group.example}\n"
+        return text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandGroup:
+    """Commands that are listed together."""
+
+    title: str
+    purpose: str
+    example: str
+    commands: tuple[str, ...]
+
+
+def visible_names(action: argparse.Action) -> list[str]:
+    """Return an option's names without older spellings."""
+    older = {f"--{name}" for name in older_names(action)}
+    return [name for name in action.option_strings if name not in older]
+
+
+def _shown(action: argparse.Action) -> str:
+    return "/".join(visible_names(action))
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that documents the exit codes and reports errors like every other failure.
+
+    The errors suggest the closest known word. `example` is a command line for the help.
+    """
+
+    def __init__(self, *, example: str = "", exit_codes: str = HELP, **settings: Any) -> None:
+        self.example = example
+        shown = f"example:\n  $ {example}\n\n" if example else ""
+        defaults = {"formatter_class": HelpFormatter, "epilog": shown + exit_codes}
+        super().__init__(**{**defaults, **settings, "allow_abbrev": False})
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Suggest the closest option for an unknown one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            near = closest(unknown[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return parsed
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        hint = closest(str(value), list(map(str, action.choices)))
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{hint}")
+        known = ", ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"must be one of {known}, not {value!r}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that `--json` holds for usage errors too."""
+        for action in self._actions:  # argparse names older spellings too
+            names = "/".join(action.option_strings)
+            message = message.replace(f"argument {names}:", f"argument {_shown(action)}:")
         raise CommandError(f"{message} (see {self.prog} --help)", ExitCode.USAGE)
 
 
@@ -89,7 +211,7 @@ def add_server_options(
         metavar="HOST:PORT",
         type=server,
         default=DEFAULT_TARGET,
-        help="default: %(default)s",
+        help="address of the server",
     )
     add_security_options(group)
     group.add_argument(
@@ -97,38 +219,69 @@ def add_server_options(
         type=positive,
         default=timeout,
         metavar="SECONDS",
-        help="deadline of a call, default %(default)g",
+        help="deadline of a call in seconds, default %(default)g",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document, errors too")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, errors too")
 
 
 def add_security_options(group: Any) -> None:
     group.add_argument(
-        "--tls", action="store_true", help="encrypt; implied by --ca and --cert, needed for a token"
+        "--tls",
+        action="store_true",
+        help="encrypt the connection; implied by --ca and --cert, needed for a token",
     )
     group.add_argument(
-        "--ca", metavar="PEM", help="authorities of the server's certificate, default: gRPC's own"
+        "--ca",
+        metavar="PEM",
+        help="file with the authorities of the server's certificate, default: gRPC's own",
     )
-    group.add_argument("--cert", metavar="PEM", help="this client's certificate")
-    group.add_argument("--key", metavar="PEM", help="the private key of --cert")
+    group.add_argument("--cert", metavar="PEM", help="file with this client's certificate")
+    group.add_argument("--key", metavar="PEM", help="file with the private key of --cert")
     group.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="a file with the token; default: the environment variable LEGATO_TOKEN",
+        help="file with the token, default: the environment variable LEGATO_TOKEN",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults are the server's)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=count, metavar="K")
-    group.add_argument("--max-tokens", type=count, metavar="N")
-    group.add_argument("--seed", type=count)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT")
-    group.add_argument("--model", default="", help="a served model, default: the server's")
-    group.add_argument("--adapter", default="", metavar="NAME", help="a fine-tune of the server's")
+    group.add_argument(
+        "--temperature",
+        type=not_negative,
+        metavar="T",
+        help="randomness of the answer, 0 or more; 0 always takes the likeliest token",
+    )
+    group.add_argument(
+        "--top-p",
+        type=above_zero_share,
+        metavar="P",
+        help="sample among the likeliest tokens with this total probability, above 0 up to 1",
+    )
+    group.add_argument(
+        "--top-k",
+        type=count,
+        metavar="N",
+        help="sample among the N likeliest tokens; 0: among all",
+    )
+    group.add_argument(
+        "--max-tokens", type=at_least_one, metavar="N", help="maximum length of an answer in tokens"
+    )
+    group.add_argument(
+        "--seed", type=count, metavar="N", help="number that makes sampling repeatable"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be repeated",
+    )
+    group.add_argument(
+        "--model", default="", metavar="NAME", help="served model to ask, default: the server's own"
+    )
+    group.add_argument("--adapter", default="", metavar="NAME", help="fine-tune of the server's")
 
 
 def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
@@ -187,10 +340,9 @@ def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -
         required=True,
         type=task_name,
         metavar="TASK",
-        help=f"{tasks.usage(places=places)}; may be repeated",
+        help=f"what to ask: {tasks.usage(places=places)}; may be repeated",
     )
-    parser.add_argument("--max-objects", type=count, metavar="N", help="at most N of each task")
-    add_min_confidence(parser)
+    add_object_options(parser)
     add_sampling_options(parser)
     add_server_options(parser)
 
@@ -270,7 +422,29 @@ def share(text: str) -> float:
     return value
 
 
-def add_min_confidence(parser: argparse.ArgumentParser) -> None:
+def not_negative(text: str) -> float:
+    if not 0 <= (value := _number(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, and is {value:g}")
+    return value
+
+
+def above_zero_share(text: str) -> float:
+    if not 0 < (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, and is {value:g}")
+    return value
+
+
+def text(given: str) -> str:
+    """Parse what a model is asked, which is not blank."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return given
+
+
+def add_object_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-objects", type=at_least_one, metavar="N", help="maximum number of objects of a task"
+    )
     parser.add_argument(
         "--min-confidence",
         type=share,

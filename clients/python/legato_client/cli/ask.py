@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from legato_client import Client, Event, Finished, Options, Result, Task
+from legato_client import Client, Event, Finished, InvalidArgument, Options, Result, Task
 from legato_client._proto import skills
 from legato_client.cli import arguments, forward, show
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
+REASONING = "let the model reason first, and show its reasoning"
+_IMAGE = "JPEG, PNG or WebP file, or - for standard input"
+_EXAMPLES = {
+    "detect": 'legato detect street.jpg "traffic light" --output found.png',
+    "point": "legato point street.jpg door",
+    "segment": "legato segment street.jpg bus --output outline.png",
+    "caption": "legato caption street.jpg --length short",
+    "query": 'legato query street.jpg "What colour is the bus?"',
+}
+
 
 def add_command(commands: Any) -> None:
     for skill in skills.SKILLS:
-        parser = commands.add_parser(skill.name, help=skill.help)
+        parser = commands.add_parser(
+            skill.name,
+            help=skill.help,
+            description=f"{skill.help[0].upper()}{skill.help[1:]}.",
+            example=_EXAMPLES[skill.name],
+        )
         _add_fields(parser, skill)
         _add_output(parser)
         arguments.add_sampling_options(parser)
@@ -31,11 +46,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise CommandError("--stream and --json exclude each other", ExitCode.USAGE)
     if args.output is not None and args.image is None:
         raise CommandError("--output needs an image to draw on", ExitCode.USAGE)
-    image = _read(args.image)
+    if args.output is not None:
+        check_output(args.output)
+    image = None if args.image is None else arguments.read_image(args.image)
     streaming = terminal.is_interactive if args.stream is None else args.stream
     printer = show.EventPrinter(terminal)
     watch = printer.show if streaming else None
-    with arguments.connect(args) as client:
+    with arguments.connect(args) as client, naming_arguments(args):
         result = ask(client, image, task_of(args), arguments.options_of(args), watch)
         if not streaming:
             show.show_result(terminal, result)
@@ -78,11 +95,31 @@ def document(result: Result) -> dict[str, Any]:
     return {"task": skills.of(result).name, **fields}
 
 
-def save(path: Path, image: bytes, *results: Result) -> None:
+@contextlib.contextmanager
+def naming_arguments(args: argparse.Namespace) -> Iterator[None]:
+    """Let the server's complaints name the file or the option, not the contract's field."""
     try:
-        from legato_client import draw
-    except ModuleNotFoundError as error:
-        raise CommandError(f"drawing needs Pillow: {forward.hint('cli')}") from error
+        yield
+    except InvalidArgument as error:
+        for violation in error.field_violations[:1]:
+            name = violation.field.rpartition(".")[2]
+            if violation.field.startswith("image") and args.image:
+                error.message = f"{args.image}: {violation.description}"
+            elif name in vars(args):
+                error.message = f"{name.replace('_', '-')}: {violation.description}"
+        raise
+
+
+def check_output(path: Path) -> None:
+    """Check before any work that a drawing can be saved. Raises CommandError."""
+    forward.require("drawings", "cli", "PIL")
+    if not path.parent.is_dir():
+        raise CommandError(f"cannot write {path}: no folder {path.parent}", ExitCode.USAGE)
+
+
+def save(path: Path, image: bytes, *results: Result) -> None:
+    from legato_client import draw  # needs Pillow
+
     marks = [mark for result in results for mark in draw.marks_of(result)]
     lines = [text for result in results if (text := show.text_of(result))]
     try:
@@ -94,25 +131,27 @@ def save(path: Path, image: bytes, *results: Result) -> None:
 def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None:
     """Add an argument for each field of the skill's task."""
     if skill is skills.QUERY:
-        parser.add_argument("image", nargs="?", help="a file, or - for standard input")
-        parser.add_argument("question")
-        parser.add_argument("--reasoning", action="store_true", help="think first, and show it")
+        parser.add_argument("image", nargs="?", help=f"{_IMAGE}; may be left out")
+        parser.add_argument("question", type=arguments.text, help="question to answer")
+        parser.add_argument("--reasoning", action="store_true", help=REASONING)
         return
-    parser.add_argument("image", help="a JPEG, PNG or WebP file, or - for standard input")
+    parser.add_argument("image", help=_IMAGE)
     if skill.takes("length"):
-        parser.add_argument("--length", choices=skill.choices, default="normal")
+        parser.add_argument(
+            "--length", choices=skill.choices, default="normal", help="length of the caption"
+        )
     if skill.takes("object"):
-        parser.add_argument("object", help='what to look for, such as "red cup"')
+        parser.add_argument(
+            "object", type=arguments.text, help='what to look for, such as "red cup"'
+        )
     if skill.takes("max_objects"):
-        parser.add_argument("--max-objects", type=arguments.count, metavar="N")
-    if skill.takes("min_confidence"):
-        arguments.add_min_confidence(parser)
+        arguments.add_object_options(parser)
     if skill.takes("order"):
         parser.add_argument(
             "--order",
             choices=("model", "confidence"),
             default="model",
-            help="of the objects; confidence: the greatest first",
+            help="order of the objects: as the model finds them, or highest confidence first",
         )
 
 
@@ -121,19 +160,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=arguments.image,
         metavar="FILE",
-        help=f"save the annotated image here: {', '.join(arguments.IMAGES)}",
+        help=f"save the annotated image: {', '.join(arguments.IMAGES)}",
     )
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
-        help="show the answer as it is made; default: on a terminal",
+        help="show the answer as it is generated, default: on a terminal",
     )
-
-
-def _read(name: str | None) -> bytes | None:
-    if name is None:
-        return None
-    try:
-        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise CommandError(f"cannot read {name}: {error.strerror}", ExitCode.USAGE) from error

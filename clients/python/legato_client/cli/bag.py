@@ -29,32 +29,36 @@ def add_command(commands: Any) -> None:
         help="ask about the images of a ROS 2 bag, and write a bag of answers",
         description="Ask about every image of a topic in a ROS 2 bag and write the results, "
         "as vision_msgs/Detection2DArray with the images' stamps. ROS is not needed.",
+        example="legato bag drive.mcap --image /camera/image_raw --task detect:person --output "
+        "answers.mcap",
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="IN.mcap")
-    add("--topic", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
+    add("source", type=Path, metavar="BAG", help="MCAP file, or a folder of `ros2 bag record`")
+    add("--image", "--topic", dest="image", required=True, metavar="TOPIC",
+        help="topic of sensor_msgs/Image or CompressedImage")  # fmt: skip
     arguments.add_task_options(parser, places=True)
-    add("--out", type=Path, required=True, metavar="OUT.mcap")
+    add("--output", "--out", dest="output", type=Path, required=True, metavar="FILE.mcap",
+        help="bag to write")  # fmt: skip
     add("--detections", default="/legato/detections", metavar="TOPIC",
         help="topic of the answers, default %(default)s")  # fmt: skip
     add("--draw", default="", metavar="TOPIC",
-        help="also images with boxes, sensor_msgs/CompressedImage")  # fmt: skip
+        help="topic of annotated images, sensor_msgs/CompressedImage, default: none")  # fmt: skip
     add("--copy", action="append", default=[], metavar="PATTERN",
         help="also copy topics of the bag, as '/tf*' or '*'; may be repeated")  # fmt: skip
     add("--absent-score", type=float, default=math.nan, metavar="S",
         help="score of results without confidence, default NaN")  # fmt: skip
     add("--parallel", type=arguments.at_least_one, default=_PARALLEL, metavar="N",
-        help="images in flight, default %(default)s")  # fmt: skip
+        help="number of images in flight, default %(default)s")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     """Run the command. Raises CommandError, also at the end if images failed."""
-    try:
-        from legato_client.ros import bag
-    except ModuleNotFoundError as error:
-        problem = f"bags need {error.name}: {forward.hint('ros')}"
-        raise CommandError(problem, ExitCode.USAGE) from None
+    forward.require("bags", "ros", "mcap", "mcap_ros2")
+    if args.draw:
+        forward.require("drawings", "cli", "PIL")
+    from legato_client.ros import bag
+
     try:
         count = _run(args, terminal)
     except bag.BagError as error:
@@ -70,10 +74,10 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:
     asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
         raise bag.BagError(f"a bag has room for boxes and points: {tasks.names()}")
-    if args.out.exists() and args.out.samefile(args.source):
-        raise bag.BagError(f"{args.out} is the bag itself: name another file")
-    topics = bag.Topics(args.topic, args.detections, args.draw, tuple(args.copy))
-    with bag.Bag(args.source, args.topic) as source, arguments.connect(args) as client:
+    if args.output.exists() and args.output.samefile(args.source):
+        raise bag.BagError(f"{args.output} is the bag itself: name another file")
+    topics = bag.Topics(args.image, args.detections, args.draw, tuple(args.copy))
+    with bag.Bag(args.source, args.image) as source, arguments.connect(args) as client:
         batch_client = BatchClient(client, tuple(asked.values()), arguments.options_of(args))
         answerer = bag.BagAnswerer(
             _ask_function(batch_client),
@@ -82,7 +86,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:
             absent_score=args.absent_score,
         )
         with terminal.counting("images", source.num_images, 0) as tell:
-            _write(answerer, source, args.out, tell, _abort_function(batch_client, client))
+            _write(answerer, source, args.output, tell, _abort_function(batch_client, client))
     return answerer.count
 
 
@@ -113,14 +117,14 @@ def _abort_function(batch_client: BatchClient, client: Client) -> Any:
 
 def _report(args: argparse.Namespace, count: BagCounts, terminal: Terminal) -> None:
     terminal.line(
-        f"{count.images - count.failed} images answered in {args.out}, "
+        f"{count.images - count.failed} images answered in {args.output}, "
         f"{count.detections} detections, {count.copied} messages copied"
     )
     for problem in count.problems[:_MAX_PROBLEMS]:
         terminal.line(problem)
     terminal.document(
         {
-            "output": str(args.out),
+            "output": str(args.output),
             "images": count.images,
             "failed": count.failed,
             "detections": count.detections,

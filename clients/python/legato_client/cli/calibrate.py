@@ -46,9 +46,10 @@ def add_command(commands: Any) -> None:
         "boxes, and write a calibration of the confidences. Servers read the "
         "file beside the weights when they start. With --test only fits that better the "
         "confidences of other images are written.",
+        example="legato calibrate labelled/ --test held-out/ --output confidence.json",
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="images")
+    add("folder", type=Path, metavar="FOLDER", help="folder of labelled images")
     add(
         "--annotations",
         type=Path,
@@ -67,13 +68,18 @@ def add_command(commands: Any) -> None:
         metavar="PATH",
         help="start a server with these weights; else the running one is asked",
     )
-    add("--model", default="", help="a served model; with --weights as of `legato serve`")
-    add("--tokenizer", default="", metavar="FILE", help="with --weights: as of `legato serve`")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="served model to ask; with --weights as of `legato serve`",
+    )
+    add("--tokenizer", default="", metavar="FILE", help="tokenizer.json to use, with --weights")
     add(
         "--output",
         type=Path,
         metavar="FILE.json",
-        help=f"default: {FILE_NAME} beside the weights, else here",
+        help=f"calibration to write, default: {FILE_NAME} beside the weights, else here",
     )
     add(
         "--objects",
@@ -81,17 +87,31 @@ def add_command(commands: Any) -> None:
         metavar="FILE.jsonl",
         help="write every object that was found, with its certainties and whether it is right",
     )
-    add("--name", default="", help="of the set that was fitted on, default: the folder's")
-    add("--skills", nargs="+", choices=SKILLS, default=["detect", "point"], metavar="SKILL")
+    add(
+        "--name",
+        default="",
+        metavar="NAME",
+        help="name of the set that was fitted on, default: the folder's",
+    )
+    add(
+        "--skills",
+        nargs="+",
+        choices=SKILLS,
+        default=["detect", "point"],
+        metavar="SKILL",
+        help=f"skills to fit: {', '.join(SKILLS)}",
+    )
     add(
         "--absent",
         type=arguments.count,
         default=1,
         metavar="N",
-        help="categories that an image lacks and is asked for all the same, default %(default)s",
+        help="number of categories that an image lacks and is asked for all the same",
     )
-    add("--parallel", type=arguments.at_least_one, default=4, metavar="N", help="images at a time")
-    add("--start-timeout", type=arguments.positive, default=300.0, metavar="SECONDS")
+    add("--parallel", type=arguments.at_least_one, default=4, metavar="N",
+        help="number of images in flight")  # fmt: skip
+    add("--start-timeout", type=arguments.positive, default=300.0, metavar="SECONDS",
+        help="time in which a started server must be ready, default %(default)g")  # fmt: skip
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 

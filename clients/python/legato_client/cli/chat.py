@@ -6,7 +6,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from legato_client import (
@@ -20,27 +19,32 @@ from legato_client import (
     Sampling,
 )
 from legato_client.cli import arguments, show
+from legato_client.cli.ask import REASONING
 from legato_client.cli.hints import hint_of
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 _HELP = """\
-/image FILE   begin again with this image; /image alone: without one
-/system TEXT  begin again with this instruction
-/reset        begin again
-/quit         or Ctrl-D; Ctrl-C stops an answer"""
+/image FILE   start a new conversation with this image; without FILE: without an image
+/system TEXT  start a new conversation with this instruction
+/reset        start a new conversation
+/quit         end, as Ctrl-D; Ctrl-C stops an answer"""
 
 
 def add_command(commands: Any) -> None:
+    indented = "\n".join(f"  {line}" for line in _HELP.splitlines())
     parser = commands.add_parser(
         "chat",
-        help="a conversation, about an image if one is named",
+        help="hold a conversation, about an image if one is named",
         description="Ask again and again; the model sees the conversation so far. Questions are "
-        f"lines of standard input. {' '.join(_HELP.split())}",
+        f"lines of standard input, or commands:\n{indented}",
+        example="legato chat street.jpg",
     )
-    parser.add_argument("image", nargs="?", type=Path, help="a JPEG, PNG or WebP file")
-    parser.add_argument("--system", default="", metavar="TEXT", help="an instruction before all")
-    parser.add_argument("--reasoning", action="store_true", help="think first, and show it")
+    parser.add_argument("image", nargs="?", help="JPEG, PNG or WebP file")
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="instruction for the whole conversation"
+    )
+    parser.add_argument("--reasoning", action="store_true", help=REASONING)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -130,7 +134,7 @@ def _command(talk: Conversation, line: str, terminal: Terminal) -> None:
     name, _, rest = line.partition(" ")
     match name:
         case "/image":
-            talk.image = _image(Path(rest.strip())) if rest.strip() else None
+            talk.image = _image(rest.strip() or None)
         case "/system":
             talk.system = rest.strip()
         case "/reset":
@@ -143,11 +147,8 @@ def _command(talk: Conversation, line: str, terminal: Terminal) -> None:
     talk.begin_again()
 
 
-def _image(path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else path.expanduser().read_bytes()
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}", ExitCode.USAGE) from None
+def _image(name: str | None) -> bytes | None:
+    return None if name is None else arguments.read_image(name)
 
 
 def _lines(person: bool) -> Iterator[str]:

@@ -38,22 +38,77 @@ _OWN = (
 )  # fmt: skip
 
 
+GROUPS = (
+    arguments.CommandGroup(
+        "ask",
+        "questions about one image",
+        'legato detect street.jpg "traffic light" --output found.png',
+        ("detect", "point", "segment", "caption", "query", "chat"),
+    ),
+    arguments.CommandGroup(
+        "batches and cameras",
+        "the same tasks on many images, videos, cameras and ROS 2 topics",
+        "legato watch rtsp://camera.local/live --task detect:person --track",
+        ("run", "watch", "bag", "ros2"),
+    ),
+    arguments.CommandGroup(
+        "server",
+        "start a server, and interfaces of a running one",
+        "legato serve --model moondream2 --listen 127.0.0.1:50051",
+        ("serve", "playground", "http", "mcp", "demo"),
+    ),
+    arguments.CommandGroup(
+        "weights",
+        "models on this machine, and what their confidences are worth",
+        "legato pull moondream2",
+        ("models", "pull", "calibrate"),
+    ),
+    arguments.CommandGroup(
+        "operations",
+        "the state of this machine and of a server, and its credentials",
+        "legato info --server gpu-box:50051",
+        ("info", "status", "metrics", "token", "completion"),
+    ),
+    arguments.CommandGroup(
+        "debugging",
+        "load, measurements and timelines",
+        "legato trace --server gpu-box:50051 --seconds 10",
+        ("load", "bench", "trace", "replay"),
+    ),
+)
+
+
 def make_parser(*, complete: bool = False) -> arguments.Parser:
     """Build the parser; `complete` adds the options of installed server commands."""
     parser = arguments.Parser(
         prog="legato",
-        description="Ask a Legato vision-language server about images, or run one.",
+        description="Ask a Legato vision-language server about images, or run one. "
+        "`legato COMMAND --help` has the options of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"legato {version()}")
-    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument(
+        "--version", action="version", version=f"legato {version()}", help="print the version"
+    )
+    commands: Any = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    commands.groups = GROUPS
     for module in _OWN:
         module.add_command(commands)
-    commands.choices["completion"].set_defaults(whole=lambda: make_parser(complete=True))
+    commands.choices["completion"].set_defaults(
+        whole=lambda: make_parser(complete=True), leaves=leaves
+    )
     for name, program in forward.MODULES.items():
-        parents = _installed(name) if complete else []
-        commands.add_parser(name, help=program.purpose, parents=parents, add_help=not parents)
-    commands.choices["trace"].epilog = f"with {trace.FLAG}: the timeline of a running server"
-    for leaf in _leaves(parser):
+        parents = [each] if complete and (each := installed(name)) else []
+        commands.add_parser(
+            name,
+            help=program.purpose,
+            description=parents[0].description if parents else None,
+            example=program.example,
+            exit_codes=program.exit_codes,
+            parents=parents,
+            add_help=not parents,
+        )
+    for leaf in leaves(parser):
         settings.add_options(leaf)
     return parser
 
@@ -82,11 +137,16 @@ def tables(parser: argparse.ArgumentParser) -> frozenset[str]:
     return frozenset(_below(parser))
 
 
-def _installed(name: str) -> list[argparse.ArgumentParser]:
+def installed(name: str) -> argparse.ArgumentParser | None:
+    """Return a server command's parser, without settings, if its packages are installed.
+
+    The timeline of a running server needs none of them.
+    """
     try:
-        return [forward.parser_of(name)]
+        parser = forward.parser_of(name)
     except CommandError:
-        return []
+        return trace.make_parser() if name == "trace" else None
+    return trace.with_remote_options(parser) if name == "trace" else parser
 
 
 def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -95,6 +155,6 @@ def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
     return {name: each for group in groups for name, each in group.items()}
 
 
-def _leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     below = _below(parser)
-    return [leaf for each in below.values() for leaf in _leaves(each)] if below else [parser]
+    return [leaf for each in below.values() for leaf in leaves(each)] if below else [parser]

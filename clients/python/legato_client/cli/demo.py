@@ -212,17 +212,38 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "demo", help="start a server, ask it about an image, draw the answers, stop it"
+        "demo",
+        help="start a server, ask it about an image, draw the answers, stop it",
+        description="Start a server, ask it about an image, draw the answers, and stop it.",
+        example="legato demo --image street.jpg --detect bus",
     )
-    parser.add_argument("--output", type=arguments.image, default=Path("demo.png"), metavar="FILE")
-    parser.add_argument("--image", type=Path, help="default: the sample of the tiny model")
+    parser.add_argument(
+        "--output",
+        type=arguments.image,
+        default=Path("demo.png"),
+        metavar="FILE",
+        help="annotated image to write",
+    )
+    parser.add_argument(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="image to ask about, default: the sample of the tiny model",
+    )
     for skill in SUBJECT_SKILLS:
         metavar = "NOUN" if skill.places else skill.subject.upper()
         parser.add_argument(
-            f"--{skill.name}", action="append", metavar=metavar, help="may be repeated"
+            f"--{skill.name}",
+            action="append",
+            metavar=metavar,
+            help=f"{skill.help}; may be repeated",
         )
     parser.add_argument(
-        "--start-timeout", type=float, default=300.0, metavar="SECONDS", help="default %(default)g"
+        "--start-timeout",
+        type=arguments.positive,
+        default=300.0,
+        metavar="SECONDS",
+        help="time in which the server must be ready, default %(default)g",
     )
     parser.add_argument(
         "serve_options", nargs="*", metavar="-- OPTION", help="options of `legato serve`"
@@ -233,6 +254,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     forward.require_linux("demo")
     forward.require_engine("demo")
+    ask.check_output(args.output)
     script = _script(args)
     image = script.read_image()
     with LocalServer(args.serve_options) as server:

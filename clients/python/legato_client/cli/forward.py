@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import legato_client
-from legato_client.cli.settings import CommandError
+from legato_client.cli.arguments import Parser
+from legato_client.cli.settings import HELP, CommandError
 
 _PARTS = {
     "cli": ('"{root}[cli]"',),
@@ -35,6 +38,18 @@ def hint(extra: str) -> str:
     return " ".join(("pip install", *(f"-e {part}" for part in parts)))
 
 
+def require(what: str, extra: str, *modules: str) -> None:
+    """Raise CommandError, before any work, unless the modules of an extra are installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(_DISTRIBUTIONS.get(name, name) for name in missing)
+        verb = "need" if what.endswith("s") else "needs"
+        raise CommandError(f"{what} {verb} {names}: {hint(extra)}")
+
+
+_DISTRIBUTIONS = {"PIL": "Pillow", "av": "PyAV", "mcap_ros2": "mcap-ros2-support"}
+
+
 def _clone() -> Path | None:
     root = Path(legato_client.__file__).resolve().parents[3]
     return root if (root / "service" / "pyproject.toml").is_file() else None
@@ -52,39 +67,60 @@ def _typed(root: Path) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A module that is run, and its parser as MODULE:FUNCTION."""
+    """A module that is run, and its parser as MODULE:FUNCTION.
+
+    `replaces` this process: signals and the exit code are the program's own.
+    """
 
     module: str
     parser: str
     purpose: str
+    example: str = ""
+    exit_codes: str = HELP
+    replaces: bool = False
 
 
 MODULES = {
-    "serve": Program("legato_service", "legato_service.arguments:make_parser", "start a server"),
+    "serve": Program(
+        "legato_service",
+        "legato_service.arguments:make_parser",
+        "start a server",
+        "legato serve --model moondream2 --listen 0.0.0.0:50051 --tokens tokens.toml "
+        "--tls-cert server.pem --tls-key server.key",
+        "exit codes: 0 stopped by a signal or an operator, 1 serving never began (address in use, "
+        "unreadable file), 2 wrong option, 78 the model cannot be served with these options, "
+        "128 + N ended by signal N while draining",
+        replaces=True,
+    ),
     "pull": Program(
         "legato_engine.hub.download",
         "legato_engine.hub.store:pull_parser",
-        "fetch a model's weights",
+        "download a model's weights",
+        "legato pull moondream2",
     ),
     "models": Program(
         "legato_engine.hub.listing",
         "legato_engine.hub.store:models_parser",
-        "what can be pulled, what is here, and what fits",
+        "list models: available, downloaded, and which fit this machine",
+        "legato models --json",
     ),
     "bench": Program(
         "legato_engine.bench",
         "legato_engine.bench.options:bench_parser",
         "measure this machine's engine",
+        "legato bench --device cuda --streams 1,8,32",
     ),
     "trace": Program(
         "legato_engine.bench.trace",
         "legato_engine.bench.options:trace_parser",
-        "record the engine's timeline",
+        "record the timeline of a running server, or of a short run here",
+        "legato trace --server gpu-box:50051 --seconds 10 --output trace.json",
     ),
     "replay": Program(
         "legato_engine.bench.replay",
         "legato_engine.bench.options:replay_parser",
         "run the launches of a crash bundle again",
+        "legato replay /tmp/legato-crashes-1000/BUNDLE",
     ),
 }
 _LINUX_FUNCTIONS = ("eventfd", "memfd_create", "sched_getaffinity")
@@ -103,20 +139,25 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     require_engine(command)
     module, _, function = MODULES[command].parser.partition(":")
     try:
-        make: Callable[[], argparse.ArgumentParser] = getattr(
+        make: Callable[[Callable[..., argparse.ArgumentParser]], argparse.ArgumentParser] = getattr(
             importlib.import_module(module), function
         )
     except (ModuleNotFoundError, AttributeError):
         raise CommandError(f"this version has no `legato {command}` (no {module})") from None
-    return make()
+    program = MODULES[command]
+    return make(functools.partial(Parser, example=program.example, exit_codes=program.exit_codes))
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Become that program: signals and the exit code are its own."""
-    program = [sys.executable, "-m", MODULES[command].module, *arguments]
+    """Run that program, which ends with SystemExit."""
+    program = MODULES[command]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(program[0], program)
+    if program.replaces:
+        os.execv(sys.executable, [sys.executable, "-m", program.module, *arguments])
+    else:
+        sys.argv[1:] = arguments
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 
 def require_linux(command: str) -> None:

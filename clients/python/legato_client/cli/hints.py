@@ -40,7 +40,11 @@ _TOKEN = (
 
 def hint_of(error: _errors.LegatoError) -> str:
     """Return the hint lines to print below the error, each with its line break, or ""."""
-    lines = [f"{each.field}: {each.description}" for each in error.field_violations]
+    lines = [
+        f"{each.field}: {each.description}"
+        for each in error.field_violations
+        if each.description not in error.message
+    ]
     if error.retry_after is not None:
         lines.append(f"try again in {error.retry_after:g} s")
     if isinstance(error, _errors.Unavailable) and not error.reason:

@@ -19,6 +19,7 @@ def add_command(commands: Any) -> None:
         help="offer a server to clients of OpenAI's and Moondream's HTTP interfaces",
         description="Answer OpenAI's chat completions and responses and Moondream's own endpoint "
         "with a Legato server, until SIGINT or SIGTERM.",
+        example="legato http --server gpu-box:50051 --listen 127.0.0.1:8091",
     )
     web.add_options(parser, "http")
     parser.set_defaults(run=run)

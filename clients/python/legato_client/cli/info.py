@@ -12,7 +12,13 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("info", help="version, models and limits of the server")
+    parser = commands.add_parser(
+        "info",
+        help="show this machine, and a server's version, models and limits",
+        description="Show what this machine can run, and the version, models and limits of the "
+        "server.",
+        example="legato info --server gpu-box:50051",
+    )
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 

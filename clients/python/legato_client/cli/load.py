@@ -13,7 +13,7 @@ from legato.v1 import media_pb2, session_pb2
 
 from legato_client import Options, Sampling, Task
 from legato_client._grpc import channel
-from legato_client._grpc.channel import DEFAULT_TARGET, to_bytes
+from legato_client._grpc.channel import to_bytes
 from legato_client._images import sources
 from legato_client._proto import requests, skills
 from legato_client.cli import arguments
@@ -130,45 +130,95 @@ def _described(plan: Plan) -> dict[str, object]:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "load",
-        help="load on a running server",
-        description="Load on a running server: requests at a rate that does not depend on its "
+        help="put load on a running server",
+        description="Put load on a running server: requests at a rate that does not depend on its "
         "answers, each timed from when it was due.",
+        example="legato load --server gpu-box:50051 --rate 50 --seconds 30 --task detect --text "
+        "bus --image street.jpg",
     )
     add = parser.add_argument
-    add("--json", action="store_true", help="one JSON document, errors too")
     add("--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md")
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--server", type=arguments.server, metavar="HOST:PORT", default=DEFAULT_TARGET
+    add_to_load = parser.add_argument_group("load").add_argument
+    add_to_load("--kind", choices=KINDS, default="unary", help="kind of the calls")
+    add_to_load(
+        "--rate", type=_positive, metavar="RATE", default=100.0, help="requests per second, in all"
     )
-    arguments.add_security_options(load)
-    load.add_argument("--kind", choices=KINDS, default="unary")
-    load.add_argument("--rate", type=_positive, default=100.0, help="requests a second, in all")
-    load.add_argument("--arrivals", choices=ARRIVALS, default=ARRIVALS[0])
-    load.add_argument(
+    add_to_load(
+        "--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="distribution of the requests"
+    )
+    add_to_load(
         "--closed",
         type=arguments.count,
         metavar="N",
         default=0,
-        help="instead of a rate: N in flight at any time, to measure the maximum throughput",
+        help="instead of a rate: N requests in flight at any time, to measure the maximum "
+        "throughput; 0: off",
     )
-    load.add_argument("--seconds", type=_positive, default=10.0, help="in all")
-    load.add_argument("--warm-up", type=float, default=2.0, help="seconds of it not measured")
-    load.add_argument("--processes", type=arguments.at_least_one, default=1, help="that send")
-    load.add_argument(
-        "--sessions", type=arguments.at_least_one, default=1, help="open, for sessions"
+    add_to_load(
+        "--seconds", type=_positive, metavar="SECONDS", default=10.0, help="length of the run"
     )
-    load.add_argument("--timeout", type=_positive, default=60.0, help="deadline of each, seconds")
-    load.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    add_to_load(
+        "--warm-up",
+        type=arguments.not_negative,
+        metavar="SECONDS",
+        default=2.0,
+        help="first part of --seconds, which is not measured",
+    )
+    add_to_load(
+        "--processes",
+        type=arguments.at_least_one,
+        metavar="N",
+        default=1,
+        help="number of sending processes",
+    )
+    add_to_load(
+        "--sessions",
+        type=arguments.at_least_one,
+        metavar="N",
+        default=1,
+        help="number of open sessions, for --kind session",
+    )
+    add_to_load("--seed", type=int, metavar="N", default=0, help="number that repeats the arrivals")
+    arguments.add_server_options(parser)
     asked = parser.add_argument_group("the request, the same each time")
-    asked.add_argument("--task", choices=tuple(skills.BY_NAME), default="query")
-    asked.add_argument("--text", default="What is in the image?", help="question or object")
-    asked.add_argument("--image", default="", help="a file; a grey square where one is needed")
-    asked.add_argument("--max-tokens", type=arguments.count)
-    asked.add_argument("--max-objects", type=arguments.count)
-    asked.add_argument("--temperature", type=float)
-    asked.add_argument("--deltas", action="store_true", help="sessions also stream events")
-    asked.add_argument("--model", default="")
+    asked.add_argument(
+        "--task", choices=tuple(skills.BY_NAME), default="query", help="task of the request"
+    )
+    asked.add_argument(
+        "--text",
+        metavar="TEXT",
+        type=arguments.text,
+        default="What is in the image?",
+        help="question or object",
+    )
+    asked.add_argument(
+        "--image",
+        metavar="FILE",
+        default="",
+        help="image to ask about, default: a grey square where one is needed",
+    )
+    asked.add_argument(
+        "--max-tokens",
+        type=arguments.at_least_one,
+        metavar="N",
+        help="maximum length of an answer in tokens",
+    )
+    asked.add_argument(
+        "--max-objects",
+        type=arguments.at_least_one,
+        metavar="N",
+        help="maximum number of objects of a task",
+    )
+    asked.add_argument(
+        "--temperature",
+        type=arguments.not_negative,
+        metavar="T",
+        help="randomness of the answer, 0 or more",
+    )
+    asked.add_argument("--deltas", action="store_true", help="let sessions stream events too")
+    asked.add_argument(
+        "--model", default="", metavar="NAME", help="served model to ask, default: the server's own"
+    )
     parser.set_defaults(run=run)
 
 

@@ -24,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     terminal = Terminal(json_output="--json" in words)
     try:
-        _run(words, terminal)
+        try:
+            _run(words, terminal)
+        finally:
+            sys.stdout.flush()  # a reader that left is noticed here, not at the process's end
     except (LegatoError, CommandError) as error:
         return terminal.fail(error)
     except KeyboardInterrupt:
@@ -41,25 +44,47 @@ def _run(words: Sequence[str], terminal: Terminal) -> None:
     if not words or words[0] not in forward.MODULES:
         from legato_client.cli import commands
 
+        _report_unknown_variables(terminal)
         command, parser = commands.find(commands.make_parser(), words)
         if commands.has_commands(parser):
             parser.parse_args(words[len(command) :])  # help, the version, or an error
         else:
             _run_here(command, parser, words[len(command) :], terminal)
-    elif words[0] == "trace" and _is_remote(words[1:]):
-        from legato_client.cli import trace
-
-        parser = trace.make_parser()
-        settings.add_options(parser)
-        _run_here(("trace",), parser, words[1:], terminal)
+    elif words[0] == "trace":
+        _run_trace(words[1:], terminal)
     else:
         _run_forward(words[0], words[1:], terminal)
 
 
-def _is_remote(words: Sequence[str]) -> bool:
-    from legato_client.cli import trace
+def _run_trace(words: Sequence[str], terminal: Terminal) -> None:
+    from legato_client.cli import commands, trace
 
-    return trace.is_remote(words)
+    if {"-h", "--help"} & {*words} and (parser := commands.installed("trace")):
+        settings.add_options(parser)
+        parser.parse_args(["--help"])
+    if trace.is_remote(words):
+        parser = trace.make_parser()
+        settings.add_options(parser)
+        _run_here(("trace",), parser, words, terminal)
+    else:
+        trace.check_local(words)
+        _run_forward("trace", words, terminal)
+
+
+def _report_unknown_variables(terminal: Terminal, *parsers: argparse.ArgumentParser) -> None:
+    """Report variables that set nothing; the other commands are loaded if these do not know them.
+
+    Options of a server that is not installed are unknown.
+    """
+    known = {f"{settings.PREFIX}SERVER"} | settings.variables_of(parsers)
+    if settings.variables_in_force() <= known:
+        return
+    from legato_client.cli import commands
+
+    complete = all(commands.installed(name) for name in forward.MODULES)
+    variables = settings.variables_of(commands.leaves(commands.make_parser(complete=True)))
+    for problem in settings.unknown_variables(variables, complete=complete):
+        terminal.notice(f"legato: warning: {problem}")
 
 
 def _run_here(
@@ -80,6 +105,7 @@ def _run_here(
 def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
     """Run a server's command; wrong options fail before its libraries are loaded."""
     parser = forward.parser_of(name)
+    _report_unknown_variables(terminal, parser)
     settings.add_options(parser)
     resolved = settings.resolve((name,), parser, words, _tables)
     own, theirs = _own_options(resolved.words)

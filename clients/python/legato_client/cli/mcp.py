@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from legato_client.cli import arguments, web
+from legato_client.cli import arguments, forward, web
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def add_command(commands: Any) -> None:
         description="Offer detect, point, segment, caption and query as tools: to the program that "
         "starts this command, over standard input and output; with --listen to others, over "
         "streamable HTTP at /mcp, until SIGINT or SIGTERM.",
+        example="legato mcp --server gpu-box:50051 --allow-path photos/",
     )
     group = parser.add_argument_group("images")
     group.add_argument(
@@ -49,7 +50,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    web.require("mcp", _NEEDS, "mcp")
+    forward.require("`legato mcp`", "mcp", *_NEEDS)
     from legato_client.web import mcp_server
 
     with arguments.readable_options():

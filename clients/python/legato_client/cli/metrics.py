@@ -10,9 +10,17 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("metrics", help="metrics of the server, as Prometheus reads them")
+    parser = commands.add_parser(
+        "metrics",
+        help="print the server's metrics, as Prometheus reads them",
+        description="Print the server's metrics, as Prometheus reads them. For operators of the "
+        "server.",
+        example="legato metrics --match legato_frames",
+    )
     arguments.add_server_options(parser)
-    parser.add_argument("--match", default="", metavar="TEXT", help="only lines with this text")
+    parser.add_argument(
+        "--match", default="", metavar="TEXT", help="print only lines with this text"
+    )
     parser.set_defaults(run=run)
 
 

@@ -25,6 +25,7 @@ def add_command(commands: Any) -> None:
         description="Serve one page that asks a Legato server about images, clips and a webcam, "
         "until SIGINT or SIGTERM. Whoever can reach the page asks with the credential of this "
         "process, which the page never sees.",
+        example="legato playground --server gpu-box:50051",
     )
     web.add_options(parser, "playground", listen=_LISTEN, offer_require_token=False)
     parser.set_defaults(run=run)

@@ -25,37 +25,42 @@ def add_command(commands: Any) -> None:
         description="Subscribe to ROS 2 images and publish the results as "
         "vision_msgs/Detection2DArray, until SIGINT or SIGTERM. ROS is not needed: this is a "
         "participant of DDS. CYCLONEDDS_URI configures the network.",
+        example="legato ros2 --image /camera/image_raw --task detect:person --track",
     )
     add = parser.add_argument
-    add("--image", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
+    add("--image", required=True, metavar="TOPIC",
+        help="topic of sensor_msgs/Image or CompressedImage")  # fmt: skip
     add("--type", choices=("raw", "compressed"),
-        help="of the topic, default: compressed if its name ends in it")  # fmt: skip
+        help="messages of that topic, default: compressed if its name ends in it")  # fmt: skip
     arguments.add_task_options(parser, places=True)
-    add("--detections", default="/legato/detections", metavar="TOPIC", help="default %(default)s")
+    add("--detections", default="/legato/detections", metavar="TOPIC",
+        help="topic of vision_msgs/Detection2DArray, default %(default)s")  # fmt: skip
     add("--info", default="/legato/vision_info", metavar="TOPIC",
-        help="vision_msgs/VisionInfo with the model, latched, default %(default)s")  # fmt: skip
-    add("--diagnostics", default="/diagnostics", metavar="TOPIC", help="default %(default)s")
+        help="topic of vision_msgs/VisionInfo: the model, latched, "
+        "default %(default)s")  # fmt: skip
+    add("--diagnostics", default="/diagnostics", metavar="TOPIC",
+        help="topic of diagnostic_msgs/DiagnosticArray, default %(default)s")  # fmt: skip
     add("--period", type=arguments.positive, default=1.0, metavar="SECONDS",
-        help="of diagnostics, default %(default)g")  # fmt: skip
-    add("--name", default="legato", help="in diagnostics, default %(default)s")
-    add("--domain", type=arguments.count, metavar="ID", help="default: ROS_DOMAIN_ID, else 0")
+        help="time between two diagnostics, default %(default)g")  # fmt: skip
+    add("--name", default="legato", metavar="NAME",
+        help="name in diagnostics, default %(default)s")  # fmt: skip
+    add("--domain", type=arguments.count, metavar="N",
+        help="number of the DDS domain, default: ROS_DOMAIN_ID, else 0")  # fmt: skip
     add("--max-age", type=arguments.positive, metavar="SECONDS",
-        help="drop images that grow older, default: none")  # fmt: skip
+        help="drop images that get older than this, default: none")  # fmt: skip
     add("--by-arrival", action="store_true",
         help="ages count from an image's arrival, not its stamp: for simulated time")  # fmt: skip
     add("--absent-score", type=float, default=math.nan, metavar="S",
-        help="score of what has no confidence, default NaN")  # fmt: skip
+        help="score of results without confidence, default NaN")  # fmt: skip
     add("--track", action="store_true",
         help="follow detected objects from image to image: the id of a Detection2D")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    try:
-        from cyclonedds.core import DDSException
-    except ModuleNotFoundError as error:
-        problem = f"ROS 2 needs {error.name}: {forward.hint('dds')}"
-        raise CommandError(problem, ExitCode.USAGE) from None
+    forward.require("ROS 2", "dds", "cyclonedds", "PIL")
+    from cyclonedds.core import DDSException
+
     asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
         problem = f"the message has room for boxes and points: {tasks.names()}"

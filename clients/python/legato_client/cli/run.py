@@ -30,18 +30,25 @@ def add_command(commands: Any) -> None:
         help="run the same tasks on many images; an interrupted run can be continued",
         description="Ask the same about every image of folders, files and videos. Each answer is "
         "a line of JSON. The same command again continues where the last one ended.",
+        example="legato run photos/ --task detect:person --task caption --output results.jsonl",
     )
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="FOLDER|FILE|VIDEO|-",
-        help="- reads names of files from standard input, one a line",
+        help="images, videos and folders of them; - reads names from standard input, one a line",
     )
     arguments.add_task_options(parser)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each image")
-    add("--coco", type=Path, metavar="FILE.json", help="also boxes and outlines, as COCO")
-    add("--annotate", type=Path, metavar="FOLDER", help="also drawings of the results")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="results, a line for each image",
+    )
+    add("--coco", type=Path, metavar="FILE.json", help="also write boxes and outlines, as COCO")
+    add("--annotate", type=Path, metavar="FOLDER", help="also write annotated images")
     add("--sorted", action="store_true", help="order the lines by name at the end")
     add("--retry-failed", action="store_true", help="ask again about images that failed")
     add(
@@ -49,7 +56,7 @@ def add_command(commands: Any) -> None:
         type=arguments.at_least_one,
         default=_PARALLEL,
         metavar="N",
-        help="images in flight, default %(default)s",
+        help="number of images in flight, default %(default)s",
     )
     frames = parser.add_mutually_exclusive_group()
     frames.add_argument(
@@ -57,10 +64,13 @@ def add_command(commands: Any) -> None:
         type=arguments.at_least_one,
         default=1,
         metavar="N",
-        help="each Nth frame of a video",
+        help="ask about each Nth frame of a video, default %(default)s",
     )
     frames.add_argument(
-        "--fps", type=arguments.positive, metavar="F", help="at most F frames per second of video"
+        "--fps",
+        type=arguments.positive,
+        metavar="FPS",
+        help="ask about at most this many frames per second of video, default: all",
     )
     parser.set_defaults(run=run)
 
@@ -71,10 +81,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         _run(args, terminal)
     except RunError as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
-    except ModuleNotFoundError as error:
-        extra = "video" if error.name == "av" else "cli"
-        what = "videos need PyAV" if extra == "video" else f"drawings need {error.name}"
-        raise CommandError(f"{what}: {forward.hint(extra)}", ExitCode.USAGE) from None
     except OSError as error:
         raise of_file(error) from None
 
@@ -83,13 +89,17 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     asked = _tasks(args)
     if args.coco and not any(map(tasks.object_of, asked.values())):
         raise RunError(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")
+    if args.annotate:
+        forward.require("drawings", "cli", "PIL")
+    names, total = _sources(args)
     start = time.monotonic()
     with Output(args.output, _settings(args)) as output:
         if args.retry_failed:
             output.drop_failed()
         before = len(output.done)
         try:
-            _ask(args, asked, output, terminal)
+            chosen = images.images(names, _choice(args))
+            _ask(args, asked, output, terminal, chosen, total)
         except LegatoError:
             if new := len(output.done) - before:
                 terminal.line(f"{new} images more are done; the same command continues from there")
@@ -124,16 +134,32 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ask(
-    args: argparse.Namespace, asked: dict[str, Task], output: Output, terminal: Terminal
-) -> None:
+def _sources(args: argparse.Namespace) -> tuple[Iterable[str], int | None]:
+    """Return the files to ask about, and how many images they are if that is known.
+
+    Raises:
+        CommandError: there are videos, and what reads them is not installed.
+    """
     excluded = [args.annotate] if args.annotate else []
     names: Iterable[str] = images.files(args.sources, excluded, sys.stdin.buffer)
     total = None
     if images.STANDARD_INPUT not in args.sources:
         listed = names = list(names)
-        total = None if any(map(images.is_video, listed)) else len(listed)
-    chosen = images.images(names, _choice(args))
+        has_videos = any(map(images.is_video, listed))
+        if has_videos:
+            forward.require("videos", "video", "av", "PIL")
+        total = None if has_videos else len(listed)
+    return names, total
+
+
+def _ask(
+    args: argparse.Namespace,
+    asked: dict[str, Task],
+    output: Output,
+    terminal: Terminal,
+    chosen: Iterable[images.BatchImage],
+    total: int | None,
+) -> None:
     options = arguments.options_of(args)
     with (
         arguments.connect(args) as client,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import enum
 import os
 import signal
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class ExitCode(enum.IntEnum):
 
 HELP = (
     "exit codes: 0 ok, 1 other failure, 2 usage or invalid argument, 3 not found, "
-    "4 server unavailable or engine lost, 5 deadline exceeded, 6 busy"
+    "4 server unavailable or engine lost, 5 deadline exceeded, 6 busy, 130 interrupted"
 )
 
 
@@ -41,6 +42,12 @@ class CommandError(Exception):
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.OTHER) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Return the suggestion to append to an error, or an empty text."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def of_file(error: OSError) -> CommandError:
@@ -126,6 +133,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+OTHER_VARIABLES = ("CONFIG", "TOKEN", "FAILPOINTS", "KERNEL_CACHE", "KERNEL_PTX")
+"""Names after the prefix of variables that are no option's."""
+_RESERVED = f"{PREFIX}TEST"  # of the tests
+
+
+def variables_in_force() -> set[str]:
+    """Return the variables that start with LEGATO_, but for those that are no option's."""
+    others = {PREFIX + each for each in OTHER_VARIABLES}
+    named = {name for name in os.environ if name.startswith(PREFIX)} - others
+    return {name for name in named if not name.startswith(_RESERVED)}
+
+
+def unknown_variables(known: Collection[str], *, complete: bool) -> list[str]:
+    """Describe the variables in force that set nothing.
+
+    Unless `known` is `complete`, only those that resemble a known one.
+    """
+    found = {
+        name: closest(name, sorted(known), 0.6 if complete else 0.85)
+        for name in sorted(variables_in_force() - {*known})
+    }
+    return [
+        f"{name} is no setting of any command{near}"
+        for name, near in found.items()
+        if near or complete
+    ]
+
+
+def variables_of(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
+    """Return the variables of all options of these parsers."""
+    return {
+        variable(each)
+        for parser in parsers
+        for name, action in options_of(parser).items()
+        for each in (name, *older_names(action))
+    }
+
+
 def variable(name: str) -> str:
     """Return the environment variable of an option, which is named without its dashes."""
     return PREFIX + name.upper().replace("-", "_")
@@ -160,6 +205,13 @@ def resolve(
             sources[name] = source
         taken |= found.keys()
     return Resolved((*lower, *words), frozenset(given), sources)
+
+
+def older_names(action: argparse.Action) -> list[str]:
+    """Return further spellings of an option, which go on working."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return []
+    return [each.removeprefix("--") for each in action.option_strings if each.startswith("--")][1:]
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -243,9 +295,11 @@ def _environment(options: Mapping[str, argparse.Action]) -> Layer:
     """Read the environment; an empty variable counts as unset."""
     layer: Layer = {}
     for name, action in options.items():
-        if text := os.environ.get(variable(name)):
-            value = _array(text, variable(name)) if _is_list(action) else text
-            layer[name] = (value, variable(name))
+        for each in (name, *older_names(action)):
+            if text := os.environ.get(variable(each)):
+                value = _array(text, variable(each)) if _is_list(action) else text
+                layer[name] = (value, variable(each))
+                break
     return layer
 
 
@@ -280,19 +334,22 @@ def _file(
         return {}
     content = _read(path)
     if unknown := content.keys() - tables() - {CLIENT_TABLE}:
-        _refuse(path, f"no command is called {min(unknown)!r}")
+        near = closest(min(unknown), sorted(tables()))
+        _refuse(path, f"no command is called {min(unknown)!r}{near}")
     client = content.get(CLIENT_TABLE, {})
     own: Any = content
     for word in command:
         own = own.get(word, {}) if isinstance(own, dict) else own
-    for table, known in ((client, CLIENT_OPTIONS), (own, tuple(options))):
+    current = {each: name for name in options for each in (name, *older_names(options[name]))}
+    for table, known in ((client, CLIENT_OPTIONS), (own, tuple(current))):
         where = CLIENT_TABLE if table is client else ".".join(command)
         if not isinstance(table, dict):
             _refuse(path, f"{where} must be a table")
         if wrong := table.keys() - {*known}:
-            _refuse(path, f"[{where}] has no option {min(wrong)!r}")
+            near = closest(min(wrong), known)
+            _refuse(path, f"[{where}] has no option {min(wrong)!r}{near}")
     shared = {name: value for name, value in client.items() if name in options}
-    return {name: (value, str(path)) for name, value in {**shared, **own}.items()}
+    return {current[name]: (value, str(path)) for name, value in {**shared, **own}.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("status", help="load of the server and of each engine")
+    parser = commands.add_parser(
+        "status",
+        help="show the load of the server and of each engine",
+        description="Show the load of the server and of each engine. For operators of the server.",
+        example="legato status --server gpu-box:50051 --json",
+    )
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 

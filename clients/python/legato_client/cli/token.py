@@ -21,28 +21,46 @@ _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("token", help="make credentials for a server's --tokens file")
+    parser = commands.add_parser(
+        "token",
+        help="make credentials for a server's --tokens file",
+        description="Make credentials for a server's --tokens file.",
+        example="legato token new --tenant lab >> tokens.toml",
+    )
     kinds = parser.add_subparsers(dest="token_command", required=True, metavar="COMMAND")
     new = kinds.add_parser(
         "new",
         help="a new token or certificate record",
         description="Print a record for the file of --tokens on standard output, and the token, "
         "which is not kept anywhere, on standard error. Needs no server.",
+        example="legato token new --tenant lab --days 90 >> tokens.toml",
     )
-    new.add_argument("--tenant", default="", help="whose requests and images these are")
     new.add_argument(
-        "--scopes", default="infer,upload", help=f"some of {','.join(SCOPES)}, default %(default)s"
+        "--tenant", default="", metavar="NAME", help="owner of the requests and images"
     )
-    new.add_argument("--id", default="", help="name in logs and in the file, default: random")
+    new.add_argument(
+        "--scopes",
+        default="infer,upload",
+        metavar="SCOPE,SCOPE",
+        help=f"rights of the credential, from {','.join(SCOPES)}",
+    )
+    new.add_argument(
+        "--id", default="", metavar="NAME", help="name in logs and in the file, default: random"
+    )
     new.add_argument(
         "--san",
         action="append",
         default=[],
         metavar="NAME",
-        help="a client certificate's URI or DNS name: a record of it, without a token",
+        help="URI or DNS name of a client certificate: a record of it, without a token; may be "
+        "repeated",
     )
-    new.add_argument("--days", type=_days, metavar="N", help="until the credential expires")
-    new.add_argument("--json", action="store_true", help="token and record as one JSON document")
+    new.add_argument(
+        "--days", type=_days, metavar="DAYS", help="days until it expires, default: never"
+    )
+    new.add_argument(
+        "--json", action="store_true", help="print token and record as one JSON document"
+    )
     new.set_defaults(run=run)
 
 

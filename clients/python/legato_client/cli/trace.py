@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from legato_client._types.server import DecodeSteps, TimelineSpan, TimelineUpdate
-from legato_client.cli import arguments
+from legato_client.cli import arguments, forward
+from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 LANES = (
@@ -198,6 +199,10 @@ _DURATION = 5.0  # seconds of a file
 _REFRESH = 0.5  # seconds between updates of the display
 _LONGEST = 7 * 86400.0  # seconds
 FLAG = "--server"
+_DESCRIPTION = (
+    f"Record a timeline of launches. With {FLAG} it is that of a running server, which an operator "
+    "may watch; without it, that of a short run of an engine on this machine."
+)
 
 
 def is_remote(words: Sequence[str]) -> bool:
@@ -221,7 +226,7 @@ def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
                 show("\n".join(lines))
                 terminal.document({"lines": lines})
 
-        for update in client.watch_timeline(args.duration, timeout=_LONGEST):
+        for update in client.watch_timeline(args.seconds, timeout=_LONGEST):
             view.add(update)
             if time.monotonic() >= due:
                 refresh()
@@ -233,7 +238,7 @@ def _record(args: argparse.Namespace, terminal: Terminal) -> None:
     spans: list[TimelineSpan] = []
     steps: DecodeSteps | None = None
     with arguments.connect(args, as_operator=True) as client:
-        for update in client.watch_timeline(args.duration or _DURATION):
+        for update in client.watch_timeline(args.seconds or _DURATION):
             spans += update.spans
             steps = update.decode_steps or steps
     args.output.write_text(json.dumps(trace(spans)))
@@ -255,18 +260,53 @@ def _record(args: argparse.Namespace, terminal: Terminal) -> None:
     )
 
 
+_REMOTE_OPTIONS = ("--follow", "--seconds", "--duration")
+
+
+def check_local(words: Sequence[str]) -> None:
+    """Raise CommandError for an option that only a running server's timeline has."""
+    for word in words:
+        if (name := word.partition("=")[0]) in _REMOTE_OPTIONS:
+            raise CommandError(f"{name} needs {FLAG}: it is for a running server", ExitCode.USAGE)
+
+
 def make_parser() -> arguments.Parser:
-    parser = arguments.Parser(prog=f"legato trace {FLAG}", description=__doc__)
-    arguments.add_server_options(parser)
-    parser.add_argument(
-        "--duration",
-        type=arguments.positive,
-        metavar="SECONDS",
-        help=f"to watch: {_DURATION:g} by default, with --follow until it is interrupted",
+    program = forward.MODULES["trace"]
+    parser = arguments.Parser(
+        prog="legato trace", description=_DESCRIPTION, example=program.example
     )
     parser.add_argument(
-        "--follow", action="store_true", help="show slots, device and host instead of a file"
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="file to write, for Perfetto or chrome://tracing",
     )
-    parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
+    _add_remote_options(parser)
     parser.set_defaults(run=run)
     return parser
+
+
+def with_remote_options(local: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options for a running server to the parser of a short run here, for its help."""
+    local.description = _DESCRIPTION
+    _add_remote_options(local)
+    return local
+
+
+def _add_remote_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a running server (with --server)")
+    group.add_argument(
+        "--seconds",
+        "--duration",
+        dest="seconds",
+        type=arguments.positive,
+        metavar="SECONDS",
+        help=f"how long to watch, default {_DURATION:g}; with --follow until it is interrupted",
+    )
+    group.add_argument(
+        "--follow",
+        action="store_true",
+        help="show slots, device and host live instead of writing a file",
+    )
+    arguments.add_server_options(parser)

@@ -196,43 +196,47 @@ def add_command(commands: Any) -> None:
         help="ask about a camera or a video, live",
         description="Ask about the newest frame of a camera, a stream or a video, again and "
         "again, and show the results. Lost cameras and servers are retried.",
+        example="legato watch /dev/video0 --task detect:cup --track --output found.jsonl",
     )
     add = parser.add_argument
     add(
-        "source", metavar="FILE|/dev/videoN|URL", help="a URL of RTSP, or another that FFmpeg opens"
+        "source",
+        metavar="FILE|/dev/videoN|URL",
+        help="video file, camera, or URL of RTSP or another stream that FFmpeg opens",
     )
     arguments.add_task_options(parser)
     add("--output", action="append", default=[], metavar="FILE.mp4|FILE.jsonl|-",
-        help="also a video of drawings, or lines of JSON; - is standard output; may be "
+        help="also write an annotated video, or lines of JSON; - is standard output; may be "
         "repeated")  # fmt: skip
     add("--every-frame", action="store_true",
         help="ask about every frame, however late; default: about the newest")  # fmt: skip
     add("--max-age", type=arguments.positive, metavar="SECONDS",
-        help="drop frames that grow older, default: none")  # fmt: skip
-    add("--rate", type=arguments.positive, default=1.0, metavar="R",
-        help="play a file R times as fast as its own pace, default %(default)g")  # fmt: skip
-    add("--seconds", type=arguments.positive, metavar="S", help="end after S seconds")
+        help="drop frames that get older than this, default: none")  # fmt: skip
+    add("--speed", "--rate", dest="speed", type=arguments.positive, default=1.0, metavar="FACTOR",
+        help="play a file FACTOR times as fast as its own pace, default %(default)g")  # fmt: skip
+    add("--seconds", type=arguments.positive, metavar="SECONDS",
+        help="end after this time, default: at the end of the source")  # fmt: skip
     add("--retry-for", type=arguments.positive, default=_PATIENCE, metavar="SECONDS",
-        help="retry a lost source or server for so long, default %(default)g")  # fmt: skip
+        help="time for which a lost source or server is retried, default %(default)g")  # fmt: skip
     group = parser.add_argument_group("frames")
-    group.add_argument("--size", metavar="WxH", help="frame size of a device")
-    group.add_argument("--fps", type=arguments.positive, metavar="F", help="frame rate of a device")
+    group.add_argument("--size", metavar="WxH", help="frame size to ask a device for, in pixels")
+    group.add_argument("--fps", type=arguments.positive, metavar="FPS",
+                       help="frames per second to ask a device for")  # fmt: skip
     group.add_argument("--max-side", type=arguments.at_least_one, metavar="PIXELS",
-                       help="scale down larger frames before they are sent")  # fmt: skip
+                       help="longest side of a sent frame; larger ones are scaled down, "
+                       "default: none is")  # fmt: skip
     group.add_argument("--jpeg", type=arguments.quality, metavar="QUALITY",
-                       help="send JPEG, 1 to 95, default: pixels without loss")  # fmt: skip
+                       help="send JPEG of this quality, 1 to 95, "
+                       "default: pixels without loss")  # fmt: skip
     parser.add_argument("--track", action="store_true",
                         help="follow detected objects from frame to frame")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    forward.require("videos", "video", "av", "PIL")
     try:
         _run(args, terminal)
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"videos need {error.name}: {forward.hint('video')}", ExitCode.USAGE
-        ) from None
     except BrokenPipeError:
         raise  # the reader of standard output left
     except OSError as error:
@@ -273,7 +277,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             feed.offer,
             counters,
             encoding=FrameEncoding(args.max_side, args.jpeg),
-            rate=args.rate,
+            rate=args.speed,
             patience=args.retry_for,
         )
         problem = _Watch(feed, camera).perform(args.seconds, view.refresh)

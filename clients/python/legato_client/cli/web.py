@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -47,22 +46,24 @@ def add_options(
         "--listen",
         metavar="HOST:PORT",
         default=listen,
-        help=f"where to listen, {f'default {listen}' if listen else 'nowhere without it'}; port 0 "
+        help=f"address to listen on, {f'default {listen}' if listen else 'default: none'}; port 0 "
         "takes a free port",
     )
     group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
-    group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
-    parser.set_defaults(require_token=False)
+    group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert, PEM")
+    parser.set_defaults(require_token=None)
     if offer_require_token:
         group.add_argument(
             "--require-token",
             action="store_true",
+            default=False,
             help="refuse requests without a token of their own, which the Legato server checks",
         )
     group.add_argument(
         "--allow-remote",
         action="store_true",
-        help="listen beyond loopback without TLS or without --require-token",
+        help="listen beyond loopback without TLS"
+        + (" or without --require-token" if offer_require_token else ""),
     )
     parser.set_defaults(alias=[])
     if aliases:
@@ -70,7 +71,7 @@ def add_options(
             "--alias",
             action="append",
             metavar="NAME=MODEL",
-            help="a further name of a model, for clients that insist on one; NAME= is the default "
+            help="further name of a model, for clients that insist on one; NAME= is the default "
             "model; may be repeated",
         )
     arguments.add_server_options(parser, timeout=_LONGEST)
@@ -90,7 +91,7 @@ def run(
     Raises:
         CommandError: the extra is not installed, or an option is wrong.
     """
-    require(args.command, NEEDS, "web")
+    forward.require(f"`legato {args.command}`", "web", *NEEDS)
     from legato_client.web import server
 
     listen = _listen(args)
@@ -110,13 +111,6 @@ def run(
         problem = f"cannot listen on {listen.address}: {error.strerror or error}"
         raise CommandError(problem) from None
     http_server.serve_forever()
-
-
-def require(command: str, packages: Sequence[str], extra: str) -> None:
-    """Raise CommandError unless the packages of the extra are installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {forward.hint(extra)}")
 
 
 def backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> Backend:

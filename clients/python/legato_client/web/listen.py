@@ -19,12 +19,13 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class Listen:
     """An address, HOST:PORT with an IPv6 host in brackets, and its protection.
 
-    `require_token`: a request without a token of its own is refused.
+    `require_token`: a request without a token of its own is refused; None for a page, which sends
+    none.
     """
 
     address: str = DEFAULT
     allow_remote: bool = False
-    require_token: bool = False
+    require_token: bool | None = False
     tls_cert: str = ""
     tls_key: str = ""
 
@@ -70,9 +71,10 @@ class Listen:
             Path(file).read_bytes()
         protected = self.tls_cert and self.require_token
         if not (self.is_local or protected or self.allow_remote):
+            tokens = "protect it with --tls-cert, --tls-key and --require-token, or "
+            advice = "" if self.require_token is None else tokens
             raise ValueError(
-                f"others can reach {self.address}: protect it with --tls-cert, --tls-key and "
-                "--require-token, or allow it with --allow-remote"
+                f"others can reach {self.address}: {advice}allow it with --allow-remote"
             )
 
     def bind(self) -> socket.socket:

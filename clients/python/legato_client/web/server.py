@@ -236,7 +236,7 @@ def make_app(
                 limit=(limits or ConnectionLimits.of_process()).requests,
                 free=OPEN_PATHS,
             ),
-            Middleware(CallerMiddleware, required=listen.require_token, free=OPEN_PATHS),
+            Middleware(CallerMiddleware, required=bool(listen.require_token), free=OPEN_PATHS),
         ],
         exception_handlers={
             LegatoError: errors.on_legato_error,

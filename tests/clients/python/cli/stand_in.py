@@ -7,8 +7,8 @@ from pathlib import Path
 _OPTIONS = """
 import argparse
 
-def make_parser():
-    parser = argparse.ArgumentParser(prog="legato serve", allow_abbrev=False)
+def make_parser(kind=argparse.ArgumentParser):
+    parser = kind(prog="legato serve", allow_abbrev=False)
     for name in ("--listen", "--device", "--port"):
         parser.add_argument(name)
     return parser

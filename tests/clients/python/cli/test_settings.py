@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import tomllib
 from typing import Any
 
 import pytest
-from legato_client.cli import commands, main, settings
+from legato_client.cli import arguments, commands, forward, load, main, settings, token
+from legato_service import arguments as server
 
 
 @pytest.fixture
@@ -165,12 +168,142 @@ def test_every_option_has_a_variable_of_its_own():
     """No two options of a command share one; every command can be configured."""
     tree = commands.make_parser(complete=True)
     for name, parser in commands._below(tree).items():
-        options = [each for leaf in commands._leaves(parser) for each in settings.options_of(leaf)]
+        options = [each for leaf in commands.leaves(parser) for each in settings.options_of(leaf)]
         variables = {settings.variable(each) for each in options}
         assert len(variables) == len(set(options)), name
-        for leaf in commands._leaves(parser):
+        for leaf in commands.leaves(parser):
             assert "--config" in leaf.format_help()
     assert settings.variable("max-running") == "LEGATO_MAX_RUNNING"
+
+
+def every_command() -> dict[str, Any]:
+    """The parser of each command, as `legato COMMAND --help` makes it."""
+    tree = commands.make_parser()
+    found = {leaf.prog.removeprefix("legato "): leaf for leaf in commands.leaves(tree)}
+    for name in forward.MODULES:
+        parser = commands.installed(name)
+        assert isinstance(parser, arguments.Parser), f"{name} is installed"
+        found[name] = parser
+    return found
+
+
+COMMANDS = every_command()
+NUMBERS = {
+    *(int, float, arguments.count, arguments.positive, arguments.share, arguments.at_least_one),
+    *(arguments.not_negative, arguments.above_zero_share, arguments.quality, token._days),
+    *(load._positive, server.fraction, server.share, server.whole, server.not_negative),
+    *(server.above_zero, server.positive),
+}
+"""Parsers of numbers."""
+UNITS = {
+    *("N", "SECONDS", "DAYS", "MS", "BYTES", "PIXELS", "TOKENS", "FPS", "RATE", "FACTOR"),
+    *("C", "S", "T", "P", "0..1", "QUALITY"),
+}
+"""Metavars of numbers: a unit, or what a number without a unit is."""
+ONE_NAME = {"--out", "--topic", "--duration", "--period-seconds", "--frames-per-second"}
+"""Names that would be a second one of a concept."""
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_option_is_described(name):
+    """With a sentence that says what it is, no empty default, and the unit of a number."""
+    parser = COMMANDS[name]
+    assert parser.description, name
+    assert parser.example.startswith(f"legato {name.split()[0]}") or name == "completion"
+    shown = parser.format_help()
+    assert "(default: )" not in shown
+    assert f"$ {parser.example}" in shown
+    assert "exit codes: 0 " in shown
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
+        what = f"{name} {action.option_strings or action.dest}"
+        assert action.help, what
+        assert not action.help.startswith("of "), what
+        if action.type in NUMBERS and action.choices is None:
+            assert action.metavar in UNITS, what
+            if action.metavar == "N":
+                assert any(word in action.help for word in ("number", "maximum", "Nth", "N "))
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_concept_has_one_name(name):
+    """Older spellings work and are not shown."""
+    parser = COMMANDS[name]
+    shown = parser.format_help()
+    for action in parser._actions:
+        assert not ONE_NAME & {*arguments.visible_names(action)}, name
+        for older in settings.older_names(action):
+            assert f"--{older} " not in shown
+            assert parser._option_string_actions[f"--{older}"] is action
+
+
+def test_every_command_is_listed_in_one_group():
+    """With a sentence and an example for each group, which is a command line that parses."""
+    tree = commands.make_parser()
+    listed = [name for group in commands.GROUPS for name in group.commands]
+    assert len(listed) == len(set(listed))
+    assert set(commands._below(tree)) <= set(listed)
+    shown = tree.format_help()
+    for group in commands.GROUPS:
+        assert f"{group.title}: {group.purpose}" in shown
+        assert f"$ {group.example}" in shown
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        *(parser.example for parser in COMMANDS.values()),
+        *(group.example for group in commands.GROUPS),
+    ],
+)
+def test_examples_parse(example):
+    """Each is a command line that its command takes."""
+    words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"').partition(" >>")[0])
+    name = " ".join(words[1:3]) if words[1] == "token" else words[1]
+    if name in COMMANDS:
+        COMMANDS[name].parse_args(words[len(name.split()) + 1 :])
+
+
+def test_options_of_a_server_are_grouped():
+    """None is among the ungrouped ones but the help."""
+    parser = COMMANDS["serve"]
+    (ungrouped,) = [each for each in parser._action_groups if each.title == "options"]
+    assert [action.dest for action in ungrouped._group_actions] == ["help"]
+
+
+def test_the_timeline_of_a_server_is_in_the_help(capsys):
+    """`legato trace --help` lists the options for a running server."""
+    with pytest.raises(SystemExit):
+        main(["trace", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("--server HOST:PORT", "--seconds SECONDS", "--follow", "--streams N"):
+        assert option in shown
+
+
+def test_older_names_of_options_work(capsys, config, monkeypatch):
+    """As flags, as variables and in files."""
+    words = ["watch", "clip.mp4", "--task", "caption", "--print-config", "--json"]
+    assert main([*words, "--rate", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["speed"] == {"value": 2.0, "source": "flag"}
+    path = config("[watch]\nrate = 3\n")
+    assert main([*words, "--config", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["speed"] == {"value": 3.0, "source": str(path)}
+    monkeypatch.setenv("LEGATO_RATE", "4")
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)["speed"]
+    assert said == {"value": 4.0, "source": "LEGATO_RATE"}
+
+
+def test_a_variable_that_sets_nothing_is_reported(capsys, monkeypatch):
+    """With the one that was meant, on standard error, and the command runs all the same."""
+    monkeypatch.setenv("LEGATO_MAX_RUNING", "3")
+    monkeypatch.setenv("LEGATO_OUT", "an older name")
+    assert main(["models", "--print-config"]) == 0
+    assert capsys.readouterr().err == (
+        "legato: warning: LEGATO_MAX_RUNING is no setting of any command; did you mean "
+        "LEGATO_MAX_RUNNING?\n"
+    )
 
 
 def _toml(said: dict[str, Any]) -> str:
