@@ -154,10 +154,20 @@ class Reader:
             if not reason
         ) and not all(reasons):
             self.run(Snippet(page, 0, "sh", "legato serve\n"))
-        return [
-            (each, "" if reason else self.run(each), reason)
-            for each, reason in zip(found, reasons, strict=True)
-        ]
+        results = []
+        for each, reason in zip(found, reasons, strict=True):
+            why = reason or self._lacks(each)
+            results.append((each, "" if why else self.run(each), why))
+        return results
+
+    def _lacks(self, snippet: Snippet) -> str:
+        """Return which package of others a program imports and the environment lacks."""
+        if snippet.language != "python":
+            return ""
+        modules = re.findall(r"^(?:import|from) (\w+)", snippet.text, re.MULTILINE)
+        wanted = "".join(f"import {each}\n" for each in modules if each != "legato_client")
+        code, _, errors = self._bash(f"python - <<'SNIPPET'\n{wanted}SNIPPET\n")
+        return "" if code == 0 else errors.strip().splitlines()[-1]
 
     def run(self, snippet: Snippet) -> str:
         """Run a snippet and return what it shows. Raises AssertionError if it is not as written."""
