@@ -59,13 +59,13 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     width: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class NotDecoded(msgspec.Struct, frozen=True, tag=True):
     """Result of an image that could not be decoded."""
 
     error: ErrorValue
 
 
-Reply = Decoded | Refused
+Reply = Decoded | NotDecoded
 
 
 class SharedMemory:
@@ -114,7 +114,7 @@ def _run(job: Job, memory: memoryview) -> Reply:
         height, width = _decode(job, memory)
         return Decoded(height, width)
     except LegatoError as error:
-        return Refused(to_value(error))
+        return NotDecoded(to_value(error))
     except MemoryError:
         too_large = ImageTooLarge(
             f"decoding the image takes more than {job.max_memory} bytes of memory",
@@ -122,9 +122,9 @@ def _run(job: Job, memory: memoryview) -> Reply:
             limit=job.max_memory,
             unit="bytes of memory",
         )
-        return Refused(to_value(too_large))
+        return NotDecoded(to_value(too_large))
     except Exception as error:  # noqa: BLE001 - the engine logs it
-        return Refused(to_value(InternalError(f"{type(error).__name__}: {error}")))
+        return NotDecoded(to_value(InternalError(f"{type(error).__name__}: {error}")))
 
 
 def _decode(job: Job, memory: memoryview) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import structlog
 
 from legato_engine import failpoints, sandbox
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InternalError, from_value
-from legato_engine.images.decoding_worker import MAX_MESSAGE, Decoded, Job, Refused, Reply
+from legato_engine.images.decoding_worker import MAX_MESSAGE, Decoded, Job, NotDecoded, Reply
 from legato_engine.images.headers import ImageHeader
 from legato_engine.images.memory import PAGE, Allocate, Pixels
 
@@ -137,7 +137,7 @@ class DecodingWorkers:
                 self._idle.append(worker)
         if self._closed:
             self._discard(worker)
-        if isinstance(reply, Refused):
+        if isinstance(reply, NotDecoded):
             raise from_value(reply.error)
         return pixels_HWC
 

@@ -44,7 +44,7 @@ _PROBE = "".join(map(chr, range(32, 127))) + "a" * 64 + "b\n\té\u4e2d\U0001f600
 _MAX_TOKENS_PER_BYTE = 8  # of a text: one token is the rule
 
 
-class Refused(Exception):
+class FileRefused(Exception):
     """A file cannot be read; the message completes "FILE ..."."""
 
 
@@ -131,7 +131,7 @@ def _check_tokenizer(path: Path) -> None:
             _confined("tokenizer", file, os.fstat(file.fileno()).st_size, max_bytes=1)
     except OSError as error:
         raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
-    except Refused as error:
+    except FileRefused as error:
         raise InvalidField(f"{path} {error}", field="tokenizer") from None
 
 
@@ -139,7 +139,7 @@ def tensors_of_pickle(data: bytes, key: str) -> bytes:
     """Return the dict of tensors under `key` in a torch checkpoint as safetensors.
 
     Raises:
-        Refused: there is no such dict, or unpickling takes too much time or memory.
+        FileRefused: there is no such dict, or unpickling takes too much time or memory.
     """
     with os.fdopen(os.memfd_create("legato-pickle", os.MFD_CLOEXEC), "r+b") as file:
         file.write(data)
@@ -172,11 +172,11 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
     code = process.wait()
     timer.cancel()
     if code == -signal.SIGPROF:
-        raise Refused(f"takes more than {_CPU_SECONDS:g} s to be read")
+        raise FileRefused(f"takes more than {_CPU_SECONDS:g} s to be read")
     if reply.startswith(_REFUSED):
-        raise Refused(reply[1:].decode(errors="replace"))
+        raise FileRefused(reply[1:].decode(errors="replace"))
     if code or not reply.startswith(_DONE):
-        raise Refused(f"ends the process that reads it (exit code {code})")
+        raise FileRefused(f"ends the process that reads it (exit code {code})")
     return reply[1:]
 
 
@@ -197,7 +197,7 @@ def main() -> int:
     signal.setitimer(signal.ITIMER_PROF, arguments.seconds)
     try:
         reply = _DONE + read(sys.stdin.buffer.read())
-    except Refused as error:
+    except FileRefused as error:
         reply = _REFUSED + str(error).encode()[:_MAX_REASON]
     except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
         too_large = f"takes more than {arguments.memory >> 20} MiB to be read"
@@ -221,12 +221,12 @@ def _tokenizer_reader() -> Callable[[bytes], bytes]:
             tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
             problem = f"a tokenizer: {reason(error)}" if _is_json(data) else "JSON"
-            raise Refused(f"is not {problem}") from None
+            raise FileRefused(f"is not {problem}") from None
         tokenizer.no_truncation()  # as those who use it
         tokenizer.no_padding()
         ids = tokenizer.encode(_PROBE, add_special_tokens=True).ids
         if len(ids) > (limit := _MAX_TOKENS_PER_BYTE * len(_PROBE.encode())):
-            raise Refused(f"makes more than {limit} tokens of a text of {len(_PROBE)} characters")
+            raise FileRefused(f"makes over {limit} tokens of a text of {len(_PROBE)} characters")
         return b""
 
     return read
@@ -249,12 +249,12 @@ def _pickle_reader(key: str) -> Callable[[bytes], bytes]:
         content: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         found = content.get(key) if isinstance(content, dict) else None
         if not isinstance(found, dict):
-            raise Refused(f"has no {key}")
+            raise FileRefused(f"has no {key}")
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise Refused(f"has {name!r} in {key}, which holds named tensors only")
+                raise FileRefused(f"has {name!r} in {key}, which holds named tensors only")
             if tensor.layout is not torch.strided:
-                raise Refused(f"has {name} in {key}, which is no dense tensor")
+                raise FileRefused(f"has {name} in {key}, which is no dense tensor")
         return safetensors.save({name: each.detach().clone() for name, each in found.items()})
 
     saved = io.BytesIO()  # the first file loads modules, which a confined process cannot

@@ -131,7 +131,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
-    """Whether to think first. `medium` does, and there are no other degrees."""
+    """Degree of reasoning: `medium` is on, and there are no others."""
 
     effort: str | None = None
     summary: str | None = None

@@ -76,7 +76,7 @@ class AttentionSizes:
     in_stride: int = 0
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """Compile-time form of the kernel, and the depth of its rings in steps per warp."""
 
     splits: int
@@ -132,26 +132,29 @@ class PagedAttention:
             overlap=True,
         )
 
-    def _kernel(self, form: Form) -> Kernel:
+    def _kernel(self, form: AttentionForm) -> Kernel:
         defines = attend_defines(self._sizes, form.splits, form.line_warps)
         shared = shared_bytes(form.splits, form.stages, GROUP, form.line_warps)
         return Module("paged_attention.cu", defines).kernel("attend", shared=shared)
 
 
-def attention_forms(stages: int, split_stages: int) -> list[Form]:
+def attention_forms(stages: int, split_stages: int) -> list[AttentionForm]:
     """Return the forms that fit the current GPU.
 
     Without clusters a head has one block; with little shared memory a line has one warp.
     """
     gpu = capability.current_gpu()
-    whole = Form(1, _LINE_WARPS[1], stages)
+    whole = AttentionForm(1, _LINE_WARPS[1], stages)
     if shared_bytes(1, stages, GROUP) > gpu.shared:
         depths = range(_MOST_STAGES, 0, -1)
         depth = next(each for each in depths if shared_bytes(1, each, GROUP, 1) <= gpu.shared)
-        whole = Form(1, 1, depth)
+        whole = AttentionForm(1, 1, depth)
     if not gpu.has(Feature.CLUSTERS):
         return [whole]
-    return [whole, *(Form(splits, _LINE_WARPS[splits], split_stages) for splits in SPLITS[1:])]
+    return [
+        whole,
+        *(AttentionForm(splits, _LINE_WARPS[splits], split_stages) for splits in SPLITS[1:]),
+    ]
 
 
 def splits_for(pairs: int) -> int:

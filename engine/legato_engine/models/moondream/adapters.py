@@ -17,7 +17,7 @@ from safetensors import torch as safetensors
 from legato_engine.errors import AdapterUnusable
 from legato_engine.layers.lora import AdapterWeights, BankSizes, ExpertBankSizes, MlpWeights
 from legato_engine.models.moondream.config import MoondreamConfig, TextConfig
-from legato_engine.models.untrusted import Refused, tensors_of_pickle
+from legato_engine.models.untrusted import FileRefused, tensors_of_pickle
 
 _PARTS = ("fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
 _PUBLISHED = dict(zip(("up_a", "up_b", "down_a", "down_b"), _PARTS, strict=True))
@@ -87,7 +87,7 @@ def _read_own(data: bytes, model: str) -> Mapping[str, torch.Tensor]:
 def _read_published(data: bytes) -> Mapping[str, torch.Tensor]:
     try:
         return safetensors.load(tensors_of_pickle(data, "lora_state_dict"))
-    except Refused as error:
+    except FileRefused as error:
         raise AdapterUnusable(f"the torch checkpoint {error}") from None
 
 
