@@ -61,7 +61,7 @@ QUESTIONS = {
         "lone": Benchmark("serve.lone", "Where does the time of a lone request go?"),
         "hop": Benchmark("serve.hop", "What do gRPC and the process boundary add to a request?"),
         "paths": Benchmark(
-            "serve.paths", "Do whole servers with single steps and with loops differ?"
+            "serve.paths", "Do whole servers with loops and without, or another option, differ?"
         ),
         "devices": Benchmark("serve.devices", "How much faster are several engines of one host?"),
         "serve": Benchmark(

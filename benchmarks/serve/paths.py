@@ -1,10 +1,11 @@
-"""Decode paths beside each other, each a whole server, through gRPC on loopback.
+"""Values of a server's option beside each other, each a whole server, through gRPC on loopback.
 
     python -m benchmarks paths -- --device cuda --model moondream2 --random-weights
+    python -m benchmarks paths --option pipeline-depth --values 1,2 --name depth -- --device cpu
 
-The servers share the device, run all the time and are asked in turns, so that they meet the same
-machine; one that is not asked has no work. `engine ms` is the CPU of the engine's process for an
-answer.
+By default these are the decode paths. The servers share the device, run all the time and are asked
+in turns, so that they meet the same machine; one that is not asked has no work. `engine ms` is the
+CPU time of the engine's process for an answer.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from benchmarks.serve.e2e import START_TIMEOUT, default_calls
 from benchmarks.serve.load import WORKLOADS, Ask, Cell, LoadProcesses
 
 Row = dict[str, Any]
-PATHS = ("graph", "loop")
+VALUES = ("graph", "loop")
 _APART = 100_000  # images of one turn, at most
-HEADS = ("request", "callers", "path", "P50 ms", "answers/s", "engine ms")
+HEADS = ("request", "callers", "server", "P50 ms", "answers/s", "engine ms")
 
 
 class Kind(NamedTuple):
@@ -59,7 +60,7 @@ class Turn:
 
 
 class Contender:
-    """A server that decodes on one path, and its callers."""
+    """A server with one value of the option, and its callers."""
 
     def __init__(self, server: LocalServer, load: LoadProcesses) -> None:
         self._server, self._load = server, load
@@ -78,21 +79,21 @@ def main(argv: Sequence[str]) -> int:
     """Measure, record; 1 when a call failed."""
     arguments, serve = _parse(argv)
     pool = files.jpegs("chart", 64, (850, 600), 0)
-    share = f"{0.8 / len(arguments.paths):.2f}"
+    share = f"{0.8 / len(arguments.values):.2f}"
     rows: list[Row] = []
     numbers = itertools.count(1, _APART)
     with contextlib.ExitStack() as stack:
         servers = {
-            path: stack.enter_context(
-                LocalServer([*serve, "--decode-path", path, "--kv-memory-fraction", share])
+            value: stack.enter_context(
+                LocalServer([*serve, f"--{arguments.option}", value, "--kv-memory-fraction", share])
             )
-            for path in arguments.paths
+            for value in arguments.values
         }
         contenders = {}
-        for path, server in servers.items():
+        for value, server in servers.items():
             server.wait_until_serving(START_TIMEOUT, lambda _: None)
             load = LoadProcesses(server.target, pool, arguments.load_processes)
-            contenders[path] = Contender(server, stack.enter_context(load))
+            contenders[value] = Contender(server, stack.enter_context(load))
         for kind, callers in _cells(arguments.only):
             rows.append(_measure(contenders, kind, callers, arguments, numbers))
             print(*(" | ".join(line) for line in _lines(rows[-1])), sep="\n", flush=True)
@@ -100,8 +101,8 @@ def main(argv: Sequence[str]) -> int:
         turn["failed"] for row in rows for turns in row["turns"].values() for turn in turns
     )
     table = record.table(HEADS, [line for row in rows for line in _lines(row)])
-    figures = {"serve": serve, "rows": rows}
-    title = f"Decode paths through gRPC, 850x600 charts: {' '.join(serve) or 'defaults'}"
+    figures = {"serve": serve, "option": arguments.option, "rows": rows}
+    title = f"--{arguments.option} through gRPC, 850x600 charts: {' '.join(serve) or 'defaults'}"
     record.write(arguments.name, title, figures, [table, "", f"{failed} calls failed."])
     return 0 if failed == 0 else 1
 
@@ -113,15 +114,15 @@ def _measure(
     arguments: argparse.Namespace,
     numbers: Iterator[int],
 ) -> Row:
-    """Measure the turns of every path; odd ones in the other order."""
-    turns: dict[str, list[dict[str, Any]]] = {path: [] for path in contenders}
+    """Measure the turns of every server; odd ones in the other order."""
+    turns: dict[str, list[dict[str, Any]]] = {value: [] for value in contenders}
     calls = round(arguments.calls_scale * default_calls(kind.workload, callers))
     for index in range(arguments.turns):
         order = list(contenders) if index % 2 == 0 else list(contenders)[::-1]
         ask = Ask(callers=callers, calls=max(2, calls), tokens=kind.tokens, first=next(numbers))
-        for path in order:
-            turn = contenders[path].turn(kind, ask, arguments.cell_seconds)
-            turns[path].append(dataclasses.asdict(turn.cell) | {"engine_ms": turn.engine_ms})
+        for value in order:
+            turn = contenders[value].turn(kind, ask, arguments.cell_seconds)
+            turns[value].append(dataclasses.asdict(turn.cell) | {"engine_ms": turn.engine_ms})
     return {"request": kind.name, "callers": callers, "turns": turns}
 
 
@@ -131,14 +132,14 @@ def _cells(only: str) -> Iterator[tuple[Kind, int]]:
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
-    for path, turns in row["turns"].items():
+    for value, turns in row["turns"].items():
         medians = {
             name: statistics.median(turn[name] for turn in turns)
             for name in ("p50", "per_second", "engine_ms")
         }
         lines.append(
             (
-                *(str(row["request"]), str(row["callers"]), path, f"{medians['p50']:.2f}"),
+                *(str(row["request"]), str(row["callers"]), value, f"{medians['p50']:.2f}"),
                 f"{medians['per_second']:.1f}",
                 f"{medians['engine_ms']:.2f}",
             )
@@ -149,7 +150,8 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks paths", description=__doc__)
     parser.add_argument("--name", default="paths", help="of the record")
-    parser.add_argument("--paths", default=PATHS, type=shared_options.names, help="e.g. graph,loop")
+    parser.add_argument("--option", default="decode-path", help="of `legato serve`")
+    parser.add_argument("--values", default=VALUES, type=shared_options.names, help="e.g. 1,2")
     parser.add_argument("--turns", type=int, default=2, help="of each server in each cell")
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of the timed calls")
     parser.add_argument("--cell-seconds", type=float, default=10.0, help="limit of one turn")

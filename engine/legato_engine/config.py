@@ -71,11 +71,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     CPU's pool takes memory when its pages are first used.
     `max_context` bounds prompt and output together.
 
-    Launches: `pipeline_depth` 1 blocks, 2 pipelines. Up to `max_prefill_rows` prompts share a
-    launch, which running decodes may join; 1 disables both, 0 is 4 on a GPU with kernels for the
-    model, else 1. While other requests stream, an image is encoded `crops_per_launch` crops at a
-    time. While many wait and none streams, up to `images_per_launch` images share a launch on a
-    GPU that cuts images.
+    Launches: `pipeline_depth` 1 blocks, 2 pipelines, 0 is 2 on a GPU, else 1. Up to
+    `max_prefill_rows` prompts share a launch, which running decodes may join; 1 disables both, 0
+    is 4 on a GPU with kernels for the model, else 1. While other requests stream, an image is
+    encoded `crops_per_launch` crops at a time. While many wait and none streams, up to
+    `images_per_launch` images share a launch on a GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
     row needs the host between them; `resident` runs these as one kernel where it can, with
@@ -109,7 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores
-    pipeline_depth: int = 2
+    pipeline_depth: int = 0
     decode_path: str = AUTO_PATH
     speculation: str = SPECULATION_OFF
     draft: str = ""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from legato_engine.ipc.messages import (
     SECONDS_BOUNDS,
@@ -278,6 +279,8 @@ class StepParts(NamedTuple):
     mask: int = 0
 
 
+Table = NDArray[np.int64] | NDArray[np.float64]
+Column = NDArray[np.int64]
 _Counts = tuple[int, int, int, int, int]
 """Rows, zombies among them, and the others' tokens: committed, drafted, accepted."""
 
@@ -340,22 +343,22 @@ class StepStats:
     def snapshot(self) -> PipelineStats | None:
         """Return medians over the window.
 
-        The predicted gain is a lower bound, because its tax counts each zombie as a full row. The
-        observed gain compares the time that all steps of the window took, stalls included, with the
-        sum of their blocking estimates.
+        Both gains take off what zombies cost: a step of zombies alone its whole time, one beside
+        other rows what a row adds to a forward pass. The predicted gain is of medians; the observed
+        one is of the time that all steps of the window took, stalls included.
         """
         if not self._ring:
             return None
         parts, counts = zip(*self._ring, strict=True)
         times = np.array(parts)
-        rows, zombies, tokens, proposed, accepted = (
-            sum(each) for each in zip(*counts, strict=True)
-        )
+        columns = np.array(counts)
+        rows, zombies, tokens, proposed, accepted = (int(total) for total in columns.sum(axis=0))
         period, forward, sampling, bookkeeping, wait, idle, blocking, mask = (
             float(ns) / _NS_PER_MS for ns in np.median(times, axis=0)
         )
-        elapsed, _, _, _, _, _, blocked, _ = (float(ns) for ns in times.sum(axis=0))
-        zombie_ratio = zombies / rows
+        waste = _zombie_ns(times, columns[:, 0], columns[:, 1])
+        total, wasted = StepParts(*times.sum(axis=0)), StepParts(*waste.sum(axis=0))
+        tax = float(wasted.period / total.period)
         live_rows = max(1, rows - zombies)
         return PipelineStats(
             num_steps=len(parts),
@@ -368,14 +371,24 @@ class StepStats:
             wait_ms=wait,
             idle_ms=idle,
             blocking_ms=blocking,
-            zombie_ratio=zombie_ratio,
-            predicted_gain=predicted_speedup(blocking, period, zombie_ratio) - 1.0,
+            zombie_ratio=zombies / rows,
+            predicted_gain=predicted_speedup(blocking, period, tax) - 1.0,
             tokens_per_row=tokens / live_rows,
             proposed_per_row=proposed / live_rows,
             acceptance=accepted / max(1, proposed),
-            observed_gain=predicted_speedup(blocked, elapsed, zombie_ratio) - 1.0,
+            observed_gain=float((total.blocking - wasted.blocking) / total.period) - 1.0,
             mask_ms=mask,
         )
+
+
+def _zombie_ns(times: Table, rows: Column, zombies: Column) -> Table:
+    """Return the part of each step's times that a loop without zombies would not have."""
+    forward = times[:, StepParts._fields.index("forward")]
+    spread = rows - rows.mean()
+    slope = float(spread @ forward) / max(1.0, float(spread @ spread))  # 0 where all are alike
+    a_row = np.clip(slope, 0.0, forward / rows)
+    beside = np.minimum(zombies * a_row, forward)
+    return np.where((zombies == rows)[:, None], times, beside[:, None])
 
 
 def _is_decode(step: Step) -> bool:

@@ -215,9 +215,10 @@ def add_decoding(add: Add, engine: EngineConfig) -> None:
     add(
         "--pipeline-depth",
         type=int,
-        choices=(1, 2),
+        choices=(0, 1, 2),
         default=engine.pipeline_depth,
-        help="decode steps in flight; 2: launch each step before the previous one is read back",
+        help="decode steps in flight; 2: launch each step before the previous one is read back; "
+        "0: 2 on a GPU, else 1",
     )
     add(
         "--decode-path",

@@ -50,7 +50,8 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
-    `environment` has variables to add.
+    `environment` has variables to add. It pipelines, as on a GPU: the harder case, which is not
+    the default on a CPU.
     Another `program` than the service takes the same options.
     """
 
@@ -75,7 +76,7 @@ class Server:
         command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--threads", "1", *self._options],
+                [*command, "--threads", "1", "--pipeline-depth", "2", *self._options],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,

@@ -118,13 +118,16 @@ def _how(exit_code: int) -> str:
 
 def _config(bundle: Bundle, given: EngineConfig) -> EngineConfig:
     kept = {name: getattr(bundle.config, name) for name in _KEPT}
+    if not kept["pipeline_depth"]:  # as many as were in flight: no bundle has the device's default
+        in_flight = sum(not launch.committed for launch in bundle.launches)
+        kept["pipeline_depth"] = min(max(in_flight, 1), 2)
     waiting = max(given.max_waiting, len(bundle.requests) + 1)
     return msgspec.structs.replace(given, max_waiting=waiting, **kept)
 
 
 def _replay(bundle: Bundle, config: EngineConfig) -> None:
     assembly = assemble(config)
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth)
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=assembly.pipeline_depth)
     made = SyntheticRequests(assembly, bundle)
     waiting = set(made.shapes)
     for launch in bundle.launches:

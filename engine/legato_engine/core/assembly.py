@@ -121,6 +121,16 @@ class Assembly:
             notice=self.frontend.notice,
         )
 
+    @property
+    def pipeline_depth(self) -> int:
+        """Return the launches in flight.
+
+        By default a CPU has one: the launch after an answer's last token takes its cores from other
+        work, which costs short answers more than overlap gains.
+        """
+        is_cpu = self.device.torch_device.type == "cpu"
+        return self.config.pipeline_depth or (1 if is_cpu else 2)
+
     def scheduler(
         self,
         sink: Sink,
@@ -194,7 +204,7 @@ class Assembly:
             self.frontend,
             self.scheduler(
                 sink,
-                pipeline_depth=config.pipeline_depth,
+                pipeline_depth=self.pipeline_depth,
                 pause=pause,
                 observer=observer,
                 recorder=recorder,
@@ -363,7 +373,7 @@ def _with_runner(
         bundle.draft,
         refiner,
     )
-    warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
+    warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=assembly.pipeline_depth))
     return assembly
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 
@@ -35,6 +36,22 @@ def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, 
     try:
         image = made.frontend.prepare_image(np.zeros((200, 300, 3), np.uint8), "key", INFO)
         assert isinstance(image.pixels, kind)
+    finally:
+        made.device.close()
+
+
+def test_a_cpu_has_one_launch_in_flight_and_a_gpu_two():
+    """Unless the setting says otherwise."""
+    made = assembly.assemble(CONFIG)
+    try:
+        gpu = dataclasses.replace(
+            made, device=types.SimpleNamespace(torch_device=torch.device("cuda"))
+        )
+        assert (made.pipeline_depth, gpu.pipeline_depth) == (1, 2)
+        for depth in (1, 2):
+            config = msgspec.structs.replace(CONFIG, pipeline_depth=depth)
+            for each in (made, gpu):
+                assert dataclasses.replace(each, config=config).pipeline_depth == depth
     finally:
         made.device.close()
 

@@ -33,7 +33,12 @@ from PIL import Image
 from tests.e2e.server import policies
 
 CONFIG = EngineConfig(
-    model="random-tiny", device="cpu", threads=1, max_running=2, heartbeat_interval=0.05
+    model="random-tiny",
+    device="cpu",
+    threads=1,
+    pipeline_depth=2,
+    max_running=2,
+    heartbeat_interval=0.05,
 )
 pytestmark = pytest.mark.usefixtures("child_python_path")
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import msgspec
 import pytest
+from legato_engine.ipc.messages import PipelineStats
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.telemetry import StepParts, StepStats, step_parts
 
@@ -49,10 +51,31 @@ def test_snapshot_of_steady_steps():
     assert report.num_steps == 4
     assert report.num_tokens == 5 * 2 - 2
     assert (report.rows, report.step_ms, report.forward_ms) == (2, 10.0, 6.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=PipelineStats) == report
     assert (report.sampling_ms, report.bookkeeping_ms, report.idle_ms) == (1.5, 1.0, 3.0)
     assert report.blocking_ms == pytest.approx(9.875)
     assert report.zombie_ratio == 2 / 8
-    assert report.predicted_gain == pytest.approx(0.9875 * 0.75 - 1)
+    # Rows of one number do not tell what a row costs.
+    assert report.predicted_gain == pytest.approx(0.9875 - 1)
+
+
+def test_a_step_of_zombies_alone_costs_a_step_and_a_row_beside_others_a_row():
+    """A batch loses less by an answer's end than a lone stream, which loses a whole step."""
+    alone = fed(make_step(i, rows=1, zombies=int(i % 4 == 0)) for i in range(1, 10)).snapshot()
+    assert alone.zombie_ratio == 1 / 4
+    assert alone.predicted_gain == pytest.approx(0.9875 * 0.75 - 1)
+    assert alone.observed_gain == pytest.approx(0.9875 * 0.75 - 1)
+    batch = []
+    for index in range(1, 10):  # forwards of 5 ms, and 0.125 ms for each row
+        rows = 7 + index % 2
+        step = make_step(index, rows=rows, zombies=2)
+        forward_end = step.times.forward_start + 5 * MS + rows * MS // 8
+        times = dataclasses.replace(step.times, forward_end=forward_end)
+        batch.append(dataclasses.replace(step, times=times))
+    report = fed(batch).snapshot()
+    assert report.zombie_ratio == pytest.approx(2 / 7.5)
+    blocking = report.blocking_ms * (1 - 0.25 / 10)
+    assert report.predicted_gain == pytest.approx(blocking / 10 - 1)
 
 
 def test_snapshot_of_speculation():

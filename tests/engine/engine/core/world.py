@@ -15,7 +15,13 @@ from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey, Sa
 from PIL import Image
 
 CONFIG = EngineConfig(
-    model="random-tiny", device="cpu", threads=1, max_running=3, max_waiting=8, page_size=16
+    model="random-tiny",
+    device="cpu",
+    threads=1,
+    pipeline_depth=2,
+    max_running=3,
+    max_waiting=8,
+    page_size=16,
 )
 
 LONG = "why? " * 10_000
