@@ -31,6 +31,7 @@ SIZE = {"width": 1200, "height": 820}
 SHOWN = (840, 574)  # pixels of the recording
 FRAME_MS, LAST_MS = 1300, 3500
 QUALITY = 60
+SESSION_FRAMES, SESSION_MS = 4, 900
 TIMELINE_MS = 4000  # for which the timeline runs before it is shown
 SAMPLE = Path(str(importlib.resources.files("legato_tiny") / "samples" / "fruit.jpg"))
 PAINT = 0.03  # seconds from a change of the page to its picture; nothing fades in
@@ -48,7 +49,7 @@ new MutationObserver(() => {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shot:
-    """What the screen showed from `time` on, in seconds since the epoch."""
+    """Image that the screen showed from `time` on, in seconds since the epoch."""
 
     time: float
     picture: bytes
@@ -105,14 +106,15 @@ def main() -> int:
 
 
 def perform(page: Any, url: str, server: str) -> Iterator[Image.Image]:
-    """Upload an image, run three tasks whose answers stream, and show the engine's timeline."""
+    """Show the first screen, three streamed tasks, a session, and the engine's timeline."""
     page.goto(url)
-    page.get_by_text("legato-tiny").first.wait_for(state="attached")
+    page.locator('.answer[aria-busy="false"]').nth(1).wait_for()
     screen = Screen(page)
     settle(page)
     yield screen.first_after(0)
     page.get_by_label("Sample: fruit").click()
-    page.locator("#picture-state", has_text="held by the server").wait_for()
+    page.locator("#picture-state", has_text="uploaded").wait_for()
+    page.evaluate("window.drawn = []")
     while page.locator(".task").count():
         page.locator(".task .icon").first.click()
     for skill, text in (("detect", "strawberry"), ("segment", "pineapple"), ("caption", "long")):
@@ -132,7 +134,16 @@ def perform(page: Any, url: str, server: str) -> Iterator[Image.Image]:
     for moment in page.evaluate("window.drawn"):
         yield screen.first_after(moment / 1000 + PAINT)
     yield screen.first_after(time.time())
+    page.get_by_role("tab", name="Session").click()
+    page.locator("#panel-session button[type=submit]").click()
+    page.wait_for_selector("#panel-session rect.now", state="attached")
+    for _ in range(SESSION_FRAMES):
+        page.wait_for_timeout(SESSION_MS)
+        yield screen.first_after(time.time() - 0.1)
+    page.locator("#panel-session").get_by_role("button", name="Stop").click()
+    page.locator("#panel-session [role=status]", has_text="Stopped.").wait_for()
     page.get_by_role("tab", name="Timeline").click()
+    page.get_by_role("button", name="Run a sample request").click()
     page.get_by_label("Window").select_option(label="1 s")
     with working(server):
         page.wait_for_timeout(TIMELINE_MS)

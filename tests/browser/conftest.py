@@ -95,7 +95,8 @@ class Watched:
         self.page.wait_for_selector('#server[data-state="up"]', timeout=TIMEOUT)
 
     def _note(self, message: Any) -> None:
-        if message.type == "error" and "status of 40" not in message.text:
+        refused = ("status of 40", "status of 503")  # the latter of a server that is gone
+        if message.type == "error" and not any(each in message.text for each in refused):
             self.complaints.append(message.text)
 
     def _check(self, requested: str, url: str) -> None:

@@ -9,7 +9,7 @@ import json
 import httpx
 import pytest
 from legato.v1 import error_pb2
-from legato_client import Client, DetectTask, LegatoError, Options, PointTask
+from legato_client import Client, DetectTask, LegatoError, Options, PointTask, Unavailable
 from legato_client._types.server import ConfidenceInfo, ModelInfo, model_document
 from legato_client.web.playground import routes
 from legato_client.web.playground.snippets import Connection, code
@@ -115,7 +115,7 @@ def test_an_error_names_its_field_and_what_to_do(page):
     assert failure["type"] == "failed"
     assert failure["reason"] == "INVALID_FIELD"
     assert failure["fields"][0]["field"]
-    assert failure["hint"] == "Change the named field and ask again."
+    assert failure["hint"] == "Correct it and ask again."
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,23 @@ def test_the_page_gets_the_programs(page, server):
     """Of the request as it asked it."""
     request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
     made = page.post("/playground/code", json=request).json()
-    assert made["python"].startswith(
-        "from legato_client import Client; from legato_client import DetectTask\n"
-    )
+    assert made["python"].startswith("from legato_client import Client, DetectTask\n")
     assert f'with Client("{server.address}") as client' in made["python"]
+
+
+def test_a_token_s_bytes_reach_the_page(page):
+    """Tokens with their alternatives are JSON, whatever bytes they have."""
+    body = {"task": {"query": {"question": "why?"}}, "options": {"top_logprobs": 2}}
+    response = page.post("/playground/generate", json=body)
+    *_, finished = map(json.loads, response.text.splitlines())
+    token = finished["result"]["info"]["tokens"][0]
+    assert bytes(token["bytes"]).decode() == token["text"]
+
+
+def test_a_lost_server_is_told_in_words():
+    """What gRPC says of it is a detail."""
+    told = routes.failure_json(Unavailable("failed to connect to all addresses; last error: ..."))
+    assert told["message"] == "the server does not answer"
+    assert told["detail"].startswith("failed to connect")
+    loading = routes.failure_json(Unavailable("loading", reason="ENGINE_STARTING"))
+    assert loading["message"] == "loading"

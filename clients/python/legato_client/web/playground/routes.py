@@ -217,14 +217,14 @@ _EVENTS: dict[type[Event], str] = {
 }
 
 _REMEDIES = {
-    "INVALID_FIELD": "Change the named field and ask again.",
+    "INVALID_FIELD": "Correct it and ask again.",
     "IMAGE_UNDECODABLE": "Choose a whole JPEG, PNG or WebP file.",
     "IMAGE_TOO_LARGE": "Choose a smaller image.",
     "IMAGE_NOT_FOUND": "The server no longer holds the image: choose it again.",
     "MODEL_NOT_FOUND": "Choose a model that this server serves.",
     "ADAPTER_NOT_FOUND": "Leave the adapter empty, or name one that this server has.",
     "TASK_UNSUPPORTED": "This model lacks the skill: choose another skill or another model.",
-    "PROMPT_TOO_LONG": "Shorten the question or the conversation, or allow fewer tokens.",
+    "PROMPT_TOO_LONG": "Shorten the question or the conversation, or lower max tokens.",
     "QUEUE_FULL": "The server is full: ask again in a moment.",
     "QUOTA_EXCEEDED": "This caller's share is used up: ask less often.",
     "CLIENT_TOO_SLOW": "The answer was not read quickly enough: ask for less.",
@@ -264,10 +264,15 @@ def result(value: Result) -> Json:
 
 
 def failure_json(error: LegatoError) -> Json:
-    """Return a failure with a hint on what to do, which may be empty."""
+    """Return a failure with a hint on what to do, which may be empty.
+
+    gRPC's own message of a lost connection is the `detail`.
+    """
+    is_lost = isinstance(error, Unavailable) and not error.reason
     return {
         "type": "failed",
-        "message": error.message,
+        "message": "the server does not answer" if is_lost else error.message,
+        "detail": error.message if is_lost else "",
         "code": error.code,
         "reason": error.reason,
         "request_id": error.request_id,
@@ -363,7 +368,7 @@ async def _lines(
 
 
 def _line(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    return json.dumps(value, ensure_ascii=False, default=list) + "\n"  # a token has bytes
 
 
 # ---------------------------------------------------------------- live

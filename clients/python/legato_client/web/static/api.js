@@ -16,7 +16,7 @@ export function told(error) {
 
 export const describe = async () => (await send("/playground/server")).json();
 
-/** Hand the server a picture: {image_id, width, height}. */
+/** Hand the server an image: {image_id, width, height}. */
 export const upload = async (blob) =>
   (await send("/playground/pictures", { method: "POST", body: blob })).json();
 

@@ -9,26 +9,36 @@ import { startSession } from "./session.js";
 import { startTabs } from "./tabs.js";
 import { startTimeline } from "./timeline-tab.js";
 
-/** What the server said of itself; null until it has. */
+/** What the server said of itself; null while it does not answer. */
 const server = { facts: null };
+
+const POLL = 2000; // milliseconds between two looks at the server while the page is visible
 
 async function connect() {
   const text = byId("server-text"), chip = byId("server");
   try {
-    server.facts = await describe();
-    const { server: found, models } = server.facts;
-    const name = [found.name || "Legato", found.version].filter(Boolean).join(" ");
-    text.textContent = `${models.map((model) => model.name).join(", ")} · ${name} at ${found.target}`;
+    const facts = document.hidden && server.facts ? server.facts : await describe();
     chip.dataset.state = "up";
-    byId("model").replaceChildren(byId("model").options[0],
-      ...models.map((model) => new Option(model.name, model.name)));
-    document.dispatchEvent(new CustomEvent("server", { detail: server.facts }));
+    if (JSON.stringify(facts) !== JSON.stringify(server.facts)) show(facts);
   } catch (error) {
     const failure = told(error);
     text.textContent = `${failure.message}. ${failure.hint ?? ""}`;
     chip.dataset.state = "down";
-    setTimeout(connect, 3000);
+    server.facts = null;
   }
+  setTimeout(connect, POLL);
+}
+
+function show(facts) {
+  const { server: found, models } = server.facts = facts;
+  const name = [found.name || "Legato", found.version].filter(Boolean).join(" ");
+  byId("server-text").textContent = `${models.map((model) => model.name).join(", ")} · ${name} at ${found.target}`;
+  const notices = models.map((model) => model.notice).filter(Boolean);
+  byId("notice").textContent = notices.join(" ");
+  byId("notice").hidden = !notices.length;
+  byId("model").replaceChildren(byId("model").options[0],
+    ...models.map((model) => new Option(model.name, model.name)));
+  document.dispatchEvent(new CustomEvent("server", { detail: facts }));
 }
 
 function startTheme() {
@@ -52,7 +62,7 @@ startAsk(picture);
 const tabs = {
   chat: () => startChat(picture),
   session: () => startSession(server),
-  timeline: () => startTimeline(),
+  timeline: () => startTimeline(picture),
 };
 startTabs(tabs);
 connect();

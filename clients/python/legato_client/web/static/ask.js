@@ -1,8 +1,8 @@
-// The tab "Ask": several tasks about one picture, all at once.
+// The tab "Ask": several tasks about one image, all at once.
 
 import { Run } from "./run.js";
 import { byId, say } from "./dom.js";
-import { optionsOf, seesPictures, TaskRow } from "./tasks.js";
+import { optionsOf, seesPictures, TaskRow, withoutMistake } from "./tasks.js";
 import { SAMPLES } from "./picture.js";
 
 const MOST_TASKS = 5; // a browser opens six connections to a host; one is left for the page
@@ -19,8 +19,18 @@ class Ask {
     this.lastRow = null;
     this.served = [];
     this.list = byId("tasks");
+    this.isFresh = true; // nothing was asked or chosen
     this.addSample(SAMPLES[0]);
     this.listen();
+    this.sample = picture.showSample(SAMPLES[0], true).catch(() => {}); // this process has gone: the page says so
+  }
+
+  /** The first answer comes without a click, once, if the model takes images and the tab is seen. */
+  async greet() {
+    await this.sample;
+    const canSee = this.picture.server.facts && seesPictures(this.served);
+    if (!this.isFresh || !canSee || byId("panel-ask").hidden) return;
+    this.ask();
   }
 
   listen() {
@@ -37,13 +47,18 @@ class Ask {
     this.list.addEventListener("focusin", (event) => {
       this.lastRow = this.rows.find((row) => row.element.contains(event.target)) ?? null;
     });
-    this.picture.addEventListener("picture", () => this.forget());
+    this.picture.addEventListener("picture", () => {
+      this.isFresh &&= this.picture.name === SAMPLES[0].file;
+      this.forget();
+    });
+    document.addEventListener("tab", () => this.greet());
     this.picture.addEventListener("sample", (event) => this.addSample(event.detail));
     this.picture.addEventListener("place", (event) => this.fillPlace(event.detail));
     document.addEventListener("server", (event) => {
       this.served = event.detail.models[0]?.tasks ?? [];
       byId("main").dataset.sees = seesPictures(this.served) ? "yes" : "no";
       this.suit();
+      this.greet();
     });
   }
 
@@ -64,11 +79,12 @@ class Ask {
   /** A question in place of what the server's model lacks. */
   suit() {
     this.rows.forEach((row) => row.allow(this.served));
-    const fitting = this.rows.filter((row) => row.isAllowed);
+    const canSee = seesPictures(this.served);
+    const fitting = this.rows.filter((row) => row.isAllowed && (canSee || !this.isFresh));
     if (fitting.length === this.rows.length) return;
     this.list.replaceChildren(...fitting.map((row) => row.element));
     this.rows = fitting;
-    if (!fitting.length) this.add("query", seesPictures(this.served) ? "" : "Why is the sky blue?");
+    if (!fitting.length) this.add("query", canSee ? "" : "Why is the sky blue?");
     this.refresh();
   }
 
@@ -84,7 +100,7 @@ class Ask {
     byId("stop").disabled = ![...this.runs].some((run) => run.running);
   }
 
-  /** The tasks that suit a bundled picture, in place of those that are there. */
+  /** The tasks that suit a bundled image, in place of those that are there. */
   addSample(sample) {
     this.list.replaceChildren();
     this.rows = [];
@@ -95,15 +111,23 @@ class Ask {
   fillPlace(place) {
     const row = this.lastRow?.takesPlaces ? this.lastRow : this.rows.find((each) => each.takesPlaces);
     if (!row) return;
-    row.place.value = place;
-    say(`place ${place}`);
+    row.setRegion(place);
+    say(`region ${place}`);
   }
 
   ask() {
+    this.isFresh = false;
+    let asked;
+    const isRight = withoutMistake(byId("problem"), () => {
+      const options = optionsOf();
+      asked = this.rows.map((row) => [row, row.task(), options]);
+    });
+    if (!isRight) return;
     this.forget();
     byId("no-answers").hidden = this.rows.length > 0;
-    for (const [colour, row] of this.rows.entries()) {
-      const run = new Run(row, colour, this.picture, optionsOf());
+    const failures = new Set(); // shown already
+    for (const [colour, [row, task, options]] of asked.entries()) {
+      const run = new Run(row, task, colour, this.picture, options, failures);
       this.runs.add(run);
       byId("answers").append(run.element);
       run.start().then(() => {
@@ -118,7 +142,7 @@ class Ask {
     for (const run of this.runs) run.stop();
   }
 
-  /** Answers about another picture, or of the tasks before. */
+  /** Answers about another image, or of the tasks before. */
   forget() {
     for (const run of this.runs) run.forget();
     this.runs.clear();

@@ -1,4 +1,4 @@
-// The tab "Chat": a conversation, about the picture or without one. The server keeps nothing of it.
+// The tab "Chat": a conversation, about the image or without one. The server keeps nothing of it.
 
 import { generate, told } from "./api.js";
 import { showCode } from "./code.js";
@@ -29,15 +29,15 @@ class Chat {
     this.input = el("textarea", { rows: 2, ariaLabel: "Message" });
     this.send = el("button", { type: "submit", className: "primary" }, "Send");
     this.stop = el("button", { type: "button", disabled: true }, "Stop");
-    this.again = el("button", { type: "button" }, "Begin again");
+    this.again = el("button", { type: "button" }, "New chat");
     this.code = el("button", { type: "button", disabled: true }, "Code");
     const form = el("form", { ariaLabel: "Say something" }, this.input,
       el("div", { className: "actions" }, this.send, this.stop, this.code, this.again));
     byId("panel-chat").append(el("div", { className: "card chat" },
       el("h2", {}, "Conversation"),
       el("div", { className: "about" }, this.thumbnail,
-        el("label", { className: "check" }, this.about, "about the picture of the tab Ask"),
-        el("label", { className: "system" }, "Instruction for the whole conversation", this.system)),
+        el("label", { className: "check" }, this.about, "Include the image of the tab Ask"),
+        el("label", { className: "system" }, "System prompt", this.system)),
       this.log, form));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -61,18 +61,35 @@ class Chat {
   showPicture() {
     const has = Boolean(this.picture.url);
     this.about.disabled = !has;
-    this.input.placeholder = has ? "What is to the left of the tree?" : "Why is the sky blue?";
+    this.input.placeholder = has ? "Ask about the image" : "Ask a question";
+    if (!this.messages.length && !this.abort) this.showExamples();
     this.thumbnail.replaceChildren(has
-      ? el("img", { src: this.picture.url, alt: `The picture: ${this.picture.name}` })
-      : el("span", { className: "small" }, "no picture yet"));
+      ? el("img", { src: this.picture.url, alt: `The image: ${this.picture.name}` })
+      : el("span", { className: "small" }, "no image"));
   }
 
   clear() {
     this.abort?.abort();
     this.messages = [];
     this.code.disabled = true;
-    this.log.replaceChildren();
+    this.showExamples();
     this.input.focus();
+  }
+
+  /** Something to say, in an empty conversation. */
+  showExamples() {
+    const says = (text) => {
+      const button = el("button", { type: "button", className: "small" }, text);
+      button.addEventListener("click", () => {
+        this.input.value = text;
+        this.say();
+      });
+      return button;
+    };
+    const examples = this.aboutPicture ? ["What colour is the balloon?", "How many apples are there?"] : ["Why is the sky blue?"];
+    this.log.replaceChildren(el("div", { className: "empty" },
+      el("p", { className: "help" }, "Ask a question below, or start with one of these. The server keeps nothing of a conversation."),
+      el("p", { className: "actions" }, ...examples.map(says))));
   }
 
   question(key, value, messages) {
@@ -88,6 +105,7 @@ class Chat {
     const text = this.input.value.trim();
     if (!text || this.abort) return;
     this.input.value = "";
+    if (!this.messages.length) this.log.replaceChildren();
     this.asked = [...this.messages, { role: "user", text }];
     this.show("user", text);
     const answer = this.show("assistant", "");
@@ -117,7 +135,7 @@ class Chat {
         this.log.scrollTop = this.log.scrollHeight;
       } else if (event.type === "finished") {
         said = event.result.answer;
-        answer.append(el("span", { className: "times" }, `first words ${ms(first ?? 0)}, total ${ms(performance.now() - started)}`));
+        answer.append(el("span", { className: "times" }, `first token ${ms(first ?? 0)}, total ${ms(performance.now() - started)}`));
       }
     }
     return said;

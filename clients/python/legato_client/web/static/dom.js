@@ -31,16 +31,29 @@ export function say(text) {
 export const ms = (milliseconds) =>
   milliseconds < 10_000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
 
-/** The contract's failure, or any error of this page, in words. */
+const FIELDS = {
+  image: "Image", object: "Object", question: "Question", messages: "Conversation", max_objects: "Max objects",
+  min_confidence: "Min confidence", spatial_refs: "Region", temperature: "Temperature", max_tokens: "Max tokens",
+  seed: "Seed", top_logprobs: "Top logprobs", model: "Model", adapter: "Adapter", max_frame_age: "Max frame age",
+};
+
+/** A failure in words, each once; what a report of a bug needs is folded away. */
 export function failureView(failure) {
-  const title = failure.reason || failure.code || "error";
+  const fields = (failure.fields ?? []).map(({ field, description }) => {
+    const name = field.split(".").at(-1).replace(/\[.*/, "");
+    return `${FIELDS[name] ?? field}: ${description}`;
+  });
+  const facts = [
+    failure.reason || failure.code, ...(failure.fields ?? []).map(({ field }) => field), failure.detail,
+    failure.request_id && `request ${failure.request_id}`,
+  ].filter(Boolean);
   return el(
     "div", { className: "failure", role: "alert" },
-    el("p", {}, el("strong", {}, title), " ", failure.message),
-    ...(failure.fields ?? []).map((each) =>
-      el("p", {}, el("code", {}, each.field), " ", each.description)),
+    ...(fields.length ? fields : [failure.message]).map((text) => el("p", {}, sentence(text))),
     failure.hint ? el("p", { className: "hint" }, failure.hint) : null,
     failure.retry_after ? el("p", {}, `Try again in ${failure.retry_after} s.`) : null,
-    failure.request_id ? el("p", { className: "small" }, "request ", el("code", {}, failure.request_id)) : null,
+    facts.length ? el("details", { className: "small" }, el("summary", {}, "Details"), el("code", {}, facts.join(" · "))) : null,
   );
 }
+
+const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");

@@ -1,4 +1,4 @@
-// Where moving pictures come from: the bundled scene, a video file, a webcam. Each source has an
+// Where frames come from: the bundled scene, a video file, a webcam. Each source has an
 // element to show, `draw(context, width, height)`, and `close()`.
 
 import { el } from "./dom.js";

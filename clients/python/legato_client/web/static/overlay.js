@@ -1,11 +1,11 @@
-// What is drawn over a picture. Shapes are SVG in fractions of the picture, so a resize needs no
+// What is drawn over an image. Shapes are SVG in fractions of the image, so a resize needs no
 // redrawing; points and labels are elements beside them, which keep their size.
 
 import { el, svg } from "./dom.js";
 
 const percent = (fraction) => `${(fraction * 100).toFixed(3)}%`;
 
-/** Fills a stage, the positioned element that holds the picture. */
+/** Fills a stage, the positioned element that holds the image. */
 export class Overlay {
   constructor(stage) {
     this.root = el("div", { className: "overlay", ariaHidden: "true" });
@@ -29,11 +29,35 @@ class Layer {
     this.shapes = shapes;
     this.labels = labels;
     this.outlines = new Map();
+    this.moving = new Map();
   }
 
-  box(box, label) {
-    this.shapes.append(rectangle(box, "box"));
-    this.labelBox(box, label);
+  /** A box; a `faint` one has no label. */
+  box(box, label, { faint = false } = {}) {
+    this.shapes.append(rectangle(box, faint ? "box faint" : "box"));
+    if (!faint) this.labelBox(box, label);
+  }
+
+  /** Move the boxes to where these are: [[key, box, label]]. Others that were moved are removed. */
+  move(boxes) {
+    const keys = new Set(boxes.map(([key]) => key));
+    for (const [key, { shape, label }] of this.moving) {
+      if (keys.has(key)) continue;
+      shape.remove();
+      label.remove();
+      this.moving.delete(key);
+    }
+    for (const [key, box, text] of boxes) {
+      let each = this.moving.get(key);
+      if (!each) {
+        each = { shape: rectangle(box, "box now"), label: this.labelBox(box, text) };
+        this.shapes.append(each.shape);
+        this.moving.set(key, each);
+      }
+      for (const [name, value] of Object.entries(sides(box))) each.shape.setAttribute(name, value);
+      if (each.label.textContent !== text) each.label.textContent = text;
+      this.placeLabel(each.label, box);
+    }
   }
 
   point(point, label) {
@@ -61,8 +85,7 @@ class Layer {
     });
     const frame = rectangle(box, "frame");
     this.shapes.append(frame, shape);
-    this.labelBox(box, label);
-    return { shape, path: "" };
+    return { shape, path: "", label: this.labelBox(box, label) };
   }
 
   /** A finished outline in place of its pieces. */
@@ -70,14 +93,24 @@ class Layer {
     if (!this.outlines.has(index)) this.outline(index, { box: finished.box }, labelOf(finished));
     const outline = this.outlines.get(index);
     outline.path = finished.path;
+    outline.label.textContent = labelOf(finished);
     outline.shape.setAttribute("d", finished.path);
   }
 
-  /** At the left edge of a box, at its right edge where the picture ends soon. */
   labelBox(box, text) {
-    const label = this.label(box.y_min, text, box.y_min < 0.06 ? "inside" : "above");
-    if (box.x_min > 0.5) label.style.right = percent(Math.max(0, 1 - box.x_max));
-    else label.style.left = percent(box.x_min);
+    const label = this.label(box.y_min, text, "above");
+    this.placeLabel(label, box);
+    return label;
+  }
+
+  /** At the left edge of a box, at its right edge where the image ends soon; within the image. */
+  placeLabel(label, box) {
+    const within = (value) => percent(Math.min(1, Math.max(0, value)));
+    const isRight = box.x_min > 0.5;
+    label.className = `label ${box.y_min < 0.06 ? "inside" : "above"}`;
+    label.style.top = within(box.y_min);
+    label.style.right = isRight ? within(1 - box.x_max) : "";
+    label.style.left = isRight ? "" : within(box.x_min);
   }
 
   label(y, text, place) {
@@ -91,6 +124,7 @@ class Layer {
     this.shapes.replaceChildren();
     this.labels.replaceChildren();
     this.outlines.clear();
+    this.moving.clear();
   }
 
   remove() {
@@ -99,13 +133,13 @@ class Layer {
   }
 }
 
-const rectangle = (box, kind) =>
-  svg("rect", {
-    class: kind,
-    x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min,
-  });
+const sides = (box) => ({
+  x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min,
+});
 
-/** A label with the track in a session, and the model's certainty where it gives one. */
+const rectangle = (box, kind) => svg("rect", { class: kind, ...sides(box) });
+
+/** A label with the track in a session, and the confidence where the model gives one. */
 export function labelOf({ label, confidence, track_id: track }) {
   const sure = confidence === null || confidence === undefined ? "" : ` ${(confidence * 100).toFixed(0)}%`;
   return `${label}${track ? ` #${track}` : ""}${sure}`;

@@ -1,18 +1,18 @@
-// The picture that is asked about: where it comes from, and its id on the server.
+// The image that is asked about: where it comes from, and its id on the server.
 
 import { Failure, told, upload } from "./api.js";
 import { byId, el, failureView } from "./dom.js";
 import { Overlay } from "./overlay.js";
 import { openCamera } from "./frames.js";
 
-/** Pictures that come with the page, and what is worth asking about each. */
+/** Images that come with the page, and what is worth asking about each; the first is shown at load. */
 export const SAMPLES = [
-  { file: "scene.jpg", title: "a garden", tasks: [["detect", "dog"], ["point", "balloon"], ["caption", "short"]] },
+  { file: "scene.jpg", title: "garden", tasks: [["detect", "dog"], ["query", "How many apples are there?"]] },
   { file: "fruit.jpg", title: "fruit", tasks: [["detect", "strawberry"], ["query", "How many strawberries are there?"]] },
-  { file: "street.jpg", title: "a street", tasks: [["detect", "bus"], ["segment", "traffic light"], ["caption", "normal"]] },
+  { file: "street.jpg", title: "street", tasks: [["detect", "bus"], ["segment", "traffic light"], ["caption", "normal"]] },
 ];
 
-/** Events: `picture` when another one is shown, `place` for a click or a drag on it. */
+/** Events: `picture` when another image is shown, `place` for a click or a drag on it. */
 export class PictureSource extends EventTarget {
   constructor(server) {
     super();
@@ -26,20 +26,20 @@ export class PictureSource extends EventTarget {
     this.listen();
   }
 
-  /** The id under which the server holds the picture; `again` sends it once more. */
+  /** The id under which the server holds the image; `again` sends it once more. */
   imageId(again = false) {
     if (!this.blob) return Promise.resolve(null);
     if (again || !this.held) this.send();
     return this.held.then((held) => held.image_id);
   }
 
-  /** Show a picture, send it, and tell the page. */
-  async show(blob, name) {
+  /** Show an image, tell the page, and send it unless that can wait until it is asked about. */
+  async show(blob, name, canWait = false) {
     if (!blob.type.startsWith("image/")) {
-      this.complain({ code: "PAGE", message: `${name} is not a picture`, hint: "Choose a JPEG, PNG or WebP file." });
+      this.complain({ code: "PAGE", message: `${name} is not an image`, hint: "Choose a JPEG, PNG or WebP file." });
       return;
     }
-    const image = el("img", { alt: `The picture that is asked about: ${name}`, draggable: false });
+    const image = el("img", { alt: `The image that is asked about: ${name}`, draggable: false });
     const url = URL.createObjectURL(blob);
     image.src = url;
     try {
@@ -52,7 +52,8 @@ export class PictureSource extends EventTarget {
     if (this.url) URL.revokeObjectURL(this.url);
     Object.assign(this, { url, blob, name, held: null });
     this.place(image);
-    this.send();
+    if (this.server.facts && !canWait) this.send();
+    else this.state.textContent = name;
     this.dispatchEvent(new Event("picture"));
   }
 
@@ -66,18 +67,18 @@ export class PictureSource extends EventTarget {
   send() {
     const started = performance.now(), blob = this.blob;
     const limit = this.server.facts?.max_picture_bytes ?? Infinity;
-    this.state.textContent = `sending ${this.name}`;
+    this.state.textContent = `Uploading ${this.name}`;
     this.held = blob.size > limit
       ? Promise.reject(new Failure({
-        code: "PAGE", message: `the picture has ${blob.size} bytes, at most ${limit} are taken`,
-        hint: "Choose a smaller picture.",
+        code: "PAGE", message: `the image has ${blob.size} bytes, and the limit is ${limit}`,
+        hint: "Choose a smaller image.",
       }))
       : upload(blob);
     this.held.then(
       ({ width, height }) => {
         if (blob !== this.blob) return;
         const took = Math.round(performance.now() - started);
-        this.state.textContent = `${this.name}, ${width} × ${height}, held by the server after ${took} ms`;
+        this.state.textContent = `${this.name}, ${width} × ${height}, uploaded in ${took} ms`;
       },
       (error) => {
         if (blob === this.blob) this.complain(told(error));
@@ -89,7 +90,7 @@ export class PictureSource extends EventTarget {
     this.state.replaceChildren(failureView(failure));
   }
 
-  // ---------------------------------------------------------------- where pictures come from
+  // ---------------------------------------------------------------- where images come from
 
   listen() {
     byId("samples").append(...SAMPLES.map((sample) => this.sampleButton(sample)));
@@ -109,18 +110,22 @@ export class PictureSource extends EventTarget {
   }
 
   take(files) {
-    if (files?.length) this.show(files[0], files[0].name || "picture.png");
+    if (files?.length) this.show(files[0], files[0].name || "image.png");
   }
 
   sampleButton(sample) {
     const image = el("img", { src: `/static/samples/${sample.file}`, alt: "", width: 48, height: 36 });
-    const button = el("button", { type: "button", className: "sample", ariaLabel: `Sample: ${sample.title}`, title: sample.title }, image);
+    const button = el("button", { type: "button", className: "sample", ariaLabel: `Sample: ${sample.title}`, title: sample.title }, image, sample.title);
     button.addEventListener("click", async () => {
-      const response = await fetch(`/static/samples/${sample.file}`);
-      await this.show(await response.blob(), sample.file);
+      await this.showSample(sample);
       this.dispatchEvent(new CustomEvent("sample", { detail: sample }));
     });
     return button;
+  }
+
+  async showSample(sample, canWait = false) {
+    const response = await fetch(`/static/samples/${sample.file}`);
+    await this.show(await response.blob(), sample.file, canWait);
   }
 
   async openCamera() {
@@ -129,7 +134,7 @@ export class PictureSource extends EventTarget {
     try {
       camera = await openCamera();
     } catch (error) {
-      this.complain({ code: "CAMERA", message: error.message, hint: "Browsers open a webcam on localhost or over HTTPS only." });
+      this.complain({ code: "CAMERA", message: error.message, hint: "Allow it in the browser; it works on localhost or over HTTPS only." });
       return;
     }
     this.stage.replaceChildren(camera.video);

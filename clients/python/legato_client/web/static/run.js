@@ -1,4 +1,4 @@
-// One task that runs: its card among the answers, and its layer over the picture.
+// One task that runs: its card among the answers, and its layer over the image.
 
 import { generate, told } from "./api.js";
 import { showCode } from "./code.js";
@@ -9,7 +9,10 @@ import { tokensView } from "./tokens.js";
 const MOST_LISTED = 200; // found objects in a card; all are drawn
 
 export class Run {
-  constructor(row, colour, picture, options) {
+  /** `failures` has those that other runs show; what is in it is not shown again. */
+  constructor(row, task, colour, picture, options, failures) {
+    this.task = task;
+    this.failures = failures;
     this.picture = picture;
     this.options = options;
     this.noun = row.noun;
@@ -17,11 +20,6 @@ export class Run {
     this.count = 0;
     this.abort = new AbortController();
     this.build(row.title, colour);
-    try {
-      this.task = row.task();
-    } catch (error) {
-      this.mistake = error;
-    }
     this.layer = picture.overlay?.layer(colour);
   }
 
@@ -41,14 +39,13 @@ export class Run {
   }
 
   question(key, value) {
-    return { ...(value ? { [key]: value } : {}), task: this.task ?? {}, options: this.options };
+    return { ...(value ? { [key]: value } : {}), task: this.task, options: this.options };
   }
 
   async start() {
     this.running = true;
     this.started = performance.now();
     try {
-      if (this.mistake) throw this.mistake;
       await this.listen(await this.picture.imageId());
     } catch (error) {
       await this.fail(error);
@@ -58,7 +55,7 @@ export class Run {
     this.element.ariaBusy = "false";
   }
 
-  /** A picture that the server has forgotten is sent once more. */
+  /** An image that the server has forgotten is sent once more. */
   async fail(error) {
     if (error.name === "AbortError") return;
     if (told(error).reason === "IMAGE_NOT_FOUND" && !this.repeated) {
@@ -70,8 +67,10 @@ export class Run {
       }
       return;
     }
-    this.set("failed");
-    this.times.before(failureView(told(error)));
+    const failure = told(error), key = `${failure.reason || failure.code} ${failure.message}`;
+    this.set(this.failures.has(key) ? "failed for the same reason" : "failed");
+    if (!this.failures.has(key)) this.times.before(failureView(failure));
+    this.failures.add(key);
   }
 
   async listen(imageId) {
@@ -140,11 +139,16 @@ export class Run {
     this.count = 0;
     for (const object of result.objects ?? []) this.listObject(object);
     for (const object of result.points ?? []) this.listPoint(object);
+    for (const object of result.segments ?? []) this.listOutline({ label: this.noun, ...object });
   }
 
   takeOutline(delta) {
     this.layer?.outline(delta.index, delta, this.noun);
-    if (delta.box) this.list({ label: this.noun, confidence: null }, `outline from ${place(delta.box.x_min, delta.box.y_min)}`);
+    if (delta.box) this.listOutline({ label: this.noun, box: delta.box });
+  }
+
+  listOutline(object) {
+    this.list(object, `outline from ${place(object.box.x_min, object.box.y_min)}`);
   }
 
   list(object, where) {
@@ -156,13 +160,13 @@ export class Run {
   }
 
   finish(result) {
-    const lists = Object.values(result).filter(Array.isArray); // of what has a place in the picture
+    const lists = Object.values(result).filter(Array.isArray); // of what has a place in the image
     const outlines = lists.flat().filter((found) => "path" in found);
     for (const [index, outline] of outlines.entries()) this.layer?.whole(index, outline);
-    if (Object.values(this.task)[0]?.order) this.listAgain(result);
+    if (Object.values(this.task)[0]?.order || outlines.length) this.listAgain(result);
     if (this.options.top_logprobs !== undefined && result.info.tokens.length) this.times.before(tokensView(result.info.tokens));
     const info = result.info, nothing = lists.length > 0 && this.count === 0;
-    const cut = { length: "cut at the most tokens", max_objects: "most objects reached", cancelled: "stopped by an operator" };
+    const cut = { length: "stopped at max tokens", max_objects: "stopped at max objects", cancelled: "stopped by an operator" };
     this.set(cut[info.finish_reason] ?? (nothing ? "nothing found" : this.count ? `${this.count} found` : "done"));
     this.showTimes("total", info);
   }

@@ -2,9 +2,9 @@
 // function of the time, so two plays are the same.
 
 const THINGS = [
-  { noun: "balloon", lane: 0, period: 7.3, phase: 0.4 },
-  { noun: "bus", lane: 1, period: 6.1, phase: 2.1 },
-  { noun: "dog", lane: 2, period: 5.3, phase: 4.0 },
+  { noun: "balloon", lane: 0, period: 11.3, phase: 0.4 },
+  { noun: "bus", lane: 1, period: 9.7, phase: 2.1 },
+  { noun: "dog", lane: 2, period: 8.3, phase: 4.0 },
 ];
 export const NOUNS = THINGS.map((thing) => thing.noun);
 
@@ -19,6 +19,7 @@ export class Scene {
       image.src = `/static/drawings/${noun}.webp`;
       return [noun, image];
     }));
+    this.ready = Promise.allSettled([...this.drawings.values()].map((image) => image.decode()));
   }
 
   draw(context, width, height) {
@@ -39,11 +40,11 @@ export class Scene {
 function place({ lane, period, phase }, t, width, height, image) {
   const band = height / THINGS.length;
   const swing = (seconds) => Math.sin((2 * Math.PI * t) / seconds + phase);
-  const side = band * (0.78 + 0.08 * swing(4.1));
+  const side = band * (0.78 + 0.08 * swing(6.1));
   const scale = side / Math.max(image.naturalWidth, image.naturalHeight);
   const across = image.naturalWidth * scale, down = image.naturalHeight * scale;
   const x = width / 2 + (width / 2 - side * 0.6) * swing(period);
-  const y = band * (lane + 0.5) + band * 0.04 * swing(2.7);
+  const y = band * (lane + 0.5) + band * 0.04 * swing(4.7);
   return [x - across / 2, y - down / 2, across, down];
 }
 

@@ -1,10 +1,13 @@
-// The figures of a session.
+// The figures of a session, and where its objects are now.
 
 import { el, ms, svg } from "./dom.js";
+import { labelOf } from "./overlay.js";
 
+// What became of frames: each has one of these, or is under way.
+const OUTCOMES = { answered: "answered", dropped: "dropped by the server", unsent: "not sent, no room", lost: "lost with a server" };
 const NAMES = {
-  rate: "answered a second", age: "age of the latest", middle: "median age", sent: "frames sent", answered: "answered",
-  dropped: "dropped by the server", skipped: "left out, no credit", missed: "left out, page busy", credits: "credits left",
+  rate: "answers per second", age: "age of the latest", middle: "median age", taken: "frames captured", ...OUTCOMES,
+  open: "in flight", credits: "credits left",
 };
 const WINDOW = 2000; // milliseconds over which rate and median are taken
 
@@ -16,28 +19,37 @@ export class Figures {
       this.values.set(key, value);
       return el("div", { data: { figure: key } }, el("dt", {}, name), value);
     });
-    this.reasons = el("p", { className: "help" });
     this.element = el("section", { className: "card", ariaLabel: "Figures" },
-      el("h2", {}, "Figures"), el("dl", { className: "figures" }, ...tiles), this.reasons);
+      el("h2", {}, "Figures"), el("dl", { className: "figures" }, ...tiles));
     this.reset();
   }
 
   reset() {
     this.ages = [];
-    this.drops = new Map();
-    this.numMissed = 0;
+    this.reasons = new Map();
+    this.counts = { taken: 0, ...Object.fromEntries(Object.keys(OUTCOMES).map((key) => [key, 0])) };
     for (const value of this.values.values()) value.textContent = "–";
-    this.reasons.textContent = "";
   }
 
-  take({ type, stats, credits, reason }) {
-    if (stats) {
-      for (const key of ["sent", "answered", "dropped", "skipped"]) this.set(key, stats[key]);
-    }
+  count(key, number = 1) {
+    this.counts[key] += number;
+    for (const [name, count] of Object.entries(this.counts)) this.set(name, count);
+    this.set("open", this.open);
+  }
+
+  /** Frames without an outcome yet. */
+  get open() {
+    return this.counts.taken - Object.keys(OUTCOMES).reduce((sum, key) => sum + this.counts[key], 0);
+  }
+
+  /** Count the outcome that a message tells. */
+  take({ type, last, credits, reason }) {
     if (credits !== undefined) this.set("credits", credits);
+    if (last) this.count("answered");
+    if (type === "left_out") this.count("unsent");
     if (type !== "dropped") return;
-    this.drops.set(reason, (this.drops.get(reason) ?? 0) + 1);
-    this.reasons.textContent = `Drops: ${[...this.drops].map(([name, count]) => `${name.replace("_", " ")} ${count}`).join(", ")}.`;
+    this.reasons.set(reason, (this.reasons.get(reason) ?? 0) + 1);
+    this.count("dropped");
   }
 
   age(age) {
@@ -51,9 +63,12 @@ export class Figures {
     this.set("rate", this.ages.length > 1 ? ((this.ages.length - 1) * 1000 / span).toFixed(1) : "–");
   }
 
-  missed() {
-    this.numMissed += 1;
-    this.set("missed", this.numMissed);
+  /** All frames in a sentence. */
+  get account() {
+    const { taken, answered, unsent, lost } = this.counts;
+    const dropped = [...this.reasons].map(([reason, count]) => `${count} ${DROPS[reason] ?? reason.replaceAll("_", " ")}`);
+    const parts = [`${answered} answered`, ...dropped, unsent && `${unsent} not sent`, lost && `${lost} lost`, this.open && `${this.open} in flight`];
+    return `${taken} frames captured: ${parts.filter(Boolean).join(", ")}.`;
   }
 
   set(key, value) {
@@ -61,33 +76,83 @@ export class Figures {
   }
 }
 
-const POINTS = 120;
+const DROPS = { superseded: "replaced by a newer frame", too_old: "too old", overloaded: "beyond the credits" };
 
-/** The ages of the latest answers as a line, from 0 to the largest. */
+/** The tracked objects, moved on to this moment as `Session.now` of the Python client does. */
+export class Tracks {
+  static UNSEEN = 4000; // milliseconds, `Tracking.max_unseen`: a CPU's answers are a second old
+
+  constructor() {
+    this.seen = new Map();
+  }
+
+  /** `object` of the frame captured at `captured`, drawn on `layer`. */
+  note(object, captured, layer) {
+    const old = this.seen.get(object.track_id);
+    if (!old || old.captured <= captured) this.seen.set(object.track_id, { object, captured, layer });
+  }
+
+  /** Draw them at `now`, in milliseconds since the Unix epoch. */
+  draw(layers, now) {
+    for (const [track, { captured }] of this.seen) if (now - captured > Tracks.UNSEEN) this.seen.delete(track);
+    for (const layer of layers) {
+      const own = [...this.seen].filter(([, each]) => each.layer === layer);
+      layer.move(own.flatMap(([track, { object, captured }]) => {
+        const seconds = (now - captured) / 1000;
+        return isVague(object.motion, seconds) ? [] : [[track, boxAfter(object.motion, seconds), labelOf(object)]];
+      }));
+    }
+  }
+}
+
+/** Whether a box has become a guess: its centre may be off by its own size. */
+function isVague({ position, position_deviation: p, velocity_deviation: v, acceleration_deviation: a }, seconds) {
+  const off = (axis) => Math.hypot(p[axis], v[axis] * seconds, (a[axis] * seconds ** 2) / 2);
+  return off("center_x") > position.width || off("center_y") > position.height;
+}
+
+function boxAfter({ position, velocity, acceleration }, seconds) {
+  const at = (axis) => position[axis] + velocity[axis] * seconds + (acceleration[axis] * seconds ** 2) / 2;
+  const x = at("center_x"), y = at("center_y"), across = Math.max(at("width"), 0) / 2, down = Math.max(at("height"), 0) / 2;
+  return { x_min: x - across, y_min: y - down, x_max: x + across, y_max: y + down };
+}
+
+const SPAN = 30_000; // milliseconds that the chart shows
+const TOPS = [100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 60_000]; // milliseconds of its upper end
+
+/** The ages of the answers of the last half minute, with axes. */
 export class AgeChart {
   constructor() {
     this.line = svg("polyline", { class: "line", points: "" });
-    const drawing = svg("svg", { viewBox: `0 0 ${POINTS} 40`, preserveAspectRatio: "none", class: "chart", role: "img", "aria-label": "Ages of the latest answers" });
-    drawing.append(this.line);
-    this.scale = el("p", { className: "help" });
+    const grid = svg("path", { class: "gridline", d: "M0 0H100M0 50H100M0 100H100" });
+    const drawing = svg("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", class: "chart", role: "img", "aria-label": "Age of each answer over the last 30 seconds" });
+    drawing.append(grid, this.line);
+    this.marks = [1, 0.5, 0].map((part) => [el("span"), part]);
     this.element = el("section", { className: "card", ariaLabel: "Ages" },
-      el("h2", {}, "Age of each answer"), drawing, this.scale);
+      el("h2", {}, "Age of each answer"),
+      el("div", { className: "plot" }, el("div", { className: "marks" }, ...this.marks.map(([mark]) => mark)), drawing,
+        el("div", { className: "times" }, el("span", {}, "30 s ago"), el("span", {}, "15 s"), el("span", {}, "now"))),
+      el("p", { className: "help" }, "From a frame's capture to its last answer on this page."));
     this.reset();
   }
 
   reset() {
     this.ages = [];
-    this.line.setAttribute("points", "");
-    this.scale.textContent = "From a frame's capture to its last answer on this page.";
+    this.draw();
   }
 
   add(age) {
     if (!Number.isFinite(age)) return;
-    this.ages.push(age);
-    if (this.ages.length > POINTS) this.ages.shift();
-    const top = Math.max(...this.ages, 1);
-    const points = this.ages.map((each, index) => `${index},${(39 - (38 * each) / top).toFixed(1)}`);
+    this.ages.push([performance.now(), age]);
+    this.draw();
+  }
+
+  draw() {
+    const now = performance.now();
+    while (this.ages.length && this.ages[0][0] < now - SPAN) this.ages.shift();
+    const most = Math.max(0, ...this.ages.map(([, age]) => age)), top = TOPS.find((each) => each >= most) ?? most;
+    for (const [mark, part] of this.marks) mark.textContent = ms(top * part);
+    const points = this.ages.map(([time, age]) => `${(100 - (100 * (now - time)) / SPAN).toFixed(2)},${(100 - (100 * age) / top).toFixed(1)}`);
     this.line.setAttribute("points", points.join(" "));
-    this.scale.textContent = `From a frame's capture to its last answer on this page; the top of the chart is ${ms(top)}.`;
   }
 }

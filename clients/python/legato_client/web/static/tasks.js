@@ -33,21 +33,31 @@ export const SKILLS = {
   },
 };
 
-/** Which objects a list has, and in which order. What is no number is passed on: the process says what is wrong. */
-const listed = (most, least, surest) => ({
-  ...(most ? { max_objects: numeric(most) } : {}),
-  ...(least ? { min_confidence: numeric(least) } : {}),
-  ...(surest ? { order: "OBJECT_ORDER_CONFIDENCE" } : {}),
-});
+/** What is wrong with a field, in words, before anything is asked. */
+export class Mistake extends Error {
+  constructor(input, message) {
+    super(message);
+    this.input = input;
+  }
+}
 
-export const numeric = (text) => (Number.isNaN(Number(text)) ? text : Number(text));
+/** The number in a field, undefined if it is empty; throws a Mistake for any other. */
+export function numberIn(input, name, { least = -Infinity, most = Infinity, whole = false } = {}) {
+  const text = input.value.trim(), number = Number(text);
+  if (!text) return undefined;
+  if (!Number.isNaN(number) && number >= least && number <= most && (!whole || Number.isInteger(number))) return number;
+  const range = most < Infinity ? ` from ${least} to ${most}` : least > -Infinity ? `, ${least} or more` : "";
+  throw new Mistake(input, `${name} must be a ${whole ? "whole " : ""}number${range}, not “${text}”.`);
+}
 
-/** "x y" or "left top right bottom" in fractions, as the contract's places. */
-export function refsOf(text) {
-  const numbers = text.trim().split(/[\s,;]+/).filter(Boolean).map(Number);
+const given = (values) => Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined && value !== ""));
+
+/** "x y" or "left top right bottom" in fractions, as the contract's places; throws a Mistake. */
+function regionIn(input) {
+  const numbers = input.value.trim().split(/[\s,;]+/).filter(Boolean).map(Number);
   if (!numbers.length) return {};
-  if (numbers.some(Number.isNaN) || ![2, 4].includes(numbers.length)) {
-    throw new Error(`a place is two numbers or four, from 0 to 1, not “${text}”`);
+  if (![2, 4].includes(numbers.length) || !numbers.every((number) => number >= 0 && number <= 1)) {
+    throw new Mistake(input, `Region must be 2 or 4 numbers from 0 to 1, not “${input.value.trim()}”.`);
   }
   const [x, y, right, bottom] = numbers;
   const ref = numbers.length === 2
@@ -55,7 +65,7 @@ export function refsOf(text) {
   return { spatial_refs: [ref] };
 }
 
-/** Whether a model of these tasks takes pictures: one that only answers questions is a text model. */
+/** Whether a model of these tasks takes images: one that only answers questions is a text model. */
 export const seesPictures = (tasks) => !tasks.length || tasks.some((task) => task !== "query" && task in SKILLS);
 
 let rows = 0;
@@ -78,23 +88,37 @@ export class TaskRow {
   build(text) {
     const skill = SKILLS[this.skill.value];
     this.element.ariaLabel = `Task: ${skill.title}`;
+    this.element.classList.toggle("sentence", skill.asks === "question");
     this.text = skill.asks === "length"
       ? el("select", { ariaLabel: "Length" }, ...LENGTHS.map(([name, value]) => new Option(name, value)))
       : el("input", { ariaLabel: skill.asks === "question" ? "Question" : "Object", placeholder: skill.placeholder ?? "", autocomplete: "off" });
     if (skill.asks === "length") this.text.value = text || "normal";
     else this.text.value = text || skill.example || "";
-    this.most = el("input", { ariaLabel: "Most objects", inputMode: "numeric", placeholder: "most", className: "short", autocomplete: "off" });
-    this.place = el("input", { ariaLabel: "Place, two or four numbers from 0 to 1", placeholder: skill.needs ? "click the eye" : "place", className: "place", autocomplete: "off" });
-    this.least = el("input", { ariaLabel: "Least confidence, 0 to 1", inputMode: "decimal", placeholder: "sure", className: "short", autocomplete: "off" });
-    this.surest = el("input", { type: "checkbox" });
+    const field = (properties) => el("input", { autocomplete: "off", ...properties });
+    this.most = field({ inputMode: "numeric", placeholder: "no limit" });
+    this.least = field({ inputMode: "decimal", placeholder: "0 to 1" });
+    this.place = field({ placeholder: skill.needs ? "click the eye" : "whole image" });
+    this.sorts = el("input", { type: "checkbox" });
     this.thinks = el("input", { type: "checkbox" });
+    const label = (name, input) => el("label", {}, name, input);
+    const check = (name, input) => el("label", { className: "check" }, input, name);
+    const options = [
+      ...(skill.lists ? [label("Max objects", this.most), label("Min confidence", this.least)] : []),
+      skill.places ? label("Region", this.place) : null,
+      skill.lists ? check("Sort by confidence", this.sorts) : null,
+      skill.thinks ? check("Reasoning", this.thinks) : null,
+    ].filter(Boolean);
+    this.options = el("details", { className: "more", open: Boolean(skill.needs) },
+      el("summary", {}, "Options"), el("div", { className: "grid" }, ...options));
     this.inputs.replaceChildren(...[
-      skill.asks === "nothing" ? null : this.text,
-      ...(skill.lists ? [this.most, this.least] : []),
-      skill.places ? this.place : null,
-      skill.lists ? el("label", { className: "check" }, this.surest, "surest first") : null,
-      skill.thinks ? el("label", { className: "check" }, this.thinks, "think first") : null,
+      skill.asks === "nothing" ? null : this.text, options.length ? this.options : null,
     ].filter(Boolean));
+  }
+
+  /** Fill in the region that was chosen on the image. */
+  setRegion(region) {
+    this.options.open = true;
+    this.place.value = region;
   }
 
   get takesPlaces() {
@@ -124,13 +148,20 @@ export class TaskRow {
     return this.skill.value === "gaze" ? "gaze" : this.text.value.trim();
   }
 
-  /** The contract's task; throws an Error for a place that is none. */
+  /** The contract's task; throws a Mistake. */
   task() {
-    const skill = SKILLS[this.skill.value];
+    const skill = SKILLS[this.skill.value], text = this.text.value.trim();
+    if (skill.asks === "object" && !text) throw new Mistake(this.text, `${skill.title}: name an object, such as ${skill.example}.`);
+    if (skill.asks === "question" && !text) throw new Mistake(this.text, "Query: type a question.");
+    if (skill.needs && !this.place.value.trim()) throw new Mistake(this.place, "Gaze: click the person's eye on the image.");
     const kind = skill.kind({
-      text: this.text.value.trim(),
-      wanted: listed(this.most.value.trim(), this.least.value.trim(), this.surest.checked),
-      refs: skill.places ? refsOf(this.place.value) : {},
+      text,
+      wanted: skill.lists ? given({
+        max_objects: numberIn(this.most, "Max objects", { least: 1, whole: true }),
+        min_confidence: numberIn(this.least, "Min confidence", { least: 0, most: 1 }),
+        order: this.sorts.checked ? "OBJECT_ORDER_CONFIDENCE" : undefined,
+      }) : {},
+      refs: skill.places ? regionIn(this.place) : {},
       thinks: this.thinks.checked,
     });
     const sampling = samplingOf();
@@ -138,21 +169,38 @@ export class TaskRow {
   }
 }
 
-/** The options below the rows, as they were typed: the process says what is wrong with them. */
+/** The sampling below the rows; throws a Mistake. */
 export function samplingOf() {
-  const typed = {
-    temperature: byId("temperature").value, max_tokens: byId("max-tokens").value, seed: byId("seed").value,
-  };
-  return Object.fromEntries(Object.entries(typed)
-    .filter(([, value]) => value.trim())
-    .map(([name, value]) => [name, numeric(value)]));
+  return given({
+    temperature: numberIn(byId("temperature"), "Temperature", { least: 0 }),
+    max_tokens: numberIn(byId("max-tokens"), "Max tokens", { least: 1, whole: true }),
+    seed: numberIn(byId("seed"), "Seed", { least: 0, whole: true }),
+  });
 }
 
+/** The options of a request; throws a Mistake. */
 export function optionsOf() {
-  const options = {
-    model: byId("model").value, adapter: byId("adapter").value.trim(), top_logprobs: byId("alternatives").value.trim(),
-  };
-  return Object.fromEntries(Object.entries(options)
-    .filter(([, value]) => value)
-    .map(([name, value]) => [name, name === "top_logprobs" ? numeric(value) : value]));
+  return given({
+    model: byId("model").value,
+    adapter: byId("adapter").value.trim(),
+    top_logprobs: numberIn(byId("alternatives"), "Top logprobs", { least: 0, most: 20, whole: true }),
+  });
+}
+
+/** Run `work`; a Mistake in it is said in `place`, and its field gets the focus. Returns whether there was none. */
+export function withoutMistake(place, work) {
+  document.querySelectorAll("[aria-invalid]").forEach((input) => input.removeAttribute("aria-invalid"));
+  place.hidden = true;
+  try {
+    work();
+    return true;
+  } catch (error) {
+    if (!(error instanceof Mistake)) throw error;
+    place.textContent = error.message;
+    place.hidden = false;
+    error.input.ariaInvalid = "true";
+    error.input.closest("details")?.setAttribute("open", "");
+    error.input.focus();
+    return false;
+  }
 }

@@ -1,7 +1,7 @@
 // The live timeline of the engines: `mountTimeline(element, {url})`.
 
 import { LABELS, at, coloursOf, draw, duration, heightOf, lanesOf } from "./timeline-canvas.js";
-import { figuresTable, fillFigures } from "./timeline-figures.js";
+import { figuresView, fillFigures } from "./timeline-figures.js";
 import { NAMES, Store } from "./timeline-store.js";
 import { follow, reason } from "./timeline-stream.js";
 
@@ -18,20 +18,21 @@ const SHORT = { finalize: "enqueue", idle: "bubble" };
  * Show the timeline in the element until `destroy()`.
  *
  * `url` is the stream of events; `depthUrl` sets the pipeline's depth, by default `depth` beside it; `headers` go with
- * both. Nothing is asked of the server while the element cannot be seen.
+ * both. `empty` is shown while no launch has come. Nothing is asked of the server while the element cannot be seen.
  */
-export function mountTimeline(element, { url, depthUrl = null, headers = {} }) {
-  return new Timeline(element, new URL(url, document.baseURI), depthUrl, headers);
+export function mountTimeline(element, { url, depthUrl = null, headers = {}, empty = "" }) {
+  return new Timeline(element, new URL(url, document.baseURI), depthUrl, headers, empty);
 }
 
 class Timeline {
-  constructor(element, url, depthUrl, headers) {
+  constructor(element, url, depthUrl, headers, empty) {
+    this.empty = made("p", { className: "timeline-empty" }, empty);
     this.url = url;
     this.depthUrl = depthUrl ?? new URL("depth", url);
     this.headers = headers;
     this.stores = new Map(); // by the engine's number
     this.lanes = [];
-    this.span = 1e5;
+    this.span = 2e5;
     this.right = 0; // where it is paused
     this.paused = false;
     this.chosen = null;
@@ -88,7 +89,14 @@ class Timeline {
       this.#resize();
       this.#tick();
     }
+    this.#setEmpty();
     this.dirty = true;
+  }
+
+  /** Without launches the canvas would be blank: say what to do instead. */
+  #setEmpty() {
+    this.empty.hidden = [...this.stores.values()].some((store) => store.size > 0);
+    this.body.hidden = !this.empty.hidden;
   }
 
   async #setDepth(depth) {
@@ -107,16 +115,18 @@ class Timeline {
     return { left: right - this.span, right };
   }
 
+  /** The right end: now while the engine works. The last launches stay in view while it does not. */
   #now() {
-    const latest = Math.max(0, ...[...this.stores.values()].map((store) => store.latest));
-    return this.still.matches ? latest : performance.now() * 1000 + this.skew - LAG;
+    const latest = this.#latest();
+    return this.still.matches ? latest : Math.min(performance.now() * 1000 + this.skew - LAG, latest + this.span / 10);
   }
 
   /** A frame that took long is followed by a pause, so that drawing takes a third of the time at most. */
   #animate() {
     this.frame = requestAnimationFrame((now) => {
       if (this.connection) this.#animate();
-      const moves = !this.paused && !this.still.matches && this.#now() - this.span < this.#latest();
+      const right = this.#now(), moves = !this.paused && right !== this.shown;
+      this.shown = right;
       if (now < this.notBefore || !(this.dirty || moves)) return;
       this.dirty = false;
       const begun = performance.now();
@@ -204,14 +214,17 @@ class Timeline {
     this.canvas.ariaLabel = "What the engines' slots, device and host do. Space pauses, the arrows go from launch to "
       + "launch, plus and minus zoom.";
     this.inspected = made("p", { className: "timeline-chosen", role: "status" });
-    this.figures = figuresTable();
-    const live = made("div", {}, this.figures);
-    live.ariaLive = "polite";
+    const { view, help } = figuresView();
+    this.figures = view;
+    this.figures.ariaLive = "polite";
     const legend = made("ul", { className: "timeline-legend" }, ...Object.entries(LEGEND).map(([name, text]) =>
       made("li", {}, made("i", { className: name }), text)));
     const bar = made("div", { className: "timeline-bar" }, this.pauseButton,
-      made("label", {}, "Window ", this.window), this.depthSwitch, this.notice, this.state);
-    this.root = made("div", { className: "timeline" }, style, live, bar, this.canvas, this.inspected, legend);
+      made("label", {}, "Window ", this.window), this.depthSwitch, this.notice);
+    const axis = made("p", { className: "timeline-axis" }, "Time before the right end, which is now while the engine works. Point at a launch, or press the arrow keys, for its details.");
+    this.body = made("div", {}, this.figures, bar, this.canvas, axis, this.inspected, legend, help);
+    this.root = made("div", { className: "timeline" }, style, this.state, this.empty, this.body);
+    this.#setEmpty();
     element.replaceChildren(this.root);
     this.context = this.canvas.getContext("2d");
     this.colours = coloursOf(this.root);
