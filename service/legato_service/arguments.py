@@ -580,7 +580,8 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
 class _Formatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if default in (None, "") or isinstance(default, bool) or "default" in text:
+        is_told = isinstance(default, bool) or "default" in text
+        if is_told or default in (None, "", argparse.SUPPRESS):
             return text
         return f"{text}; default %(default)s"
 
