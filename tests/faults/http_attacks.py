@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.deploy.envoy import Envoy
 from tests.e2e.server import ENVIRONMENT, Server
 from tests.faults.attacks import stand_back, stand_out
 from tests.service.access.tokens import Token, write
@@ -283,15 +284,20 @@ def main() -> None:
     parser.add_argument("attacks", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--command", choices=["http", "playground"], default="http")
+    parser.add_argument("--envoy", action="store_true", help="the shipped Envoy before the server")
     args = parser.parse_args()
     stand_out()
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.toml"
         write(tokens, ROBOT)
-        with (
-            Server(Path(folder), "--model", "null", "--tokens", str(tokens)) as server,
-            legato_http(server.address, command=args.command) as (stranger, pid),
-        ):
+        with contextlib.ExitStack() as stack:
+            options = ("--model", "null", "--tokens", str(tokens))
+            address = stack.enter_context(Server(Path(folder), *options)).address
+            if args.envoy:
+                (Path(folder) / "envoy").mkdir()
+                address = stack.enter_context(Envoy(Path(folder) / "envoy", address)).address
+            http_server = legato_http(address, command=args.command)
+            stranger, pid = stack.enter_context(http_server)
             caller = dataclasses.replace(stranger, token=ROBOT.text)
             measure(caller, 2.0)
             memory = Memory(pid)

@@ -34,6 +34,8 @@ MAX_VALUES = 10_000
 """Opening brackets, commas, colons and strings of a JSON body."""
 
 READ_TIMEOUT = 60.0  # seconds
+SILENCE_TIMEOUT = 10.0  # seconds without a byte of a body
+_SILENT = 1.0  # seconds after which a body gives its memory to others, if that is full
 _SLICE = 4 * 1024  # bytes whose size is counted at once
 _LARGE = 256 * 1024  # bytes that take the event loop too long to parse
 
@@ -65,6 +67,17 @@ class Bodies:
         self._each = each
         self.together = together
         self.held = 0
+        self._arriving: set[_Share] = set()
+
+    async def make_room(self) -> bool:
+        """End the body that has been silent for longest; return whether there was one."""
+        now = time.monotonic()
+        silent = [each for each in self._arriving if each.heard_at <= now - _SILENT]
+        if silent:
+            oldest = min(silent, key=lambda each: each.heard_at)
+            self._arriving.discard(oldest)
+            await oldest.end()
+        return bool(silent)
 
     @contextlib.asynccontextmanager
     async def reading(self, request: Request, kind: type[BodyT]) -> AsyncIterator[BodyT]:
@@ -107,22 +120,38 @@ class Bodies:
         data = bytearray()
         with _Share(self) as share:
             try:
-                async with asyncio.timeout(READ_TIMEOUT):
-                    async for chunk in request.stream():
+                async with asyncio.timeout(READ_TIMEOUT) as share.timeout:
+                    self._arriving.add(share)
+                    async for chunk in _chunks(request):
+                        share.heard_at = time.monotonic()
                         if len(data) + len(chunk) > limit:
                             raise _too_large(limit)
                         if size is None:
-                            share.grow(_PLAIN * len(chunk))
+                            await share.grow(_PLAIN * len(chunk))
                         else:
                             await _grow(share, size, chunk)
                         data += chunk
             except TimeoutError:
+                seconds = time.monotonic() - share.begun_at
                 raise RejectedRequest(
-                    f"the body did not arrive within {READ_TIMEOUT:g} s",
+                    f"the body did not arrive within {seconds:.0f} s",
                     status=HTTPStatus.REQUEST_TIMEOUT,
                     code="client_too_slow",
                 ) from None
+            finally:
+                self._arriving.discard(share)
             yield data
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body. Raises TimeoutError."""
+    stream = request.stream()
+    while True:
+        async with asyncio.timeout(SILENCE_TIMEOUT):
+            chunk = await anext(stream, None)
+        if chunk is None:
+            return
+        yield chunk
 
 
 class _Share:
@@ -131,6 +160,9 @@ class _Share:
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._held = 0
+        self._ended = asyncio.Event()
+        self.begun_at = self.heard_at = time.monotonic()
+        self.timeout: asyncio.Timeout | None = None
 
     def __enter__(self) -> _Share:
         return self
@@ -138,8 +170,15 @@ class _Share:
     def __exit__(self, *_: object) -> None:
         self._bodies.held -= self._held
         assert self._bodies.held >= 0, "memory was given back twice"
+        self._ended.set()
 
-    def grow(self, size: float) -> None:
+    async def end(self) -> None:
+        """Let the body be late now."""
+        assert self.timeout is not None, "it arrives"
+        self.timeout.reschedule(asyncio.get_running_loop().time())
+        await self._ended.wait()
+
+    async def grow(self, size: float) -> None:
         num_bytes = round(size)
         if self._held + num_bytes > self._bodies.together:
             raise RejectedRequest(
@@ -147,7 +186,9 @@ class _Share:
                 status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 code="body_too_large",
             )
-        if self._bodies.held + num_bytes > self._bodies.together:
+        while self._bodies.held + num_bytes > self._bodies.together:
+            if await self._bodies.make_room():
+                continue
             raise RejectedRequest(
                 "the bodies of other requests fill the memory for them",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -162,7 +203,7 @@ async def _grow(share: _Share, size: JsonSize, chunk: bytes) -> None:
     """Extend the count; yield to others after slices of many values, which take milliseconds."""
     for at in range(0, len(chunk), _SLICE):
         num_values = size.num_values
-        share.grow(size.add(chunk[at : at + _SLICE]))
+        await share.grow(size.add(chunk[at : at + _SLICE]))
         if size.num_values > num_values + _SLICE // 64:
             await asyncio.sleep(0)
 

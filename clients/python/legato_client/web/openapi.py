@@ -117,7 +117,7 @@ _READY_TIMEOUT = 5.0  # seconds
 
 
 def about_routes() -> list[BaseRoute]:
-    return [Route("/healthz", healthz), Route("/readyz", readyz)]
+    return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)]
 
 
 async def healthz(_request: Request) -> JSONResponse:
@@ -134,6 +134,23 @@ async def readyz(request: Request) -> Response:
     except LegatoError:
         pass
     return JSONResponse({"status": "ok"})
+
+
+_METRICS = """\
+# HELP legato_http_event_loop_longest_stall_seconds Longest stall in about the last minute.
+# TYPE legato_http_event_loop_longest_stall_seconds gauge
+legato_http_event_loop_longest_stall_seconds {stall:.6f}
+# HELP legato_http_body_memory_bytes Memory of bodies that are read or answered.
+# TYPE legato_http_body_memory_bytes gauge
+legato_http_body_memory_bytes {held}
+"""
+
+
+async def metrics(request: Request) -> Response:
+    """Answer for Prometheus how this process does."""
+    backend = backend_of(request)
+    text = _METRICS.format(stall=backend.stalls.longest, held=backend.bodies.held)
+    return Response(text, media_type="text/plain; version=0.0.4")
 
 
 # ---------------------------------------------------------------- routes

@@ -144,11 +144,35 @@ def _refusal(message: str) -> RejectedRequest:
 
 # ---------------------------------------------------------------- server
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 """Paths open to anyone: they reveal nothing about users and run no model."""
 
 MAX_WEBSOCKET_MESSAGE = 4 * 1024 * 1024 + 64
 """Maximum bytes of the playground's frame with its header."""
+
+
+class LoopStalls:
+    """Measurement of how late a timer of the event loop runs."""
+
+    PERIOD = 0.02  # seconds: short enough to notice a stall of 50 ms
+    WINDOW = 30.0  # seconds
+
+    def __init__(self) -> None:
+        self._longest = self._longest_before = 0.0  # of this window and the previous one
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest stall of the last half to whole minute, less up to `PERIOD`."""
+        return max(self._longest, self._longest_before)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            self._longest_before, self._longest = self._longest, 0.0
+            until = time.monotonic() + self.WINDOW
+            while (now := time.monotonic()) < until:
+                await asyncio.sleep(self.PERIOD)
+                self._longest = max(self._longest, time.monotonic() - now - self.PERIOD)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +189,7 @@ class Backend:
     timeout: float
     aliases: Mapping[str, str]
     bodies: Bodies
+    stalls: LoopStalls = dataclasses.field(default_factory=LoopStalls)
 
     @classmethod
     def of(
@@ -223,6 +248,8 @@ def make_app(
             for each in routes:
                 if isinstance(each, BackgroundRoute):
                     await stack.enter_async_context(each.background())
+            measuring = asyncio.create_task(backend.stalls.run())
+            stack.callback(measuring.cancel)
             yield {"backend": backend}
 
     return Starlette(

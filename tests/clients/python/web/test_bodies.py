@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_client._errors import Unauthenticated
+from legato_client.web import bodies as bodies_module
 from legato_client.web.bodies import MAX_BODY_BYTES, MAX_VALUES, Bodies, JsonSize
 from legato_client.web.errors import RejectedRequest
 from legato_client.web.moondream_api import QueryBody
@@ -268,3 +269,40 @@ def test_a_body_in_another_encoding_is_the_callers_fault(web):
     assert reply.status == 400
     assert "byte 14 is 0xbf" in reply.error["message"]
     assert not web.fake.requests
+
+
+class Silent(Sent):
+    """A request whose body stops after its first piece."""
+
+    async def _receive(self):
+        if self.taken:
+            await asyncio.Event().wait()
+        self.taken += 1
+        return {"type": "http.request", "body": QUESTION[:-1], "more_body": True}
+
+
+async def test_a_silent_body_ends_before_its_time_is_over(monkeypatch):
+    """Without a byte for `SILENCE_TIMEOUT` it gives its memory back."""
+    monkeypatch.setattr(bodies_module, "SILENCE_TIMEOUT", 0.05)
+    bodies = bodies_of()
+    with pytest.raises(RejectedRequest) as caught:
+        await read(bodies, Silent())
+    assert caught.value.status == HTTPStatus.REQUEST_TIMEOUT
+    assert bodies.held == 0
+
+
+async def test_silent_bodies_give_their_memory_to_others(monkeypatch):
+    """The one that has been silent for longest ends first, and no more than are needed."""
+    monkeypatch.setattr(bodies_module, "_SILENT", 0.0)
+    bodies = bodies_of(together=2 * held_by(QUESTION[:-1]) + held_by(QUESTION) // 2)
+    first = asyncio.create_task(read(bodies, Silent()))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(read(bodies, Silent()))
+    await asyncio.sleep(0.01)
+    assert (await read(bodies, Sent(QUESTION))).question == "why?"
+    with pytest.raises(RejectedRequest, match="did not arrive"):
+        await first
+    assert not second.done()
+    second.cancel()
+    await asyncio.wait({second})
+    assert bodies.held == 0

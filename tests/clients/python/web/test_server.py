@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
 import json
 import ssl
+import time
 import urllib.request
 
 import grpc
@@ -15,6 +17,7 @@ from legato_client import AsyncClient
 from legato_client._grpc.settings import TokenSource
 from legato_client.web import server
 from legato_client.web.listen import Listen
+from legato_client.web.server import LoopStalls
 
 from tests.clients.python.failures import failure
 from tests.clients.python.web.serving import CHAT, HELLO, connect, serving
@@ -172,6 +175,27 @@ def test_aliases():
             web.post("/v1/query", {**QUERY, "model": name})
             options = web.fake.last("Query").options
             assert (options.model, options.adapter) == (model, adapter)
+
+
+async def test_the_longest_stall_is_what_held_the_event_loop():
+    """A handler that does not yield is seen once it has ended."""
+    stalls = LoopStalls()
+    measuring = asyncio.create_task(stalls.run())
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251 - the stall
+    await asyncio.sleep(2 * LoopStalls.PERIOD)
+    assert stalls.longest >= 0.2 - LoopStalls.PERIOD
+    measuring.cancel()
+
+
+def test_metrics_need_no_token(web):
+    """Prometheus reads the stall and the memory of bodies."""
+    lines = (
+        web.send("GET", "/metrics", b"", {"Authorization": "Basic x"}).body.decode().splitlines()
+    )
+    found = dict(line.split() for line in lines if not line.startswith("#"))
+    assert float(found["legato_http_event_loop_longest_stall_seconds"]) >= 0
+    assert float(found["legato_http_body_memory_bytes"]) == 0
 
 
 def test_health(web):
