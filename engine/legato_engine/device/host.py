@@ -1,8 +1,9 @@
-"""Host memory."""
+"""Host memory, and the GPUs that the driver reports; without torch."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -28,6 +29,56 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """GPU as the driver describes it."""
+
+    device: str
+    name: str
+    capability: tuple[int, int]
+    num_bytes: int
+
+
+class NoGpuError(Exception):
+    """The driver reports no GPU; the text is the reason."""
+
+
+def gpus() -> list[GpuDevice]:
+    """List the GPUs, at least one.
+
+    Raises:
+        NoGpuError: there is none, or no driver.
+    """
+    try:
+        from cuda.bindings import driver
+
+        status = driver.cuInit(0)[0]
+    except ImportError:
+        raise NoGpuError("the package cuda-bindings is not installed") from None
+    except RuntimeError:
+        raise NoGpuError("NVIDIA's driver is not installed: there is no libcuda") from None
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise NoGpuError(f"the driver does not start: {status.name}")
+    attribute = driver.CUdevice_attribute
+    _, count = driver.cuDeviceGetCount()
+    found = []
+    for number in range(count):
+        _, device = driver.cuDeviceGet(number)
+        major, minor = (
+            int(driver.cuDeviceGetAttribute(each, device)[1])
+            for each in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        name = driver.cuDeviceGetName(128, device)[1].rstrip(b"\0").decode()
+        size = int(driver.cuDeviceTotalMem(device)[1])
+        found.append(GpuDevice(f"cuda:{number}", name, (major, minor), size))
+    if not found:
+        raise NoGpuError("the driver reports no GPU")
+    return found
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato_engine.device.host import available_memory
+from legato_engine.device.host import NoGpuError, available_memory, gpus
 from legato_engine.hub import store
 from legato_engine.hub.store import MODELS, Published, models_parser
 
@@ -34,14 +34,15 @@ class Place:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = models_parser().parse_args(argv)
-    places = [Place("cpu", available_memory()), *gpus()]
+    places = [Place("cpu", available_memory()), *gpu_places()]
     rows = [_row(each, arguments.models, places) for each in MODELS.values()]
     console = Console(soft_wrap=not sys.stdout.isatty())
     if arguments.json:
         memory = {each.name: each.num_bytes for each in places}
         print(json.dumps({"memory": memory, "models": rows}))  # noqa: T201
         return 0
-    table = Table("model", "here", "bf16", "fp8", "fits", "licence", "from", box=None)
+    table = Table("model", "here", "bf16", "fp8", "fits", "licence", box=None)
+    table.add_column("from", overflow="fold")  # whole, to be copied
     for row in rows:
         table.add_row(*map(Text, _cells(row)))
     console.print(table)
@@ -50,22 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def gpus() -> list[Place]:
+def gpu_places() -> list[Place]:
     """List the GPUs that the driver reports; empty without a driver."""
     try:
-        from cuda.bindings import driver
-
-        status = driver.cuInit(0)[0]
-    except (ImportError, RuntimeError):  # RuntimeError if the driver's library is missing
+        return [Place(each.device, each.num_bytes) for each in gpus()]
+    except NoGpuError:
         return []
-    if status != driver.CUresult.CUDA_SUCCESS:
-        return []
-    _, count = driver.cuDeviceGetCount()
-    devices = [driver.cuDeviceGet(number)[1] for number in range(count)]
-    return [
-        Place(f"cuda:{number}", int(driver.cuDeviceTotalMem(device)[1]))
-        for number, device in enumerate(devices)
-    ]
 
 
 def _row(model: Published, models: str, places: Sequence[Place]) -> dict[str, object]:

@@ -353,7 +353,7 @@ def test_models(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
     assert download.main(["smollm2-135m", "--models", str(tmp_path)]) == 0
     monkeypatch.setattr(listing, "available_memory", lambda: 8_000_000_000)
-    monkeypatch.setattr(listing, "gpus", lambda: [listing.Place("cuda:0", 16_000_000_000)])
+    monkeypatch.setattr(listing, "gpu_places", lambda: [listing.Place("cuda:0", 16_000_000_000)])
     capsys.readouterr()
     assert listing.main(["--models", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -150,12 +150,13 @@ def unknown_variables(known: Collection[str], *, complete: bool) -> list[str]:
 
     Unless `known` is `complete`, only those that resemble a known one.
     """
+    options = sorted(name.removeprefix(PREFIX) for name in known)
     found = {
-        name: closest(name, sorted(known), 0.6 if complete else 0.85)
+        name: closest(name.removeprefix(PREFIX), options, 0.6 if complete else 0.8)
         for name in sorted(variables_in_force() - {*known})
     }
     return [
-        f"{name} is no setting of any command{near}"
+        f"{name} is no setting of any command{near.replace('mean ', f'mean {PREFIX}')}"
         for name, near in found.items()
         if near or complete
     ]

@@ -6,6 +6,7 @@ sources, for machines without a compiler.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -110,6 +111,14 @@ def sources() -> dict[str, str]:
         for file in _folder().iterdir()
         if file.name.endswith((".cpp", ".h"))
     }
+
+
+def instructions_of(library: ctypes.CDLL) -> str:
+    """Return the instructions that a library computes with."""
+    told = library.legato_instructions
+    told.restype, told.argtypes = ctypes.c_char_p, ()
+    name: bytes = told()
+    return name.decode()
 
 
 def build_for_any() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 import torch
 
-from legato_engine.kernels.cpu.compiler import CannotCompileError, library_path
+from legato_engine.kernels.cpu.compiler import CannotCompileError, instructions_of, library_path
 
 _log = structlog.get_logger()
 
@@ -112,9 +112,7 @@ class Library:
         self._new_pool = library.legato_pool
         self._new_pool.restype, self._new_pool.argtypes = _Pointer, (ctypes.c_int32,)
         self._pools: dict[int, int] = {}
-        instructions = library.legato_instructions
-        instructions.restype, instructions.argtypes = ctypes.c_char_p, ()
-        self.instructions: str = instructions().decode()
+        self.instructions = instructions_of(library)
         self.packed_bytes = library.legato_packed_bytes
         self.packed_bytes.restype, self.packed_bytes.argtypes = ctypes.c_int64, (_Pointer,)
         rows = ctypes.c_int64

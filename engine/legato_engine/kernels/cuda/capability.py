@@ -6,10 +6,12 @@ import dataclasses
 import enum
 import functools
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from legato_engine.errors import InvalidField
+
+if TYPE_CHECKING:
+    import torch
 
 PTX_SWITCH = "LEGATO_KERNEL_PTX"
 """Environment variable for tests: a virtual architecture such as compute_80, whose PTX the driver
@@ -162,6 +164,8 @@ def gpu_of(device: torch.device) -> Gpu:
     Raises:
         InvalidField: the test switch names no architecture that the device can run.
     """
+    import torch  # the table itself is read without it
+
     capability = torch.cuda.get_device_capability(device)
     switch = os.environ.get(PTX_SWITCH)
     if not switch:
@@ -175,6 +179,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 def current_gpu() -> Gpu:
     """Return the current device's; Hopper, by which sizes are checked, where there is no GPU."""
+    import torch
+
     if not torch.cuda.is_available():
         return HOPPER
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, task_pb2
-from legato_client.cli import main
+from legato_client.cli import forward, main
 from PIL import Image
 
 from tests.clients.python.failures import failure, retry_info
@@ -225,6 +225,39 @@ def test_info(legato):
     first, second = document["models"]
     assert (first["name"], first["confidence"]) == ("first", None)
     assert second["confidence"]["fitted_at"] == "2026-11-25T00:00:00+00:00"
+
+
+def test_info_describes_this_machine(legato, monkeypatch):
+    """With what an engine here computes with, and why not with more."""
+    monkeypatch.setenv("LEGATO_TOKEN", "secret")
+    machine = json.loads(legato("info", "--json")[1])["machine"]
+    assert machine["settings"]["LEGATO_SERVER"]
+    engine = machine["engine"]
+    assert engine["versions"]["torch"]
+    assert bool(engine["cpu"]["instructions"]) != bool(engine["cpu"]["reason"])
+    assert bool(engine["gpus"]) != bool(engine["no_gpu"])
+    _, out, _ = legato("info")
+    assert "secret" not in out
+    assert engine["cpu"]["name"] in out
+    assert engine["no_gpu"] in out
+    assert f"pulled models in {engine['models_folder']}: " in out
+
+
+def test_info_without_a_server(capsys):
+    """This machine is described all the same, and the exit code tells that no server answered."""
+    assert main(["info", "--server", "127.0.0.1:1"]) == 4
+    out, err = capsys.readouterr()
+    assert out.startswith("this machine: client ")
+    assert "is the server running?" in err
+    assert main(["info", "--server", "127.0.0.1:1", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["server"] is None
+
+
+def test_info_without_an_engine(legato, monkeypatch):
+    """It says what is missing."""
+    monkeypatch.setattr(forward, "_ENGINE_NEEDS", ("no_such_engine",))
+    _, out, _ = legato("info")
+    assert "engine: none, `legato info` needs the server, which is not installed" in out
 
 
 def test_help_documents_exit_codes(capsys):
