@@ -33,11 +33,22 @@ DEFINITIONS = (  # of custom resources: Go modules and their files
         "github.com/envoyproxy/gateway@v1.9.1",
         "charts/gateway-crds-helm/templates/generated/gateway.envoyproxy.io_backendtrafficpolicies",
     ),
+    (
+        "sigs.k8s.io/gateway-api-inference-extension@v1.6.0",
+        "config/crd/bases/inference.networking.k8s.io_inferencepools",
+    ),
     ("github.com/kedacore/keda/v2@v2.21.0", "config/crd/bases/keda.sh_scaledobjects"),
     (OPERATOR, f"{OPERATOR_CRDS}_servicemonitors"),
     (OPERATOR, f"{OPERATOR_CRDS}_prometheusrules"),
 )
-CUSTOM = {"GRPCRoute", "BackendTrafficPolicy", "ServiceMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {
+    "GRPCRoute",
+    "BackendTrafficPolicy",
+    "InferencePool",
+    "ServiceMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+}
 BASE = {"insecure": True}
 
 
@@ -69,7 +80,10 @@ def test_the_validation_finds_a_wrong_field():
 
 
 def test_custom_resources_fit_their_definitions():
-    """Those of Gateway API, Envoy Gateway, KEDA and the Prometheus operator; no unknown field."""
+    """Those of Gateway API and its extension, Envoy Gateway, KEDA and Prometheus's operator.
+
+    None has an unknown field.
+    """
     crds = [str(go_module(module) / f"{file}.yaml") for module, file in DEFINITIONS]
     documents = [each for each in rendered("all").documents if each["kind"] in CUSTOM]
     assert {each["kind"] for each in documents} == CUSTOM
@@ -162,11 +176,24 @@ def test_services_name_their_protocol():
 
 
 def test_the_route_carries_no_admin_service():
-    """All of the contract's other services, and health."""
+    """All other services, and health."""
     (rule,) = rendered("all").one("GRPCRoute")["spec"]["rules"]
     services = {match["method"]["service"] for match in rule["matches"]}
     public = {f"legato.v1.{name}Service" for name in ("Inference", "Session", "Image", "Server")}
-    assert services == public | {"grpc.health.v1.Health"}
+    assert services == public | {"inference.GRPCInferenceService", "grpc.health.v1.Health"}
+
+
+def test_a_pool_has_the_pods_of_the_release():
+    """By the labels of the service, at the port of gRPC, in plain HTTP/2; only if asked for."""
+    release = rendered("all")
+    pool, service = release.one("InferencePool")["spec"], release.one("Service", "demo-legato")
+    assert pool["selector"]["matchLabels"] == service["spec"]["selector"]
+    ports = {each["containerPort"]: each["name"] for each in release.container["ports"]}
+    assert [ports[each["number"]] for each in pool["targetPorts"]] == ["grpc"]
+    assert pool["appProtocol"] == "kubernetes.io/h2c"
+    assert pool["endpointPickerRef"]["name"] == "legato-picker"
+    assert ports[9464] == "metrics", "docs/kubernetes.md tells the picker to scrape this port"
+    assert "InferencePool" not in rendered("default").kinds
 
 
 def test_the_scaled_object_replaces_replicas():
@@ -250,6 +277,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"name": "moondream2", "weights": "a"}, **BASE}, "needs model.volume"),
     ({"model": {"weights": "../a"}, **BASE}, "weights"),
     ({"gateway": {"enabled": True}, **BASE}, "gateway.parentRefs"),
+    ({"inferencePool": {"enabled": True}, **BASE}, "inferencePool.endpointPicker.name"),
+    (
+        {
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+            "metrics": {"enabled": False},
+            **BASE,
+        },
+        "metrics.enabled: the endpoint picker",
+    ),
+    (
+        {"inferencePool": {"enabled": True, "endpointPicker": {"name": "p", "port": 0}}, **BASE},
+        "port",
+    ),
     ({"autoscaling": {"enabled": True}, **BASE}, "autoscaling.prometheus"),
     ({"metrics": {"enabled": False}, "serviceMonitor": {"enabled": True}, **BASE}, "metrics"),
     ({"replica": 2, **BASE}, "replica"),

@@ -53,6 +53,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and .Values.gateway.enabled .Values.tls.secretName }}
 {{- fail "gateway.enabled: the gateway ends TLS and speaks plain HTTP/2 to the pods, so set insecure: true and no tls.secretName" }}
 {{- end }}
+{{- if .Values.inferencePool.enabled }}
+{{- if not .Values.inferencePool.endpointPicker.name }}
+{{- fail "inferencePool.enabled needs inferencePool.endpointPicker.name, the picker's service" }}
+{{- end }}
+{{- if not .Values.metrics.enabled }}
+{{- fail "inferencePool.enabled needs metrics.enabled: the endpoint picker reads them" }}
+{{- end }}
+{{- if .Values.tls.secretName }}
+{{- fail "inferencePool.enabled: the gateway speaks plain HTTP/2 to the pods, so set insecure: true and no tls.secretName" }}
+{{- end }}
+{{- end }}
 {{- if and .Values.autoscaling.enabled (not .Values.autoscaling.prometheus) }}
 {{- fail "autoscaling.enabled needs autoscaling.prometheus, the address of Prometheus" }}
 {{- end }}
