@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import av
 import pytest
-from legato_client import Box
+from legato_client import Box, Client, DetectTask
 from legato_client.cli import main
 from legato_client.cli.settings import ExitCode
+from legato_client.cli.watch import extrapolated
+from legato_client.stream.feed import Feed, FeedSettings
+from legato_client.stream.frames import CapturedFrame, FrameCounters
 
 from tests.clients.python.live.streams import HttpCamera
 from tests.e2e.scenes import SIZE, overlap, two_shapes
@@ -170,6 +176,44 @@ def test_an_age_limit_below_the_response_time_is_reported(clip, tmp_path, capsys
     )
     assert counts is not None, line
     assert float(counts[2]) > 0.1
+
+
+def fit(marks, truth):
+    """The mean overlap of boxes with where things are."""
+    return sum(overlap(each.box, truth[each.label]) for each in marks) / len(marks)
+
+
+def test_tracked_objects_are_shown_where_they_are_now(server):
+    """On the newest frame the extrapolated boxes fit better than those that were measured."""
+    scenes = [two_shapes(2 * number) for number in range(45)]
+    captured: list[CapturedFrame] = []
+    fits: list[tuple[float, float]] = []
+    nouns = ("red circle", "blue square")
+
+    def compare(answered):
+        newest = captured[-1]
+        frame, shown, faint = extrapolated(answered, newest, feed.now)
+        if frame is newest and newest.number > answered.frame.number:
+            truth = scenes[newest.number].boxes
+            expected, measured = (fit(boxes, truth) for boxes in (shown, faint))
+            fits.append((expected, measured))
+
+    tasks = {noun: DetectTask(noun) for noun in nouns}
+    with Client(server.address) as client:
+        settings = FeedSettings(tasks, track=True)
+        feed = Feed(client, settings, compare, FrameCounters(), patience=10.0, waits=False)
+        thread = threading.Thread(target=feed.run)
+        thread.start()
+        for number, scene in enumerate(scenes):
+            image = functools.partial(scene.file, "JPEG")
+            shown = functools.partial(getattr, scene, "image")
+            captured.append(CapturedFrame(number, 0.0, time.time_ns(), image, shown))
+            feed.offer(captured[-1])
+            time.sleep(0.1)
+        feed.finish()
+        thread.join()
+    expected, measured = (sum(each) / len(fits) for each in zip(*fits[1:], strict=True))
+    assert expected > measured
 
 
 def test_without_a_server_it_ends_at_once(clip, capsys):

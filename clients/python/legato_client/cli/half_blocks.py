@@ -15,19 +15,32 @@ from legato_client import Detection, Outline, PointedObject
 from legato_client._types.results import Mark
 from legato_client.draw import PALETTE
 
+_FAINT = 0.4  # opacity
 _LEAST = (24, 6)  # characters, below which nothing could be made out
 
 
 class HalfBlocks:
     """Drawn by rich in `columns` x `rows` characters or fewer, in the image's own shape."""
 
-    def __init__(self, image: Image.Image, marks: Iterable[Mark], columns: int, rows: int) -> None:
-        """Scale the image to `columns` and `rows`, which pass `fits`."""
+    def __init__(
+        self,
+        image: Image.Image,
+        marks: Iterable[Mark],
+        columns: int,
+        rows: int,
+        faint: Iterable[Mark] = (),
+    ) -> None:
+        """Scale the image to `columns` and `rows`, which pass `fits`; draw `faint` marks below."""
         scale = min(columns / image.width, 2 * rows / image.height)
         width = max(1, round(image.width * scale))
         height = max(2, round(image.height * scale) // 2 * 2)
         self._image = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
-        _draw(self._image, list(marks))
+        shown, below = list(marks), list(faint)
+        labels = list(dict.fromkeys(mark.label for mark in (*shown, *below)))
+        behind = self._image.copy()
+        _draw(behind, below, labels)
+        self._image = Image.blend(self._image, behind, _FAINT)
+        _draw(self._image, shown, labels)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, pixels = self._image.width, self._image.tobytes()
@@ -50,8 +63,7 @@ def colour_of(label: str, labels: list[str]) -> tuple[int, int, int]:
     return PALETTE[labels.index(label) % len(PALETTE)]
 
 
-def _draw(image: Image.Image, marks: list[Mark]) -> None:
-    labels = list(dict.fromkeys(mark.label for mark in marks))
+def _draw(image: Image.Image, marks: list[Mark], labels: list[str]) -> None:
     pen = ImageDraw.Draw(image)
     right, bottom = image.width - 1, image.height - 1
     for mark in marks:

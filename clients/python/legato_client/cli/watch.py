@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import Detection, LegatoError, PointedObject, Result
 from legato_client._proto import skills
-from legato_client._types.results import Mark
+from legato_client._types.results import Mark, TrackNow
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal, printable
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
-from legato_client.stream.frames import FrameCounters, Totals, summary
+from legato_client.stream.frames import CapturedFrame, FrameCounters, Totals, summary
 from legato_client.stream.outputs import marks
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ class LiveView:
         self._terminal = terminal
         self._counters = counters
         self._source = source
+        self.now: Callable[[int], Sequence[TrackNow]] = lambda at_ns: ()
+        """Function that predicts the tracked objects at a capture time."""
         self._latest: AnsweredFrame | None = None
+        self._newest: CapturedFrame | None = None
         self._printed_at = time.monotonic()
         self._live: Live | None = None
         self._stack = contextlib.ExitStack()
@@ -70,6 +74,10 @@ class LiveView:
     def take(self, answered: AnsweredFrame) -> None:
         """Keep the frame for the next `refresh`."""
         self._latest = answered
+
+    def note_captured(self, frame: CapturedFrame) -> None:
+        """Keep the newest frame, to show tracked objects where they are in it."""
+        self._newest = frame
 
     def close(self) -> None:
         """Close; nothing to release."""
@@ -98,13 +106,33 @@ class LiveView:
         parts: list[Any] = []
         left = lines - min(len(rows), _MAX_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):
+            frame, shown, faint = extrapolated(latest, self._newest, self.now)
             with contextlib.suppress(OSError, ValueError):  # the answer counts, not the image
-                parts.append(HalfBlocks(latest.frame.image(), marks(latest), columns, left))
+                parts.append(HalfBlocks(frame.image(), shown, columns, left, faint))
         parts.append(table)
         if len(rows) > _MAX_ROWS:
             parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
         parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
         return Group(*parts)
+
+
+def extrapolated(
+    answered: AnsweredFrame,
+    newest: CapturedFrame | None,
+    now: Callable[[int], Sequence[TrackNow]],
+) -> tuple[CapturedFrame, list[Mark], list[Mark]]:
+    """Return the frame to show, its marks, and the measured boxes of tracked objects.
+
+    With tracked objects it is the newest frame, with the boxes where they are expected in it.
+    """
+    found = marks(answered)
+    tracks = now(newest.captured_ns) if newest is not None else ()
+    if newest is None or not tracks:
+        return answered.frame, found, []
+    measured = [each for each in found if isinstance(each, Detection) and each.track_id]
+    others = [each for each in found if each not in measured]
+    expected = [dataclasses.replace(each.last, box=each.box) for each in tracks]
+    return newest, [*expected, *others], [*measured]
 
 
 def ignore(state: str) -> None:
@@ -272,9 +300,16 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
         )
         feed = Feed(client, feed_settings, deliver, counters, patience=args.retry_for, waits=False)
+        view.now = feed.now
+
+        def offer(frame: CapturedFrame) -> None:
+            if args.track:
+                view.note_captured(frame)
+            feed.offer(frame)
+
         camera = Camera(
             source,
-            feed.offer,
+            offer,
             counters,
             encoding=FrameEncoding(args.max_side, args.jpeg),
             rate=args.speed,

@@ -21,7 +21,7 @@ from legato_client._errors import (
     Unavailable,
 )
 from legato_client._session.blocking_session import Session
-from legato_client._types.results import DetectResult, FrameStamp, ImageInfo, Result
+from legato_client._types.results import DetectResult, FrameStamp, ImageInfo, Result, TrackNow
 from legato_client._types.server import FrameDropped, FrameResult, GoAway
 from legato_client._types.tasks import DetectTask, Task, Tracking
 from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, Mailbox
@@ -84,6 +84,10 @@ class FeedSession:
     @property
     def model(self) -> str:
         return self._session.terms.model
+
+    def now(self, at_ns: int) -> tuple[TrackNow, ...]:
+        """Predict the tracked objects, as `Session.now`."""
+        return self._session.now(at_ns)
 
     def wait_for_room(self) -> bool:
         """Wait a moment for a credit; return whether there is one."""
@@ -277,6 +281,10 @@ class Feed:
         self._counters.count("taken")
         if unsent := self._mailbox.put(frame):
             self._counters.count("replaced", unsent)
+
+    def now(self, at_ns: int) -> tuple[TrackNow, ...]:
+        """Predict the tracked objects of the current session; `at_ns` counts from the epoch."""
+        return tuple(track for session in self._sessions[-1:] for track in session.now(at_ns))
 
     def finish(self) -> None:
         """Stop offering; `run` returns once every offered frame has its outcome."""
