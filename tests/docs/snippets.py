@@ -192,16 +192,22 @@ class Reader:
             address = next(self._ports[each] for each, name in PORTS.items() if name == command)
             log = self._folder / f"{command}.log"
             started.append((address, log))
-            return f"legato {command} --listen {address} {options} > {log} 2>&1 &"
+            started_as = f"legato {command} --listen {address} {options} > {log} 2>&1 &"
+            return f"{started_as}\necho $! > {log}.pid"
 
         done = self._bash(_SERVER.sub(in_background, text))
         shown = self._checked(snippet, done) if not started else done[1]
         for address, log in started:
-            until(lambda address=address: self._serves(address), f"{snippet}: {address} to serve")
+            until(
+                lambda address=address, log=log: self._serves(address, log),
+                f"{snippet}: {address} to serve",
+            )
             shown += log.read_text()
         return shown
 
-    def _serves(self, address: str) -> bool:
+    def _serves(self, address: str, log: Path) -> bool:
+        process = Path("/proc", Path(f"{log}.pid").read_text().strip())
+        assert process.exists(), f"it ended:\n{log.read_text()}"
         if address != self._ports["127.0.0.1:50051"]:
             return listens(address)
         return listens(address) and self._bash("legato info")[0] == 0
