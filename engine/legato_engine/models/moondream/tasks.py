@@ -52,12 +52,14 @@ class Allow(enum.IntEnum):
     POINT_Y = 5
     TEXT = 6  # answers and captions
     REASONING = 7
-    ANSWER = 8  # the second of the tokens that open an answer; an index each for further ones
+    FORMATTED = 8  # answers that a grammar masks: of what is suppressed in text, values alone
+    ANSWER = 9  # the second of the tokens that open an answer; an index each for further ones
 
 
 def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
     """Constraints in the order of `Allow`."""
     tokens, suppressed = config.tokens, config.suppressed
+    values = (tokens.answer, tokens.coord, tokens.size)
     coord, coord_or_eos, answer = (tokens.coord,), (tokens.coord, tokens.eos), (tokens.answer,)
     opened = [*range(Allow.ANSWER, Allow.ANSWER + config.num_answer_tokens - 1), Allow.TEXT]
     return (
@@ -69,6 +71,7 @@ def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
         Constraint(allowed=coord, then=Allow.POINT_X),
         Constraint(suppressed=suppressed.answer),
         Constraint(suppressed=suppressed.reasoning, then=opened[0], on=tokens.answer),
+        Constraint(suppressed=tuple(each for each in suppressed.answer if each in values)),
         *(Constraint(allowed=answer, then=after) for after in opened[1:]),
     )
 
@@ -199,7 +202,8 @@ class ReasoningOutput:
 
 # Skills that answer in plain text.
 
-_TEXT = int(Allow.TEXT)  # ints here and below, because enum lookup is slow
+# Ints here and below, because enum lookup is slow.
+_TEXT, _FORMATTED = int(Allow.TEXT), int(Allow.FORMATTED)
 
 
 class TextSkill(SkillTask):
@@ -216,7 +220,7 @@ class TextSkill(SkillTask):
             self.grammar = grammar
 
     def constraint(self) -> int:
-        return _TEXT
+        return _TEXT if self.grammar is None else _FORMATTED
 
     def _read(self, token: SampledToken) -> list[Event]:
         if token.token_id == self._tokens.eos:
@@ -294,7 +298,7 @@ class ReasonedQuerySkill(QuerySkill):
         if self._num_opened == 0:
             return _REASONING
         if self._num_opened == self._num_answer_tokens:
-            return _TEXT
+            return super().constraint()
         return _ANSWER + self._num_opened - 1
 
     def result(self, finish_reason: FinishReason) -> QueryResult:

@@ -59,6 +59,7 @@ def test_moondream2_suppresses(table):
     """An answer has no answer id and no values, reasoning no EOS and no size."""
     made = table()
     assert set(made[Allow.TEXT].suppressed) == {ANSWER, COORD, SIZE}
+    assert made[Allow.FORMATTED] == made[Allow.TEXT]
     assert set(made[Allow.REASONING].suppressed) == {EOS, SIZE}
 
 
