@@ -38,7 +38,7 @@ class Layer {
     if (!faint) this.labelBox(box, label);
   }
 
-  /** Move the boxes to where these are: [[key, box, label]]. Others that were moved are removed. */
+  /** Move the boxes to where these are: [[key, box, label, opacity]]. Others that were moved are removed. */
   move(boxes) {
     const keys = new Set(boxes.map(([key]) => key));
     for (const [key, { shape, label }] of this.moving) {
@@ -47,7 +47,7 @@ class Layer {
       label.remove();
       this.moving.delete(key);
     }
-    for (const [key, box, text] of boxes) {
+    for (const [key, box, text, opacity] of boxes) {
       let each = this.moving.get(key);
       if (!each) {
         each = { shape: rectangle(box, "box now"), label: this.labelBox(box, text) };
@@ -55,6 +55,7 @@ class Layer {
         this.moving.set(key, each);
       }
       for (const [name, value] of Object.entries(sides(box))) each.shape.setAttribute(name, value);
+      each.shape.style.opacity = opacity;
       if (each.label.textContent !== text) each.label.textContent = text;
       this.placeLabel(each.label, box);
     }

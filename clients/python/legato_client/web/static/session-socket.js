@@ -24,7 +24,7 @@ export class Live {
     return this.socket.bufferedAmount > MOST_UNSENT;
   }
 
-  /** `captured` is in milliseconds since the Unix epoch. Returns whether the frame was sent. */
+  /** Send a file's bytes; `captured` is in milliseconds since the Unix epoch. Returns whether it was sent. */
   send(captured, image) {
     if (!this.isOpen || this.socket.readyState !== WebSocket.OPEN) return false;
     this.sequence += 1;
@@ -32,7 +32,7 @@ export class Live {
     const message = new Uint8Array(12 + image.byteLength), head = new DataView(message.buffer);
     head.setFloat64(0, captured, true);
     head.setUint32(8, this.sequence, true);
-    message.set(new Uint8Array(image), 12);
+    message.set(image, 12);
     this.socket.send(message);
     return true;
   }

@@ -97,18 +97,21 @@ export class Tracks {
     for (const [track, { captured }] of this.seen) if (now - captured > Tracks.UNSEEN) this.seen.delete(track);
     for (const layer of layers) {
       const own = [...this.seen].filter(([, each]) => each.layer === layer);
-      layer.move(own.flatMap(([track, { object, captured }]) => {
+      layer.move(own.map(([track, { object, captured }]) => {
         const seconds = (now - captured) / 1000;
-        return isVague(object.motion, seconds) ? [] : [[track, boxAfter(object.motion, seconds), labelOf(object)]];
-      }));
+        return [track, boxAfter(object.motion, seconds), labelOf(object), certaintyAfter(object.motion, seconds)];
+      }).filter(([, box]) => isInside(box)));
     }
   }
 }
 
-/** Whether a box has become a guess: its centre may be off by its own size. */
-function isVague({ position, position_deviation: p, velocity_deviation: v, acceleration_deviation: a }, seconds) {
-  const off = (axis) => Math.hypot(p[axis], v[axis] * seconds, (a[axis] * seconds ** 2) / 2);
-  return off("center_x") > position.width || off("center_y") > position.height;
+/** Whether the centre lies within the image. */
+const isInside = (box) => [[box.x_min, box.x_max], [box.y_min, box.y_max]].every(([low, high]) => low + high >= 0 && low + high <= 2);
+
+/** From 1 to 0.35, which it is where the centre may be off by the box's own size. */
+function certaintyAfter({ position, position_deviation: p, velocity_deviation: v, acceleration_deviation: a }, seconds) {
+  const off = (axis, size) => Math.hypot(p[axis], v[axis] * seconds, (a[axis] * seconds ** 2) / 2) / position[size];
+  return Math.max(0.35, 1 - 0.65 * Math.max(off("center_x", "width"), off("center_y", "height")));
 }
 
 function boxAfter({ position, velocity, acceleration }, seconds) {

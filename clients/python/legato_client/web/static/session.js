@@ -14,10 +14,17 @@ const WIDTH = 480; // pixels of a frame that is sent
 const QUALITY = 0.8; // of its JPEG file
 const OLD = 150; // milliseconds from which the label of an untracked object tells its age, as the clip has moved on
 const RETRY = 500; // milliseconds until a lost server is looked for again
+const REDRAW = 24; // milliseconds at least between two frames here: without a GPU the browser takes the server's cores
 const DRAIN = 10_000; // milliseconds that frames in flight have after Stop
 const TRANSIENT = ["UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED"];
 
 const clock = () => performance.timeOrigin + performance.now();
+
+/** The bytes at once: browsers encode for `toBlob` when they are idle, which is seconds later while a clip is drawn. */
+function jpegOf(canvas) {
+  const text = atob(canvas.toDataURL("image/jpeg", QUALITY).split(",")[1]);
+  return Uint8Array.from(text, (character) => character.charCodeAt(0));
+}
 
 export function startSession(server) {
   new SessionTab(server);
@@ -122,7 +129,7 @@ class SessionTab {
     this.canvas.height = Math.round((WIDTH * height) / width);
     const layers = new Map(opening.tasks.map((task, index) => [task.task_id, this.overlay.layer(index)]));
     const now = opening.tasks.map((_, index) => this.overlay.layer(index));
-    this.running = { source, opening, layers, now, tracks: new Tracks(), sessions: 0, next: 0, encoding: false, isStopping: false };
+    this.running = { source, opening, layers, now, tracks: new Tracks(), sessions: 0, next: 0, drawn: 0, isStopping: false };
     this.legend.hidden = !this.tracks.checked;
     this.connect(this.running);
     requestAnimationFrame((time) => this.tick(time));
@@ -178,10 +185,6 @@ class SessionTab {
 
   end(failure) {
     const { running } = this;
-    if (running.encoding) { // it still gets its outcome
-      setTimeout(() => this.end(failure), RETRY / 10);
-      return;
-    }
     this.running = null;
     running.source.close();
     for (const layer of [...running.layers.values(), ...running.now]) layer.remove();
@@ -199,11 +202,13 @@ class SessionTab {
 
   // ---------------------------------------------------------------- frames out
 
-  /** Once for each frame of the display: the clip and its boxes move on, and some frames are sent. */
+  /** Up to 40 times a second the clip and its boxes move on, and some frames are sent. */
   tick(time) {
     const { running, canvas } = this;
     if (!running) return;
     requestAnimationFrame((later) => this.tick(later));
+    if (time - running.drawn < REDRAW) return;
+    running.drawn = time;
     running.source.draw(canvas.getContext("2d"), canvas.width, canvas.height);
     running.tracks.draw(running.now, clock());
     if (running.isStopping || time < running.next) return;
@@ -215,14 +220,8 @@ class SessionTab {
   /** A frame that cannot leave at once is not sent. */
   sendFrame(running) {
     this.figures.count("taken");
-    if (running.encoding || running.live.isBusy) return this.figures.count("unsent");
-    const captured = clock(), { live } = running;
-    running.encoding = true;
-    this.canvas.toBlob(async (blob) => {
-      const data = await blob.arrayBuffer();
-      running.encoding = false;
-      if (!live.send(captured, data)) this.figures.count("unsent");
-    }, "image/jpeg", QUALITY);
+    const isSent = !running.live.isBusy && running.live.send(clock(), jpegOf(this.canvas));
+    if (!isSent) this.figures.count("unsent");
   }
 
   // ---------------------------------------------------------------- answers in
