@@ -64,7 +64,7 @@ def test_imports_are_declared(folder, distribution):
     if distribution is SERVER:
         requirements = declared(SERVER) | declared(CLIENT)  # required with the same version
     else:
-        requirements = declared(CLIENT, "cli", "web")
+        requirements = declared(CLIENT, "cli", "web", "mcp")
     modules = imported(ROOT / folder)
     assert len(modules) > 3
     assert undeclared(modules, requirements) == OPTIONAL[folder.rpartition("/")[2]]

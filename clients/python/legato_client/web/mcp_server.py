@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import unquote, urlsplit
 
 import httpx2
-import mcp_types as types
 import msgspec
+from mcp import types
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server

@@ -14,13 +14,12 @@ from typing import Any
 
 import grpc
 import httpx2
-import mcp_types as types
 import pytest
 from google.rpc import error_details_pb2
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES
 from legato_client.web.listen import Listen
 from legato_client.web.mcp_server import PATH, ImageSources
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters, types
 from mcp.client.streamable_http import streamable_http_client
 from PIL import Image
 
