@@ -30,6 +30,7 @@ def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     of_single_steps = attention, decoder, decoder, decoder, sampling, value_heads
     for module in (*of_single_steps, adapters, drafting, tau_decoder, tau_decoder):
         monkeypatch.setattr(module, "Module", EmulatedModule)
+    monkeypatch.setattr(skinny_gemm, "Module", EmulatedModule)
     monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels import pages
-from legato_engine.kernels.cuda import fused_attention
+from legato_engine.kernels.cuda import fused_attention, skinny_gemm
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_TOKENS,
@@ -26,6 +26,7 @@ from legato_engine.kernels.cuda.attention import (
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
+from legato_engine.kernels.cuda.skinny_gemm import WeightKind
 from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
@@ -51,6 +52,20 @@ GROUPS = (1, 2, 8)
 def test_sampled_tokens_are_those_of_the_definition(vocab: int, batch: int, offsets: range) -> None:
     """By one thread block, and by a cluster of up to four."""
     tokens_are_those_of_the_definition(vocab, batch, offsets, CPU)
+
+
+@pytest.mark.parametrize("kind", [1, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 2))])
+def test_packed_products_are_those_of_the_weights_that_are_read(kind: int) -> None:
+    """Of widths that leave some warps of a stage without inputs."""
+    torch.manual_seed(0)
+    weight_OI = torch.randn(32, 384).bfloat16()
+    packed = skinny_gemm.packed_map(weight_OI, WeightKind(kind))
+    kernels = skinny_gemm.LinearKernels(384, WeightKind(kind))
+    x_BI, bias_O = torch.randn(11, 384).bfloat16(), torch.randn(32).bfloat16()
+    truth_BO = x_BI.double() @ packed.dequantised().double().t() + bias_O.double()
+    for batch in (11, 3):
+        out_BO = kernels.run(x_BI[:batch].contiguous(), packed, bias_O)
+        assert (out_BO.double() - truth_BO[:batch]).norm() < 0.005 * truth_BO[:batch].norm()
 
 
 @pytest.mark.parametrize(

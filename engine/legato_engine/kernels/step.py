@@ -26,6 +26,7 @@ from legato_engine.kernels.cuda.decoder import (
 from legato_engine.kernels.cuda.packed_layers import (
     QuantisedHead,
     QuantisedLayer,
+    StepMap,
     packed_head,
     packed_layer,
     packed_tau_layer,
@@ -61,6 +62,7 @@ __all__ = [
     "Stages",
     "StepAdapters",
     "StepCache",
+    "StepMap",
     "StepPositions",
     "TauSizes",
     "WeightKind",

@@ -34,11 +34,12 @@ class Linear(nn.Linear):
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def take(self, packed: PackedWeight, bias_O: torch.Tensor) -> None:
+    def take(self, packed: PackedWeight, bias_O: torch.Tensor | None) -> None:
         """Replace the loaded weight and the bias, of any dtype that `packed` takes."""
         self.packed = packed
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
-        self.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
+        if bias_O is not None:
+            self.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
 
     @property
     def panels(self) -> PanelWeight:

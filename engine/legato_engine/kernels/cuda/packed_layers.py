@@ -13,6 +13,7 @@ from legato_engine.kernels.cuda.skinny_gemm import (
     PackedMap,
     WeightKind,
     fold_norm,
+    linear_kernels,
     num_parts,
     pack,
     packed_map,
@@ -65,6 +66,24 @@ class MapPart:
         """Multiply by a copy in the dtype of the rows; only bf16 rounds the weights once more."""
         weight_OI = self.dense() if rows_TI.dtype is torch.bfloat16 else self.exact()
         return F.linear(rows_TI, weight_OI, None if bias_O is None else bias_O.to(rows_TI.dtype))
+
+
+class StepMap(MapPart):
+    """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own."""
+
+    def __init__(self, weight_OI: torch.Tensor, kind: WeightKind) -> None:
+        packed = packed_map(weight_OI, kind)
+        super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
+        on_gpu = packed.data.device.type == "cuda"
+        device = packed.data.device
+        self._product = linear_kernels(packed.inputs, kind, device) if on_gpu else None
+
+    def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        product = self._product
+        few = product is not None and 0 < rows_TI.shape[0] <= product.max_tokens
+        if product is None or not few or rows_TI.dtype is not torch.bfloat16:
+            return super().multiply(rows_TI, bias_O)
+        return product.run(rows_TI, self._packed, bias_O)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -409,6 +409,59 @@ def _unpacker(kind: WeightKind, chunk: int, device: torch.device) -> Kernel:
         return Module("unpack.cu", unpack_defines(kind, chunk)).kernel("unpack")
 
 
+LINEAR_STAGES = {1: 6, 2: 6, 3: 5, 4: 4}
+"""Depths of the ring of `packed_linear`, by tiles."""
+
+
+class LinearKernels:
+    """The product of a few tokens with a packed map, which their launch reads once."""
+
+    def __init__(self, inputs: int, kind: WeightKind) -> None:
+        def size(tiles: int, depth: int) -> int:
+            return parts_shared(inputs, 1, 8 * tiles, depth, kind, beside=False)
+
+        self._inputs, self._kind = inputs, kind
+        self._stages = stages = fitting(LINEAR_STAGES, size, inputs, kind)
+        self.max_tokens = most_tokens(stages)
+        self._kernels = {
+            tiles: Module("packed_linear.cu", linear_defines(inputs, kind, tiles)).kernel(
+                "packed_linear", shared=size(tiles, depth)
+            )
+            for tiles, depth in stages.items()
+        }
+
+    def run(
+        self, x_BI: torch.Tensor, packed: PackedMap, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch = x_BI.shape[0]
+        tiles = tiles_for(batch)
+        stages = self._stages[tiles]
+        out_BO = torch.empty(batch, packed.outputs, dtype=x_BI.dtype, device=x_BI.device)
+        self._kernels[tiles].launch(
+            (packed.outputs // 16, 1, 1),
+            THREADS,
+            (x_BI, packed.data, packed.scale_O, bias_O, out_BO, packed.outputs, batch, stages),
+            shared=parts_shared(self._inputs, 1, batch, stages, self._kind, beside=False),
+            overlap=True,
+        )
+        return out_BO
+
+
+def linear_defines(inputs: int, kind: WeightKind, tiles: int) -> dict[str, int]:
+    return {
+        "MAP_INPUTS": inputs,
+        "WEIGHTS": int(kind),
+        "TILES": tiles,
+        "INPUT_STAGES": INPUT_STAGES[tiles],
+    }
+
+
+@functools.cache
+def linear_kernels(inputs: int, kind: WeightKind, device: torch.device) -> LinearKernels:
+    with torch.cuda.device(device):
+        return LinearKernels(inputs, kind)
+
+
 def unpack_defines(kind: WeightKind, chunk: int) -> dict[str, int]:
     return {"WEIGHTS": int(kind), "MAP_CHUNK": chunk}
 

@@ -14,6 +14,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import library
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.kernels.step import KINDS
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.mlp import MLP
@@ -93,19 +94,20 @@ class DecoderBundle:
             raise InvalidField(problem, field="kv_dtype")
         if self.weights is not None:
             require_layers(self.config.num_layers, self.weights)
-        if device.type != "cpu" and weight_dtype not in ("auto", "model"):
-            raise InvalidField(
-                f"{self.name} has no kernels for weights in {weight_dtype} on a GPU: use model",
-                field="weight_dtype",
-            )
         with torch.device("meta"):
             network = self.network(self.config).to(dtype)
+        quantises = device.type != "cpu" and weight_dtype in KINDS
+        if quantises and (reason := network.cannot_quantise(device)):
+            problem = f"weight_dtype {weight_dtype} {reason}; use weight_dtype model"
+            raise InvalidField(problem, field="weight_dtype")
         if self.weights is None:
             random_weights(network, _SEED, device, memory=memory, progress=progress)
         else:
             load_weights(network, self.weights, device, memory=memory, progress=progress)
             read_gguf.cache_clear()
         model = DecoderModel(network)
+        if quantises:
+            network.quantise(KINDS[weight_dtype])
         if device.type == "cpu":
             network.pack(weight_dtype, library(cpu_kernels))
         self.frontend.check()  # its process has started meanwhile

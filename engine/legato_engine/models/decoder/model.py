@@ -21,6 +21,7 @@ from legato_engine.kernels.cpu.decoder import PanelWeight
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.kernels.step import GROUP_INPUTS, StepMap, WeightKind, has_step_kernels
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.linear import Linear, PackedLinear, pack_linears
@@ -242,6 +243,32 @@ class DecoderNetwork(nn.Module):
         pack_linears(self, kind, library)
         if library is not None and self.config.heads.head_dim % cpu.LANES == 0:
             self._on_cpu = self._cpu_decoder(library)
+
+    def cannot_quantise(self, device: torch.device) -> str | None:
+        """Return why a GPU's kernels would not read packed maps, or None."""
+        if not has_step_kernels(device):
+            return "needs a GPU of compute capability 8.0 or later"
+        dtype = self.embed_tokens.weight.dtype
+        if dtype is not torch.bfloat16:
+            return f"computes in bf16, not in {dtype}".replace("torch.", "")
+        maps = [each for each in self.modules() if isinstance(each, Linear)]
+        if any(each.in_features % GROUP_INPUTS or each.out_features % 16 for each in maps):
+            return f"takes maps of a multiple of {GROUP_INPUTS} inputs and of 16 outputs"
+        return None
+
+    def quantise(self, kind: WeightKind) -> None:
+        """Replace the loaded maps by packed copies on a GPU, the head's with 8 bits at least.
+
+        Embeddings stay, also those that a tied head is a packed copy of.
+        """
+        head_kind = WeightKind.INT8 if kind is WeightKind.INT4 else kind
+        if self.config.tied_head:
+            self._tied_head = StepMap(self.embed_tokens.weight, head_kind)
+        else:
+            self.lm_head.take(StepMap(self.lm_head.weight, head_kind), self.lm_head.bias)
+        for module in self.modules():
+            if isinstance(module, Linear) and module.packed is None:
+                module.take(StepMap(module.weight, kind), module.bias)
 
     @property
     def runs_by_library(self) -> bool:
