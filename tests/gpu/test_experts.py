@@ -7,6 +7,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import grouped
+from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.parameters import ExpertWeights, Routes
 
 from tests.engine.kernels.expert_cases import by_hand, dequantised, layers, quantised, tokens
@@ -90,6 +91,6 @@ def test_bfloat16_and_many_tokens_are_grouped(weights, count):
     """Plain weights go to one product each, e4m3 where widening all of it pays."""
     up, down = map(on_gpu, weights[:2])
     x_TD = tokens(count)[0].to(DEVICE, torch.bfloat16)
-    capable = torch.cuda.get_device_capability(DEVICE) >= (9, 0)
+    capable = runs(Kernels.GROUPED_EXPERTS, DEVICE)
     grouped_anyway = up.scale_XO is None or count == MANY
     assert grouped.can_group(x_TD, up, down) is (capable and grouped_anyway)

@@ -82,6 +82,8 @@ def test_a_text_model_computes_with_its_packed_weights(kind, tied):
     network.quantise(kind)
     for ours, theirs in zip(network.modules(), exact.modules(), strict=True):
         if isinstance(ours, Linear):
+            assert isinstance(ours.packed, StepMap)
+            assert isinstance(theirs, Linear)
             theirs.weight.copy_(ours.packed.exact())
     if tied:
         exact._tied_head = StepMap(exact.embed_tokens.weight.bfloat16(), kind_of_head(kind))

@@ -13,7 +13,7 @@ import torch
 from legato_engine.kernels.cuda import decoder, tau_decoder
 from legato_engine.kernels.cuda.adapters import LowRankMaps, Slots, StepAdapters
 from legato_engine.kernels.cuda.attention import GROUP, HEAD_DIM, MAX_TOKENS, StepPositions
-from legato_engine.kernels.cuda.capability import Kernels, runs
+from legato_engine.kernels.cuda.capability import Kernels, runs, total_memory
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     CudaDecoder,
@@ -72,6 +72,7 @@ __all__ = [
     "quantised_layer",
     "supports_decoder",
     "supports_experts",
+    "total_memory",
 ]
 
 _RunLayers = Callable[

@@ -188,3 +188,7 @@ def current_gpu() -> Gpu:
 
 def runs(kernels: Kernels, device: torch.device) -> bool:
     return device.type == "cuda" and gpu_of(device).lacks(kernels) is None
+
+
+def total_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -31,8 +31,8 @@ Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
 """Reads the files of a source; the preset is for files without a configuration."""
 
 
-_LARGE_COPY = 1 << 30
-"""Bytes of a copy of the decoder's maps from which there is only one by default."""
+_COPY_SHARE = 1 / 16
+"""Of a GPU's memory, what a second copy of the decoder's maps may take by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,17 +94,24 @@ class MoondreamBundle:
 def _packs(weight_dtype: str, network: Network, device: torch.device) -> str | None:
     """Return how a GPU packs the decoder's maps, or None if it keeps the checkpoint's tensors.
 
-    The resident kernel reads these; where it does not run, or for a large model, they would be a
-    second copy that is not worth its memory.
+    The resident kernel reads these, and so do passes of many tokens, which unpack a packed map each
+    time. They are a second copy: where the kernel does not run, or where the GPU has little memory,
+    it is not worth its memory.
     """
-    from legato_engine.kernels.step import KINDS, has_resident_kernel, has_step_kernels
+    from legato_engine.kernels.step import (
+        KINDS,
+        has_resident_kernel,
+        has_step_kernels,
+        total_memory,
+    )
 
     if weight_dtype in KINDS:
         return weight_dtype
     if weight_dtype != "auto" or not has_step_kernels(device) or network.text.cannot_quantise():
         return None
     copied = sum(weight.nbytes for weight in network.text.blocks.parameters())
-    return None if has_resident_kernel(device) and copied < _LARGE_COPY else "packed"
+    is_small = copied < _COPY_SHARE * total_memory(device)
+    return None if has_resident_kernel(device) and is_small else "packed"
 
 
 def find(source: ModelSource) -> ModelBundle:
