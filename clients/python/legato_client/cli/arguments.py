@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from legato_client import Client, Options, Sampling
+from legato_client import Client, Options, ResponseFormat, Sampling
 from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
 from legato_client._grpc.settings import Security, read_security
 from legato_client._types.tasks import Task
@@ -439,6 +439,42 @@ def text(given: str) -> str:
     if not given.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return given
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add the texts that an answer may be, of which one may be given."""
+    formats = parser.add_mutually_exclusive_group()
+    for option, metavar, kind, what in (
+        ("--json-schema", "FILE", _schema_file, "answer in JSON of the schema in this file"),
+        ("--choices", "A,B,...", _choices, "answer with one of these texts"),
+        ("--regex", "REGEX", _regex, "answer with a match of this expression, in Rust's syntax"),
+        ("--grammar", "FILE", _grammar_file, "answer as the GBNF or Lark grammar in this file"),
+    ):
+        formats.add_argument(option, dest="response_format", metavar=metavar, type=kind, help=what)
+
+
+def _schema_file(path: str) -> ResponseFormat:
+    return ResponseFormat(json_schema=_content(path))
+
+
+def _grammar_file(path: str) -> ResponseFormat:
+    return ResponseFormat(grammar=_content(path))
+
+
+def _choices(given: str) -> ResponseFormat:
+    return ResponseFormat(choices=tuple(given.split(",")))
+
+
+def _regex(given: str) -> ResponseFormat:
+    return ResponseFormat(regex=given)
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {reason}") from None
 
 
 def add_object_options(parser: argparse.ArgumentParser) -> None:

@@ -134,6 +134,7 @@ def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None
         parser.add_argument("image", nargs="?", help=f"{_IMAGE}; may be left out")
         parser.add_argument("question", type=arguments.text, help="question to answer")
         parser.add_argument("--reasoning", action="store_true", help=REASONING)
+        arguments.add_format_options(parser)
         return
     parser.add_argument("image", help=_IMAGE)
     if skill.takes("length"):

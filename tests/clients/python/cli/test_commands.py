@@ -53,6 +53,32 @@ def test_other_tasks(legato, image, words, shown, stream):
     assert shown in out
 
 
+def test_formats_reach_the_server(legato, server, tmp_path):
+    """Each option is the format of its name; the files are read."""
+    schema, grammar = tmp_path / "schema.json", tmp_path / "answer.gbnf"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('root ::= "a"')
+    for words, expected in (
+        (("--json-schema", str(schema)), task_pb2.ResponseFormat(json_schema='{"type": "object"}')),
+        (("--grammar", str(grammar)), task_pb2.ResponseFormat(grammar='root ::= "a"')),
+        (("--regex", "[ab]"), task_pb2.ResponseFormat(regex="[ab]")),
+        (
+            ("--choices", "red,green"),
+            task_pb2.ResponseFormat(choices=task_pb2.Choices(texts=["red", "green"])),
+        ),
+    ):
+        assert legato("query", "which?", *words)[0] == 0
+        assert server.last("Generate").task.query.response_format == expected
+
+
+def test_a_missing_schema_is_named(legato, server, tmp_path):
+    """Nothing is asked if the file cannot be read."""
+    code, _, err = legato("query", "which?", "--json-schema", str(tmp_path / "none.json"))
+    assert code == 2
+    assert "none.json" in err
+    assert server.count("Generate") == 0
+
+
 def test_reasoning_has_its_own_lines(legato):
     """What the model thought and what it answers do not run together."""
     for stream in ("--stream", "--no-stream"):
