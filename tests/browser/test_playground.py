@@ -566,8 +566,6 @@ def test_axe_finds_no_fault(site, open_page, scheme):
     page.wait_for_selector("#panel-session rect.now", state="attached")
     assert faults(page) == []
     page.locator("#panel-session").get_by_role("button", name="Stop").click()
-    page.fill("#seed", "")
-    page.fill("#adapter", "")
     page.click("#tab-ask")
     page.locator(".answer").first.get_by_role("button", name="Code").click()
     expect(page.locator("#code pre")).to_be_visible()
