@@ -59,6 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         forward.require("drawings", "cli", "PIL")
     from legato_client.ros import bag
 
+    args.source = _file(args.source)
     try:
         count = _run(args, terminal)
     except bag.BagError as error:
@@ -66,6 +67,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except OSError as error:
         raise of_file(error) from None
     _report(args, count, terminal)
+
+
+def _file(source: Path) -> Path:
+    """Return the MCAP file, which may be the only one of a recorded folder."""
+    if not source.is_dir():
+        return source
+    files = sorted(source.glob("*.mcap"))
+    if len(files) != 1:
+        problem = f"{source} has {len(files)} .mcap files: name one"
+        raise CommandError(problem, ExitCode.USAGE)
+    return files[0]
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:

@@ -250,3 +250,13 @@ def test_a_missing_extra_is_reported_first(
     assert f"[{extra}]" in err
     assert err.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"clip.mp4", "a.png"}
+
+
+def test_a_folder_of_several_bags_is_refused(tmp_path, capsys):
+    """A recorded folder has one file; of several one must be named."""
+    words = ["--image", "/a", "--task", "detect:a", "--output", str(tmp_path / "out")]
+    assert main(["bag", str(tmp_path), *words]) == 2
+    assert f"{tmp_path} has 0 .mcap files: name one" in capsys.readouterr().err
+    (tmp_path / "a_0.mcap").write_bytes(b"no bag")
+    assert main(["bag", str(tmp_path), *words]) == 2
+    assert "a_0.mcap is no MCAP file" in capsys.readouterr().err
