@@ -280,7 +280,7 @@ def _reader_of(file: IO[bytes], path: Path) -> McapReader:
     try:
         reader = make_reader(file)
         profile = reader.get_header().profile
-    except McapError as error:
+    except (McapError, struct.error) as error:  # the latter for a file that is too short
         raise BagError(f"{path} is no MCAP file: {error}") from None
     if profile not in ("", Profile.ROS2):
         raise BagError(f"{path} is of profile {profile!r}, not of ROS 2")
