@@ -42,6 +42,11 @@ def answered(workload: str, callers: int, tokens: int, **figures: float) -> dict
     return {"workload": workload, "callers": callers, "tokens": tokens, "calls": 9, **figures}
 
 
+def portable(weights: str, rows: int, milliseconds: float) -> dict[str, object]:
+    """A row of the benchmark of weight formats."""
+    return {"weights": weights, "rows": rows, "ms": milliseconds, "GiB": 3.75}
+
+
 RECORDS = {
     "decode": record(
         rows=[step(task, n, n * 0.1) for task in ("detect", "query") for n in (1, 8, 32)],
@@ -76,6 +81,13 @@ RECORDS = {
             answered("mix", 64, 3, p50=600.0, per_second=115.0),
         ]
     ),
+    "portable": record(rows=[portable("bf16", n, 1.0 + n) for n in (1, 8, 32)]),
+    "portable_formats": record(
+        rows=[portable(w, n, 0.5 + n) for w in ("packed", "fp8") for n in (1, 8, 32)]
+    ),
+    "portable_formats_kv8": record(
+        rows=[portable(w, n, 0.4 + n) for w in ("fp8", "int4") for n in (1, 8, 32)]
+    ),
     "hop": record(
         rows=[
             {
@@ -106,6 +118,9 @@ def test_every_figure_comes_from_its_record() -> None:
     photos = ("e2e_p50_ms_new_photo", "req_per_s_64_new_photo", "req_per_s_64_mix_photo")
     assert tuple(result[name] for name in photos) == (17.0, 75.0, 115.0)
     assert (result["hop_ms"], result["hop_ms_asyncio"]) == (2.5, 3)
+    assert result["portable_ms"] == {"1": 2.0, "8": 9.0, "32": 33.0}
+    assert result["int4_kv8_ms"]["8"] == result["fp8_kv8_ms"]["8"] == 8.4
+    assert (result["fp8_ms"]["1"], result["device_memory_gib"]) == (1.5, 3.75)
     assert (result["driver"], result["commit"]) == ("580.1", "abc1234")
     figures = set(result) - {"commit", "date", "torch", "driver", "commands", "sources"}
     assert set(result["sources"]) == figures, "each figure names its record"
