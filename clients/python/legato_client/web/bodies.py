@@ -215,6 +215,7 @@ class JsonSize:
     """
 
     _OPEN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+    _CODE_POINT = re.compile(rb"[^\\]*+(?:\\[^u][^\\]*+)*+\\u")  # no backslash before its own
 
     def __init__(self) -> None:
         self.num_values = 0
@@ -261,12 +262,13 @@ class JsonSize:
         found = self._OPEN.match(chunk, start)
         assert found is not None, "it matches nothing, too"
         end = found.end()
+        self._is_wide = self._is_wide or self._CODE_POINT.match(chunk, start, end) is not None
         self._is_escaped = end < len(chunk) and chunk[end] == ord("\\")  # the last byte
         return len(chunk) if self._is_escaped else end
 
     def _widening(self, piece: bytes) -> float:
         """Return what a piece of a string adds to the size of plain text."""
-        if self._is_wide or not piece.isascii() or b"\\u" in piece:
+        if self._is_wide or not piece.isascii():
             num_plain, self._num_plain = self._num_plain + len(piece), 0
             self._is_wide = True
             return (_WIDE - _PLAIN) * num_plain

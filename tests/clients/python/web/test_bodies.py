@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from legato_client._errors import Unauthenticated
 from legato_client.web import bodies as bodies_module
@@ -191,6 +191,8 @@ async def test_many_values_are_refused_before_they_are_parsed(text, monkeypatch)
     ),
     st.lists(st.integers(0, 40)),
 )
+@example([b'"', b"\\", b"\\", b"u"], [3])  # an escaped backslash, and a plain letter
+@example([b'"', b"\\", b"\\", b"\\", b"u"], [4])
 def test_a_size_does_not_depend_on_how_a_body_is_cut(parts, cuts):
     """Strings, escapes and wide characters count the same in one piece and in many."""
     text = b"".join(parts)
