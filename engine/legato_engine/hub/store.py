@@ -256,6 +256,36 @@ def pull_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
+def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = kind(
+        allow_abbrev=False,
+        prog="legato quantize",
+        description="Round the decoder's weights once, as `legato serve --weight-dtype` does on a "
+        "GPU at each start, and write them to a smaller file that `legato serve --weights` takes.",
+    )
+    add = parser.add_argument
+    names = ("legato-tiny", "moondream2")
+    add("--model", choices=names, required=True, metavar="NAME", help=" or ".join(names))
+    add(
+        "--weights",
+        default="",
+        metavar="PATH",
+        help="weights to quantise: a folder, or a .safetensors or .pt file; default: those of "
+        "`legato pull`",
+    )
+    add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer.json")
+    _add_folder(parser)
+    add(
+        "--weight-dtype",
+        choices=("fp8", "int8", "int4"),
+        required=True,
+        help="number format of the decoder's layers; the head of int4 is int8",
+    )
+    add("--output", required=True, metavar="FILE", help=".safetensors file to write")
+    add("--force", action="store_true", help="replace a file that exists")
+    return parser
+
+
 def models_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = kind(
         allow_abbrev=False,

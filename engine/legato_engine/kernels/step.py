@@ -24,9 +24,13 @@ from legato_engine.kernels.cuda.decoder import (
     Stages,
 )
 from legato_engine.kernels.cuda.packed_layers import (
+    FoldedCodes,
+    LayerCodes,
     QuantisedHead,
     QuantisedLayer,
     StepMap,
+    head_codes,
+    layer_codes,
     packed_head,
     packed_layer,
     packed_tau_layer,
@@ -34,7 +38,7 @@ from legato_engine.kernels.cuda.packed_layers import (
     quantised_layer,
 )
 from legato_engine.kernels.cuda.skinny_gemm import GROUP as GROUP_INPUTS
-from legato_engine.kernels.cuda.skinny_gemm import KINDS, WeightKind
+from legato_engine.kernels.cuda.skinny_gemm import KINDS, MapCodes, WeightKind
 from legato_engine.kernels.cuda.tau_decoder import (
     ExpertLowRank,
     ExpertSizes,
@@ -56,6 +60,9 @@ __all__ = [
     "DecoderStep",
     "ExpertSizes",
     "ExpertSlotSet",
+    "FoldedCodes",
+    "LayerCodes",
+    "MapCodes",
     "Part",
     "QuantisedHead",
     "QuantisedLayer",
@@ -68,6 +75,8 @@ __all__ = [
     "WeightKind",
     "has_resident_kernel",
     "has_step_kernels",
+    "head_codes",
+    "layer_codes",
     "quantised_head",
     "quantised_layer",
     "supports_decoder",

@@ -35,9 +35,10 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def take(self, packed: PackedWeight, bias_O: torch.Tensor | None) -> None:
-        """Replace the loaded weight and the bias, of any dtype that `packed` takes."""
+        """Replace the loaded weight, if there is one, and the bias, of any dtype."""
         self.packed = packed
-        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+        like = self.weight if bias_O is None else bias_O
+        self.weight = nn.Parameter(like.new_empty(0), requires_grad=False)
         if bias_O is not None:
             self.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
 

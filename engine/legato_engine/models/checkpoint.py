@@ -70,6 +70,16 @@ def headers(path: Path) -> tuple[Header, ...]:
     return tuple(found)
 
 
+def metadata(path: Path) -> dict[str, str]:
+    """Return what .safetensors files say of themselves, of a file or folder as `headers`."""
+    found: dict[str, str] = {}
+    for file in _files(path):
+        if file.suffix not in _PICKLED and not is_gguf(file):
+            with _open(file) as handle:
+                found |= handle.metadata() or {}
+    return found
+
+
 def require_layers(num_layers: int, path: Path) -> None:
     """Compare the layers of a configuration with the tensors of its weights.
 

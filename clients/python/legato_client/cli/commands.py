@@ -61,7 +61,7 @@ GROUPS = (
         "weights",
         "models on this machine, and what their confidences are worth",
         "legato pull moondream2",
-        ("models", "pull", "calibrate"),
+        ("models", "pull", "quantize", "calibrate"),
     ),
     arguments.CommandGroup(
         "operations",

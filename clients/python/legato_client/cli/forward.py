@@ -98,6 +98,12 @@ MODULES = {
         "download a model's weights",
         "legato pull moondream2",
     ),
+    "quantize": Program(
+        "legato_engine.models.moondream.quantised",
+        "legato_engine.hub.store:quantize_parser",
+        "write a model's weights in 8 or 4 bits",
+        "legato quantize --model moondream2 --weight-dtype int8 --output moondream2.safetensors",
+    ),
     "models": Program(
         "legato_engine.hub.listing",
         "legato_engine.hub.store:models_parser",

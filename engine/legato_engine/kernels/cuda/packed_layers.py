@@ -10,12 +10,15 @@ import torch.nn.functional as F
 
 from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights, LayerWeights
 from legato_engine.kernels.cuda.skinny_gemm import (
+    MapCodes,
     PackedMap,
     WeightKind,
     fold_norm,
     linear_kernels,
+    map_codes,
     num_parts,
     pack,
+    pack_codes,
     packed_map,
     pair_rotated,
 )
@@ -111,24 +114,53 @@ class QuantisedHead:
     bias: torch.Tensor
 
 
-def quantised_layer(layer: DecoderLayer, num_heads: int, kind: WeightKind) -> QuantisedLayer:
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoldedCodes:
+    """A map with the norm before it: its scale in the codes, its shift in the float32 bias."""
+
+    map: MapCodes
+    bias_O: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerCodes:
+    """A layer's maps: QKV above fc1, and fc2 beside the output map."""
+
+    first: FoldedCodes
+    second: MapCodes
+
+
+def layer_codes(layer: DecoderLayer, kind: WeightKind) -> LayerCodes:
     """Quantise a layer with an MLP and without gains."""
     assert isinstance(layer.mlp, DenseMlp), "experts are quantised by their checkpoint"
     scaled, folded = folded_first(layer, layer.mlp)
-    order = torch.arange(len(scaled), device=scaled.device)
-    paired = pair_rotated(num_heads, scaled.device)
-    order[: len(paired)] = paired
-    into = packed_map(scaled, kind, order_O=order)
-    folded = _of_rounded(folded, into)
+    first = FoldedCodes(map_codes(scaled, kind), folded[:, 1])
     beside = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
-    dim, mixed = beside.shape
-    out = packed_map(beside, kind, num_parts(mixed, dim))
+    return LayerCodes(first, map_codes(beside, kind))
+
+
+def head_codes(head: Affine, norm: Affine, kind: WeightKind) -> FoldedCodes:
+    scaled, folded = fold_norm(*head, norm)
+    return FoldedCodes(map_codes(scaled, kind), folded[:, 1])
+
+
+def quantised_layer(
+    codes: LayerCodes, fc2_bias: torch.Tensor, proj_bias: torch.Tensor, num_heads: int
+) -> QuantisedLayer:
+    """Pack a layer's codes."""
+    device = codes.second.codes.device
+    order = torch.arange(len(codes.first.bias_O), device=device)
+    paired = pair_rotated(num_heads, device)
+    order[: len(paired)] = paired
+    into, folded = pack_codes(codes.first.map, order_O=order), _corrections(codes.first)
+    dim, mixed = codes.second.values().shape
+    out = pack_codes(codes.second, num_parts(mixed, dim))
     weights = LayerWeights(
         weights_in=into.data,
         folded_in=folded,
         weights_out=out.data,
-        proj_bias=layer.proj.bias,
-        fc2_bias=layer.mlp.fc2.bias,
+        proj_bias=proj_bias,
+        fc2_bias=fc2_bias,
         scales_in=into.scale_O,
         scales_out=out.scale_O,
     )
@@ -144,18 +176,16 @@ def quantised_layer(layer: DecoderLayer, num_heads: int, kind: WeightKind) -> Qu
     )
 
 
-def quantised_head(head: Affine, norm: Affine, kind: WeightKind) -> QuantisedHead:
-    scaled, folded = fold_norm(*head, norm)
-    packed = packed_map(scaled, kind)
-    folded = _of_rounded(folded, packed)
-    outputs, inputs = scaled.shape
-    part = MapPart(packed, slice(0, outputs), slice(0, inputs))
+def quantised_head(codes: FoldedCodes) -> QuantisedHead:
+    """Pack a head's codes."""
+    packed, folded = pack_codes(codes.map), _corrections(codes)
+    part = MapPart(packed, slice(0, packed.outputs), slice(0, packed.inputs))
     return QuantisedHead(HeadWeights(packed.data, folded, packed.scale_O), part, folded[:, 1])
 
 
-def _of_rounded(folded: torch.Tensor, packed: PackedMap) -> torch.Tensor:
-    """Corrections with the sums of the weights as they are read."""
-    return torch.stack([packed.dequantised().sum(1), folded[:, 1]], dim=1).contiguous()
+def _corrections(codes: FoldedCodes) -> torch.Tensor:
+    """Return those of `fold_norm`, with the sums of the weights as they are read."""
+    return torch.stack([codes.map.dequantised().sum(1), codes.bias_O], dim=1).contiguous()
 
 
 def folded_first(layer: DecoderLayer, mlp: DenseMlp) -> tuple[torch.Tensor, torch.Tensor]:

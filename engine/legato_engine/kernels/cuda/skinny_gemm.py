@@ -231,6 +231,11 @@ def _barriers(stages: int) -> int:
 _GROUP = GROUP
 _E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
 _LEAST_SCALE = 1e-12
+_CODES = {
+    WeightKind.BF16: torch.bfloat16,
+    WeightKind.E4M3: torch.float8_e4m3fn,
+    WeightKind.INT8: torch.int8,
+}
 _INT4_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of the scale that reaches a group's largest weight; the one with the least error."""
 
@@ -242,6 +247,44 @@ KINDS = {
     "int4": WeightKind.INT4,
 }
 """By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MapCodes:
+    """A quantised map row by row, as no kernel reads it.
+
+    Codes are bf16, e4m3 or int8 [O, I], or 4 bits, 8 above the value, [O, I / 2] bytes with the
+    input of even index in the low half. Scales are as `WeightKind` says: [O], or [O, G] of int4.
+    """
+
+    kind: WeightKind
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+
+    @staticmethod
+    def empty(kind: WeightKind, outputs: int, inputs: int, device: torch.device) -> MapCodes:
+        if kind is WeightKind.INT4:
+            codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device)
+            shape, dtype = (outputs, inputs // _GROUP), torch.bfloat16
+            return MapCodes(kind, codes, torch.empty(shape, dtype=dtype, device=device))
+        codes = torch.empty(outputs, inputs, dtype=_CODES[kind], device=device)
+        return MapCodes(kind, codes, torch.empty(outputs, device=device))
+
+    def values(self) -> torch.Tensor:
+        """Return one code for each input, [O, I]."""
+        if self.kind is not WeightKind.INT4:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the map in float32, [O, I]."""
+        values_OI = self.values().float()
+        if self.scales is None:
+            return values_OI
+        if self.kind is WeightKind.INT4:
+            groups_OGE = torch.unflatten(values_OI - 8.0, 1, (-1, _GROUP))
+            return (groups_OGE * self.scales.float()[..., None]).flatten(1)
+        return values_OI * self.scales[:, None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -285,8 +328,7 @@ class PackedMap:
             exact_OI = self._ordered(codes).float() - 8.0
             return (torch.unflatten(exact_OI, 1, (-1, _GROUP)) * scale_OG[..., None]).flatten(1)
         assert self.scale_O is not None, "8 bits have scales"
-        own = torch.float8_e4m3fn if self.kind is WeightKind.E4M3 else torch.int8
-        return self._ordered(stages).view(own).float() * self.scale_O[:, None]
+        return self._ordered(stages).view(_CODES[self.kind]).float() * self.scale_O[:, None]
 
     def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
         """Return fragments as [O, I]."""
@@ -320,34 +362,50 @@ def _fragments(outputs: int, inputs: int, chunk: int) -> tuple[int, ...]:
     return (outputs // 16, 2, 8, inputs // chunk, chunk // _GROUP, 2, 4, 2, 2, 2)
 
 
+def map_codes(weights_OI: torch.Tensor, kind: WeightKind) -> MapCodes:
+    """Quantise a map; every device gives the same bits."""
+    if kind is WeightKind.BF16:
+        return MapCodes(kind, weights_OI, None)
+    if kind is WeightKind.INT4:
+        values_OI, scale_OG = _int4(weights_OI)
+        return MapCodes(kind, values_OI[:, ::2] | values_OI[:, 1::2] << 4, scale_OG)
+    return MapCodes(kind, *_eight_bits(weights_OI, kind))
+
+
+def pack_codes(
+    quantised: MapCodes, parts: int = 1, order_O: torch.Tensor | None = None
+) -> PackedMap:
+    """Pack a map whose inputs the kernel cuts into `parts`.
+
+    Packed row r is its row `order_O[r]`.
+    """
+    kind, codes_OI, scales = quantised.kind, quantised.values(), quantised.scales
+    if kind is not WeightKind.BF16:
+        codes_OI = codes_OI.view(torch.uint8)
+    if order_O is not None:
+        codes_OI, order_O = codes_OI[order_O], order_O.int()
+    outputs, inputs = codes_OI.shape
+    width = chunk(inputs // parts)
+    data = codes_OI.reshape(_fragments(outputs, inputs, width)).permute(_ORDERS[kind]).contiguous()
+    if kind is WeightKind.INT4:
+        assert scales is not None, "4 bits have scales"
+        scale_OG = scales if order_O is None else scales[order_O.long()]
+        data = (data[..., 0] | data[..., 1] << 4).reshape(outputs // 16, inputs // width, -1)
+        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // _GROUP)
+        bytes_of = of.permute(0, 3, 4, 2, 1).contiguous().view(torch.uint8)
+        data = torch.cat([data, bytes_of.reshape(*data.shape[:2], -1)], dim=2)
+        scales = None
+    return PackedMap(kind, data.flatten(), scales, outputs, inputs, width, order_O)
+
+
 def packed_map(
     weights_OI: torch.Tensor,
     kind: WeightKind,
     parts: int = 1,
     order_O: torch.Tensor | None = None,
 ) -> PackedMap:
-    """Quantise and pack a map whose inputs the kernel cuts into `parts`.
-
-    Packed row r is its row `order_O[r]`.
-    """
-    if order_O is not None:
-        weights_OI, order_O = weights_OI[order_O], order_O.int()
-    outputs, inputs = weights_OI.shape
-    width = chunk(inputs // parts)
-    codes_OI, scale_O, scale_OG = weights_OI, None, None
-    if kind is WeightKind.INT4:
-        codes_OI, scale_OG = _int4(weights_OI)
-    elif kind is not WeightKind.BF16:
-        codes_OI, scale_O = _eight_bits(weights_OI, kind)
-    data = codes_OI.reshape(_fragments(outputs, inputs, width)).permute(_ORDERS[kind]).contiguous()
-    if scale_OG is not None:
-        data = (data[..., 0] | data[..., 1] << 4).reshape(outputs // 16, inputs // width, -1)
-        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // _GROUP)
-        scales = of.permute(0, 3, 4, 2, 1).contiguous().view(torch.uint8)
-        data = torch.cat([data, scales.reshape(*data.shape[:2], -1)], dim=2)
-    if scale_O is not None and order_O is not None:
-        scale_O = torch.empty_like(scale_O).index_copy_(0, order_O.long(), scale_O)
-    return PackedMap(kind, data.flatten(), scale_O, outputs, inputs, width, order_O)
+    """Quantise and pack a map, as `pack_codes`."""
+    return pack_codes(map_codes(weights_OI, kind), parts, order_O)
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
@@ -356,13 +414,12 @@ def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def _eight_bits(weights_OI: torch.Tensor, kind: WeightKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (bytes) and float32 scales [O] that reach each row's largest weight."""
+    """Return codes and float32 scales [O] that reach each row's largest weight."""
     most = _E4M3_MOST if kind is WeightKind.E4M3 else _INT8_MOST
     scale_O = weights_OI.float().abs().amax(1).clamp_min(_LEAST_SCALE) / most
     exact_OI = (weights_OI.float() / scale_O[:, None]).clamp(-most, most)
-    dtype = torch.float8_e4m3fn if kind is WeightKind.E4M3 else torch.int8
     codes_OI = exact_OI if kind is WeightKind.E4M3 else exact_OI.round()
-    return codes_OI.to(dtype).view(torch.uint8), scale_O
+    return codes_OI.to(_CODES[kind]), scale_O
 
 
 def _int4(weights_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -374,7 +431,11 @@ def _int4(weights_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for shrink in _INT4_SHRINKS:
         tried_OG = (largest_OG * (shrink / _INT4_MOST)).bfloat16()
         values_OGE = _rounded4(groups_OGE, tried_OG)
-        error_OG = ((values_OGE * tried_OG.float()[..., None] - groups_OGE) ** 2).sum(2)
+        error_OGE = (values_OGE * tried_OG.float()[..., None] - groups_OGE) ** 2
+        while error_OGE.shape[2] > 1:  # in an order that no device chooses for itself
+            half = error_OGE.shape[2] // 2
+            error_OGE = error_OGE[..., :half] + error_OGE[..., half:]
+        error_OG = error_OGE[..., 0]
         is_better_OG = error_OG < best_OG
         best_OG = torch.where(is_better_OG, error_OG, best_OG)
         scale_OG = torch.where(is_better_OG, tried_OG, scale_OG)

@@ -62,31 +62,38 @@ class MoondreamBundle:
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
         from legato_engine.kernels.cpu.library import library
-        from legato_engine.models.moondream import weights
+        from legato_engine.models.moondream import quantised, weights
         from legato_engine.models.moondream.model import MoondreamModel
 
+        codes = ""
         if self.weights is None:
             network = weights.random_weights(
                 self.config, _SEED, device, dtype, memory=memory, progress=progress
             )
         else:
+            codes = quantised.kind_of(self.weights, self.config, weight_dtype)
             network = weights.load_weights(
                 self.config,
                 self.weights,
                 device,
                 dtype,
                 kv_dtype=kv_dtype,
+                codes=codes,
                 memory=memory,
                 progress=progress,
             )
         if vision_fp8:
             network.vision.use_fp8()
+        on_cpu = device.type == "cpu"
+        if codes and on_cpu:
+            network.text.dequantise()
+        packs = codes or _packs(weight_dtype, network, device)
+        if not on_cpu and packs is not None:
+            network.quantise(packs)
         if kv_dtype == "fp8" and network.text.kv_scales() is None:
             network.text.calibrate_kv()
         model = MoondreamModel(self.config, network)
-        if device.type != "cpu" and (packs := _packs(weight_dtype, network, device)) is not None:
-            network.quantise(packs)
-        if device.type == "cpu":
+        if on_cpu:
             network.pack(weight_dtype, library(cpu_kernels))
         return model
 
@@ -118,7 +125,8 @@ def find(source: ModelSource) -> ModelBundle:
     """Find a Moondream.
 
     - `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and
-      optionally adapters and draft.safetensors; by default that of the package legato-tiny.
+      optionally adapters and draft.safetensors; by default that of the package legato-tiny, whose
+      other files a weights file takes.
     - `moondream2`, `moondream3`, `moondream3.1`: a `weights` file or folder and a `tokenizer` file.
     - `random-tiny`, `random-tiny3`: always random weights.
 
@@ -135,18 +143,21 @@ def find(source: ModelSource) -> ModelBundle:
 
 
 def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
-    folder = Path(source.weights) if source.weights else shipped("legato_tiny")
+    given = Path(source.weights) if source.weights else None
+    is_file = given is not None and given.is_file()
+    folder = shipped("legato_tiny") if given is None or is_file else given
     try:
         config = parse_config((folder / "config.json").read_bytes())
     except OSError as error:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None
     path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
-    tokenizer = BytePairTokenizer(path, is_shipped=not (source.tokenizer or source.weights))
+    tokenizer = BytePairTokenizer(path, is_shipped=not source.tokenizer and given is not folder)
     bundle = _bundle(source, config, tokenizer, folder)
     adapters, draft = folder / "adapters", folder / "draft.safetensors"
     return dataclasses.replace(
         bundle,
+        weights=given or folder,
         adapters=adapters if adapters.is_dir() else None,
         draft=draft if draft.is_file() else None,
     )

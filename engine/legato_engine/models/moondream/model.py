@@ -139,6 +139,7 @@ class Network(nn.Module):
         self.vision = Vision(config.vision, config.text.dim)
         self.text = Text(config.text)
         self.region = Region(config.region, config.text.dim)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def pack(self, kind: str, library: Library | None) -> None:
         """Pack all linear maps on the CPU, the rotations being there."""
@@ -155,9 +156,8 @@ class Network(nn.Module):
             InvalidField: no kernels read this model's maps so.
         """
         if reason := self.text.cannot_quantise():
-            raise InvalidField(
-                f"weight_dtype {name} {reason}; use weight_dtype model", field="weight_dtype"
-            )
+            instead = "weight_dtype model" if self.text.head is None else "the original checkpoint"
+            raise InvalidField(f"weight_dtype {name} {reason}; use {instead}", field="weight_dtype")
         self.text.quantise(KINDS[name])
 
     @property
@@ -181,7 +181,7 @@ class MoondreamModel(Model):
         self.max_context = text.max_context
         self.dtype = network.text.wte.dtype
         self.kv_scale_L2 = network.text.kv_scales()
-        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        self.num_parameters = network.num_parameters
         self.bos_token = config.tokens.bos
         self.has_prefill_chunks = text.moe is None
         self._config = config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -26,10 +27,15 @@ from legato_engine.kernels.parameters import (
 from legato_engine.kernels.step import (
     GROUP_INPUTS,
     HEAD_DIM,
+    FoldedCodes,
+    LayerCodes,
+    MapCodes,
     QuantisedHead,
     QuantisedLayer,
     WeightKind,
     has_step_kernels,
+    head_codes,
+    layer_codes,
     quantised_head,
     quantised_layer,
 )
@@ -62,6 +68,40 @@ _KV_MARGIN, _E4M3_MOST, _LEAST_KV = 8.0, 448.0, 1e-6
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class StoredMap(nn.Module):
+    """Codes of a quantised checkpoint, in place of the weights of `maps`, whose inputs they share.
+
+    With a norm, `bias` is float32, in place of theirs.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, kind: WeightKind, maps: Sequence[Linear], outputs: int, inputs: int) -> None:
+        super().__init__()
+        self._kind = kind
+        has_norm = outputs == sum(each.out_features for each in maps)
+        empty = MapCodes.empty(kind, outputs, inputs, maps[0].weight.device)
+        assert empty.scales is not None, "only bf16 has no scales"
+        self.register_buffer("codes", empty.codes)
+        self.register_buffer("scales", empty.scales)
+        self.register_buffer("bias", empty.scales.new_empty(outputs, dtype=torch.float32))
+        if not has_norm:
+            self.bias = None
+        for each in maps:
+            each.register_parameter("weight", None)
+            if has_norm:
+                each.register_parameter("bias", None)
+
+    def map(self) -> MapCodes:
+        return MapCodes(self._kind, self.codes, self.scales)
+
+    def folded(self) -> FoldedCodes:
+        assert self.bias is not None, "a map after a norm has its shift"
+        return FoldedCodes(self.map(), self.bias)
+
+
 class TextBlock(nn.Module):
     """Attention and MLP of the same normed input, added in one residual.
 
@@ -75,6 +115,8 @@ class TextBlock(nn.Module):
         self.attn = Attention(config.dim, config.num_heads, _tau(config))
         self.mlp = _mlp(config, layer)
         self.quantised: QuantisedLayer | None = None
+        self.qkv_fc1: StoredMap | None = None
+        self.fc2_proj: StoredMap | None = None
 
     @property
     def norm(self) -> Affine:
@@ -102,14 +144,44 @@ class TextBlock(nn.Module):
     def quantise(self, kind: WeightKind, num_heads: int) -> None:
         """Replace the weights of a layer with an MLP by one packed copy, with the norm in it."""
         assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
-        norm = self.norm
-        self.quantised = own = quantised_layer(self.parameters_for_kernels(), num_heads, kind)
+        norm, codes = self.norm, self.codes(kind)
+        fc2_bias, proj_bias = self.mlp.fc2.bias, self.attn.proj.bias
+        self.quantised = own = quantised_layer(codes, fc2_bias, proj_bias, num_heads)
+        self.qkv_fc1 = self.fc2_proj = None
         self.attn.qkv.take(own.qkv, own.qkv_bias)
-        self.attn.proj.take(own.proj, self.attn.proj.bias)
+        self.attn.proj.take(own.proj, proj_bias)
         self.mlp.fc1.take(own.fc1, own.fc1_bias)
-        self.mlp.fc2.take(own.fc2, self.mlp.fc2.bias)
+        self.mlp.fc2.take(own.fc2, fc2_bias)
         self.mlp.adapter_norm = Affine(norm.weight.data, norm.bias.data)
         _make_plain(self.ln)
+
+    def codes(self, kind: WeightKind) -> LayerCodes:
+        """Return a quantised checkpoint's codes, or quantise the weights."""
+        if self.qkv_fc1 is None or self.fc2_proj is None:
+            return layer_codes(self.parameters_for_kernels(), kind)
+        return LayerCodes(self.qkv_fc1.folded(), self.fc2_proj.map())
+
+    def expect_codes(self, kind: WeightKind) -> None:
+        """Have a quantised checkpoint's tensors in place of weights, before loading."""
+        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
+        into, out = (self.attn.qkv, self.mlp.fc1), (self.mlp.fc2, self.attn.proj)
+        dim, inner = self.attn.qkv.in_features, self.mlp.fc2.in_features
+        self.qkv_fc1 = StoredMap(kind, into, sum(each.out_features for each in into), dim)
+        self.fc2_proj = StoredMap(kind, out, dim, inner + dim)
+
+    def dequantise(self) -> None:
+        """Turn a quantised checkpoint's codes into weights, with the norm taken out again."""
+        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
+        assert self.qkv_fc1 is not None, "no codes were loaded"
+        assert self.fc2_proj is not None, "no codes were loaded"
+        _unfold(self.qkv_fc1.folded(), self.ln, (self.attn.qkv, self.mlp.fc1))
+        weights = self.fc2_proj.map().dequantised().to(self.ln.weight.dtype)
+        out = (self.mlp.fc2, self.attn.proj)
+        for each, own in zip(
+            out, torch.split(weights, [m.in_features for m in out], 1), strict=True
+        ):
+            each.weight = nn.Parameter(own.contiguous(), requires_grad=False)
+        self.qkv_fc1 = self.fc2_proj = None
 
     def forward(
         self,
@@ -191,6 +263,7 @@ class Text(nn.Module):
         self._num_heads = config.num_heads
         self.weight_kind = self.head_kind = WeightKind.BF16
         self.quantised_head: QuantisedHead | None = None
+        self.head: StoredMap | None = None
         self._on_cpu: cpu.CpuDecoder | None = None
 
     def use_library(self, library: Library) -> None:
@@ -205,16 +278,39 @@ class Text(nn.Module):
 
         The head has 8 bits also with int4, which costs it more accuracy than all layers together.
         """
-        self.weight_kind = kind
-        self.head_kind = WeightKind.INT8 if kind is WeightKind.INT4 else kind
-        for block in self.blocks:
-            assert isinstance(block, TextBlock), "a decoder has one kind of block"
+        self.weight_kind, self.head_kind = kind, head_kind(kind)
+        for block in self.text_blocks():
             block.quantise(kind, self._num_heads)
-        self.quantised_head = own = quantised_head(
-            affine(self.lm_head), affine(self.post_ln), self.head_kind
-        )
+        self.quantised_head = own = quantised_head(self.codes_of_head(kind))
+        self.head = None
         self.lm_head.take(own.map, own.bias)
         _make_plain(self.post_ln)
+
+    def codes_of_head(self, kind: WeightKind) -> FoldedCodes:
+        """Return a quantised checkpoint's codes, or quantise the weights."""
+        if self.head is not None:
+            return self.head.folded()
+        return head_codes(affine(self.lm_head), affine(self.post_ln), head_kind(kind))
+
+    def expect_codes(self, kind: WeightKind) -> None:
+        """Have a quantised checkpoint's tensors in place of maps, before loading."""
+        for block in self.text_blocks():
+            block.expect_codes(kind)
+        outputs, inputs = self.lm_head.out_features, self.lm_head.in_features
+        self.head = StoredMap(head_kind(kind), [self.lm_head], outputs, inputs)
+
+    def dequantise(self) -> None:
+        """Turn a quantised checkpoint's codes into weights, for a CPU."""
+        for block in self.text_blocks():
+            block.dequantise()
+        assert self.head is not None, "no codes were loaded"
+        _unfold(self.head.folded(), self.post_ln, [self.lm_head])
+        self.head = None
+
+    def text_blocks(self) -> Iterator[TextBlock]:
+        for block in self.blocks:
+            assert isinstance(block, TextBlock), "a decoder has one kind of block"
+            yield block
 
     def cannot_quantise(self) -> str | None:
         """Return why no kernels would read packed maps, or None."""
@@ -397,6 +493,24 @@ class Text(nn.Module):
 
 def affine(layer: nn.LayerNorm | Linear) -> Affine:
     return Affine(layer.weight, layer.bias)
+
+
+def head_kind(kind: WeightKind) -> WeightKind:
+    return WeightKind.INT8 if kind is WeightKind.INT4 else kind
+
+
+def _unfold(folded: FoldedCodes, norm: nn.LayerNorm, maps: Sequence[Linear]) -> None:
+    """Give maps their weights before a norm was folded in: where it scales by 0, any will do."""
+    gain, shift = norm.weight.float(), norm.bias.float()
+    weights = folded.map.dequantised()
+    weights = torch.where(gain == 0, 0.0, weights / gain)
+    bias, dtype = folded.bias_O - weights @ shift, norm.weight.dtype
+    sizes = [each.out_features for each in maps]
+    for each, own, own_bias in zip(
+        maps, torch.split(weights, sizes), torch.split(bias, sizes), strict=True
+    ):
+        each.weight = nn.Parameter(own.to(dtype), requires_grad=False)
+        each.bias = nn.Parameter(own_bias.to(dtype), requires_grad=False)
 
 
 def _make_plain(norm: nn.LayerNorm) -> None:

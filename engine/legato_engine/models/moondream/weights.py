@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.step import KINDS
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import Destination, Header, Rename, headers, require_layers
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -117,22 +118,30 @@ def load_weights(
     dtype: torch.dtype,
     *,
     kv_dtype: str = "auto",
+    codes: str = "",
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
     """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
+
+    `codes` is the `--weight-dtype` that the checkpoint was quantised as: they are still to be
+    packed or dequantised.
 
     Raises:
         InvalidField: as `checkpoint.load`, or scales are missing or invalid.
     """
     stored = headers(path)
     require_layers(config.text.num_layers + config.vision.num_layers, path)
-    network = _empty(config, dtype)
+    network = empty_network(config, dtype)
     if has_fp8_experts(stored):
         network.text.use_fp8_experts()
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()
+    if codes:
+        if device.type == "cpu":  # which dequantises
+            checkpoint.require_memory(network, device, memory)
+        network.text.expect_codes(KINDS[codes])
     renamed = rename(config.text.num_heads, kv_scales=kv_scales)
     checkpoint.load(network, stored, renamed, device, memory=memory, progress=progress)
     _check_kv_scales(network)
@@ -148,7 +157,7 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    network = _empty(config, dtype)
+    network = empty_network(config, dtype)
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
@@ -191,6 +200,6 @@ def _scale(name: str, shape: torch.Size) -> float:
     return 0.02
 
 
-def _empty(config: MoondreamConfig, dtype: torch.dtype) -> Network:
+def empty_network(config: MoondreamConfig, dtype: torch.dtype) -> Network:
     with torch.device("meta"):
         return Network(config).to(dtype)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import resource
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import legato_tiny
 import pytest
 import torch
+from legato_engine.errors import InvalidField
 from legato_engine.kernels.cpu.library import library
 from legato_engine.kernels.cuda.packed_layers import MapPart
 from legato_engine.layers.linear import Linear
+from legato_engine.models.moondream import quantised
 from legato_engine.models.moondream.frontend import Prompts
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
@@ -21,7 +26,8 @@ from legato_engine.models.moondream.weights import load_weights
 from legato_engine.models.registry import resolve
 from legato_engine.types import CaptionLength, ImageInfo
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.engine.models.moondream.test_model import payload_of
 from tests.engine.models.paged_session import PagedSession
@@ -36,6 +42,7 @@ EOS = 0
 LIMIT = 60
 DETECT_CYCLE = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
 TOLERANCE = 1e-3
+KINDS = ("fp8", "int8", "int4")
 
 
 class Step(NamedTuple):
@@ -197,6 +204,196 @@ def test_samples_are_seen_rightly(bundle, model, prompts, file):
         assert all(iou(a, b) >= 0.5 for a, b in zip(found, truth, strict=True)), noun
 
 
+def quantised_at_load(bundle, kind):
+    """The network as a GPU packs it."""
+    network = load_weights(bundle.config, FOLDER, CPU, torch.bfloat16)
+    network.quantise(kind)
+    return network
+
+
+def exact_model(bundle, network):
+    """A model of the dequantised weights in float32."""
+    network.float()
+    for layer in network.modules():
+        if isinstance(layer, Linear) and isinstance(part := layer.packed, MapPart):
+            layer.weight, layer.packed = torch.nn.Parameter(part.exact()), None
+    model = MoondreamModel(bundle.config, network)
+    network.pack("model", library("auto"))
+    return model
+
+
+def packed_tensors(network):
+    """All tensors that decode steps read, by place."""
+    found = {}
+    for index, block in enumerate(network.text.text_blocks()):
+        weights, own = block.quantised.weights, block.quantised
+        for field in dataclasses.fields(weights):
+            found[f"{index}.{field.name}"] = getattr(weights, field.name)
+        found |= {f"{index}.qkv_bias": own.qkv_bias, f"{index}.fc1_bias": own.fc1_bias}
+        norm = block.norm
+        found |= {f"{index}.gain": norm.weight, f"{index}.shift": norm.bias}
+    head = network.text.quantised_head
+    found |= {"head.bias": head.bias}
+    for field in dataclasses.fields(head.weights):
+        found[f"head.{field.name}"] = getattr(head.weights, field.name)
+    return found | dict(network.state_dict())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files that the command wrote, by kind."""
+    folder = tmp_path_factory.mktemp("quantised")
+    options = ("--model", "legato-tiny", "--weight-dtype")
+    for kind in KINDS:
+        output = str(folder / f"{kind}.safetensors")
+        assert quantised.main([*options, kind, "--output", output]) == 0
+    return {kind: folder / f"{kind}.safetensors" for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_file_is_what_a_load_quantises(bundle, files, kind):
+    """A GPU packs the same bits; all other tensors, and a model's size, are the checkpoint's."""
+    expected = quantised_at_load(bundle, kind)
+    network = load_weights(bundle.config, files[kind], CPU, torch.bfloat16, codes=kind)
+    network.quantise(kind)
+    ours, theirs = packed_tensors(network), packed_tensors(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor is ours[name] or torch.equal(tensor, ours[name]), name
+    assert network.num_parameters == expected.num_parameters
+    stored, source = load_file(files[kind]), load_file(FOLDER / "model.safetensors")
+    kept = stored.keys() & source.keys()
+    assert {"text.wte", "text.post_ln.bias"} <= {name.removeprefix("model.") for name in kept}
+    assert all(stored[name].dtype is source[name].dtype for name in kept)
+    assert all(torch.equal(stored[name], source[name]) for name in kept)
+    assert files[kind].stat().st_size < 0.85 * (FOLDER / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cpu_reads_a_quantised_file(bundle, prompts, files, kind):
+    """Greedy answers are those of weights that were quantised at load, dequantised."""
+    expected = exact_model(bundle, quantised_at_load(bundle, kind))
+    ours = resolve("legato-tiny", str(files[kind])).load(CPU, torch.float32)
+    asked = [prompts.detect(noun) for noun in ("apple", *ABSENT)]
+    image = prepared(bundle, "scene.jpg")
+    answers = greedy(ours, image, asked, DETECT_CYCLE)
+    expected_answers = greedy(expected, image, asked, DETECT_CYCLE)
+    for answer, exact in zip(answers, expected_answers, strict=True):
+        assert [step.token for step in answer] == [step.token for step in exact]
+        assert boxes_of(answer) == boxes_of(exact)
+        assert relative_error(answer[0].logits_V, exact[0].logits_V) < 0.02
+
+
+def rewritten(file, folder, recipe=None, drop=""):
+    """The file with another recipe, or without a tensor."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    if recipe is not None:
+        known = json.loads(metadata["legato_recipe"])
+        metadata["legato_recipe"] = (
+            recipe if isinstance(recipe, str) else json.dumps(known | recipe)
+        )
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name != drop}
+    save_file(tensors, folder / "other.safetensors", metadata)
+    return folder / "other.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"version": 2}, "version 2, not 1"),
+        ({"kind": "int3"}, "kind 'int3'"),
+        ({"kind": "packed"}, "kind 'packed'"),
+        ({"group_size": 32}, "not the maps and groups of int8"),
+        ({"folds_norms": False}, "not the maps and groups of int8"),
+        ({"maps": {}}, "not the maps and groups of int8"),
+        ({"zeros": True}, "unknown field"),
+        ({"version": "1"}, "Expected `int`"),
+        ("[" * 100_000, ""),
+        ("no json", "malformed"),
+        ("{}", "version"),
+    ],
+)
+def test_an_unknown_recipe_is_refused(files, tmp_path, recipe, said):
+    """The sentence names the recipe's fault and both alternatives."""
+    path = rewritten(files["int8"], tmp_path, recipe)
+    with pytest.raises(InvalidField, match="unknown recipe") as caught:
+        resolve("legato-tiny", str(path)).load(CPU, torch.float32)
+    assert said in caught.value.message
+    assert "legato quantize" in caught.value.message
+    assert "checkpoint that they were made from" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_another_weight_dtype_than_the_recipe_s_is_refused(files):
+    """Neither another format nor the model's own: codes are not quantised again."""
+    bundle = resolve("legato-tiny", str(files["int8"]))
+    for other in ("model", "packed", "fp8", "int4"):
+        with pytest.raises(InvalidField, match="use weight_dtype auto or int8") as caught:
+            bundle.load(CPU, torch.float32, weight_dtype=other)
+        assert caught.value.metadata["field"] == "weight_dtype"
+    assert bundle.load(CPU, torch.float32, weight_dtype="int8").num_parameters > 0
+
+
+@pytest.mark.parametrize("name", ["text.head.scales", "text.blocks.0.fc2_proj.codes"])
+def test_a_quantised_file_lacks_nothing(files, tmp_path, name):
+    """Codes, scales and biases are matched as strictly as other tensors."""
+    path = rewritten(files["int4"], tmp_path, drop=name)
+    with pytest.raises(InvalidField, match=f"{name}: missing"):
+        resolve("legato-tiny", str(path)).load(CPU, torch.float32)
+
+
+def test_codes_without_their_recipe_are_unknown(files, tmp_path):
+    """A file whose metadata are gone is no checkpoint."""
+    save_file(load_file(files["int8"]), tmp_path / "bare.safetensors")
+    with pytest.raises(InvalidField, match="does not fit the model"):
+        resolve("legato-tiny", str(tmp_path / "bare.safetensors")).load(CPU, torch.float32)
+
+
+def test_a_quantised_file_that_is_cut_off_is_refused(files, tmp_path):
+    """Wherever it ends, and with a header that lies about its size."""
+    whole = files["int4"].read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    ends = (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, len(whole) - 1)
+    hostile = [whole[:end] for end in ends]
+    hostile += [b"\xff" * 8 + whole[8:], (1 << 40).to_bytes(8, "little") + whole[8:], whole + b"0"]
+    path = tmp_path / "cut.safetensors"
+    for data in hostile:
+        path.write_bytes(data)
+        with pytest.raises(InvalidField, match=r"cut\.safetensors") as caught:
+            resolve("legato-tiny", str(path)).load(CPU, torch.float32)
+        assert caught.value.metadata["field"] == "weights"
+
+
+def test_quantize_overwrites_and_leaves_nothing(files, tmp_path, monkeypatch, capsys):
+    """A file that exists stays unless forced, and a failure leaves no part."""
+    output = tmp_path / "out.safetensors"
+    output.write_bytes(b"mine")
+    command = ["--model", "legato-tiny", "--weight-dtype", "fp8", "--output", str(output)]
+    assert quantised.main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    again = [*command, "--force", "--weights", str(files["int8"])]
+    assert quantised.main(again) == 2
+    assert "--weights: " in (said := capsys.readouterr().err)
+    assert "is quantised already" in said
+    with monkeypatch.context() as patched:
+        usage = type(shutil.disk_usage(tmp_path))(1, 1, 1000)
+        patched.setattr(shutil, "disk_usage", lambda _: usage)
+        assert quantised.main([*command, "--force"]) == 1
+    assert "0.00 GB left" in capsys.readouterr().err
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+        assert quantised.main([*command, "--force"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in tmp_path.iterdir()] == [output.name]
+    assert output.read_bytes() == b"mine"
+    assert quantised.main([*command, "--force"]) == 0
+    assert output.read_bytes() == files["fp8"].read_bytes()
+    assert quantised.main([*command[:-1], str(tmp_path / "no" / "out.safetensors")]) == 2
+
+
 @pytest.mark.parametrize(("weights", "most_error"), [("fp8", 0.08), ("int8", 0.03), ("int4", 0.25)])
 def test_quantised_weights_see_the_samples_rightly(
     bundle, model, prompts, monkeypatch, weights, most_error
@@ -205,21 +402,14 @@ def test_quantised_weights_see_the_samples_rightly(
 
     So their F1 there is that of the weights in float32; logits stay within a share of the largest.
     """
-    network = load_weights(bundle.config, FOLDER, CPU, torch.bfloat16)
-    network.quantise(weights)
-    network.float()
-    for layer in network.modules():
-        if isinstance(layer, Linear) and isinstance(part := layer.packed, MapPart):
-            layer.weight, layer.packed = torch.nn.Parameter(part.exact()), None
-    quantised = MoondreamModel(bundle.config, network)
-    network.pack("model", library("auto"))
-    monkeypatch.setattr(quantised, "prefix_embeddings", model.prefix_embeddings)
+    rounded = exact_model(bundle, quantised_at_load(bundle, weights))
+    monkeypatch.setattr(rounded, "prefix_embeddings", model.prefix_embeddings)
     found = expected_boxes = matched = 0
     for file, truth in TRUTH.items():
         expected = truth | dict.fromkeys(ABSENT, ())
         asked = [prompts.detect(noun) for noun in expected]
         image = prepared(bundle, file)
-        answers = greedy(quantised, image, asked, DETECT_CYCLE)
+        answers = greedy(rounded, image, asked, DETECT_CYCLE)
         plain = greedy(model, image, asked, DETECT_CYCLE)
         for boxes, answer, exact in zip(expected.values(), answers, plain, strict=True):
             first, expected_V = answer[0].logits_V, exact[0].logits_V
