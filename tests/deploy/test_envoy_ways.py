@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import pytest
+from legato.kserve import open_inference_pb2, open_inference_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from legato_client import Client, ImageNotFound, QueryTask
 
@@ -108,6 +109,20 @@ def test_browsers_are_understood(mesh: Mesh) -> None:
     assert (status, flags) == (200, 0)
     assert inference_pb2.QueryResponse.FromString(body[5 : 5 + size]).answer
     assert b"grpc-status:0" in body[5 + size :]
+
+
+@pytest.mark.parametrize("metadata", [(), (("legato-affinity", "a"),)])
+def test_the_open_inference_protocol_passes(mesh: Mesh, metadata: Any) -> None:
+    """Its calls are answered, unary ones and the stream, with and without affinity."""
+    prompt = struct.pack("<I", 9) + b"How many?"
+    request = open_inference_pb2.ModelInferRequest(model_name="", raw_input_contents=[prompt])
+    request.inputs.add(name="prompt", datatype="BYTES", shape=[1])
+    with grpc.insecure_channel(mesh.envoy.address) as channel:
+        stub: Any = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        ready = stub.ServerReady(open_inference_pb2.ServerReadyRequest(), metadata=metadata)
+        assert ready.ready
+        assert stub.ModelInfer(request, metadata=metadata).outputs
+        assert [*stub.ModelStreamInfer(iter([request]), metadata=metadata)]
 
 
 def test_the_operators_calls_do_not_pass(mesh: Mesh) -> None:

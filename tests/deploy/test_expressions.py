@@ -112,6 +112,26 @@ def _plain(expression):
     return expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "legato.v1.InferenceService/Query",
+        "legato.v1.InferenceService/Generate",
+        "inference.GRPCInferenceService/ModelInfer",
+    ],
+)
+def test_rejections_are_compared_with_all_calls_that_can_be_rejected(method):
+    """The gate admits the calls of both services."""
+    (calls,) = (
+        each for each in selectors(ALERTS["LegatoRejections"]["expr"]) if "rpcs" in each.name
+    )
+    ((name, pattern),) = re.findall(
+        r"(\w+)=~\"([^\"]+)", ALERTS["LegatoRejections"]["expr"].split(calls.name)[1]
+    )
+    assert name == "method"
+    assert re.fullmatch(pattern, method)
+
+
 def test_an_alert_says_what_is_wrong_and_how_bad():
     """Every alert has a severity and a summary that names the server."""
     assert len(ALERTS) == sum("alert" in rule for rule in rules()) > 10

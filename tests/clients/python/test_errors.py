@@ -107,6 +107,15 @@ def test_damaged_details(server):
         client.detect(b"x", "cat")
 
 
+def test_a_damaged_detail():
+    """A detail that cannot be parsed is skipped; the others count."""
+    status = status_pb2.Status(code=5, message="gone")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="IMAGE_NOT_FOUND"))
+    for kind in ("RequestInfo", "BadRequest", "RetryInfo"):
+        status.details.add(type_url=f"type.googleapis.com/google.rpc.{kind}", value=b"\xff\xff")
+    assert type(from_status(status)) is ImageNotFound
+
+
 def test_unknown_code():
     """A code that this client does not know is a `LegatoError`, not a crash."""
     assert type(from_status(status_pb2.Status(code=99, message="new"))) is InternalError
