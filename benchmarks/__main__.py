@@ -95,6 +95,7 @@ QUESTIONS = {
         "reference": Benchmark(
             "reference", "Are tokens and boxes those of Moondream's open reference?"
         ),
+        "lift": Benchmark("lift", "How exact are boxes, outlines and points in 3D?"),
         "tracking": Benchmark("tracking", "How good are the tracks beside other trackers'?"),
     },
     "CPU: how does Legato run without a GPU?": {

@@ -11,7 +11,7 @@ from legato_client._client_methods import ClientMethods
 CALLS = [name for name in vars(ClientMethods) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", [*CALLS, "session", "encode_image"])
+@pytest.mark.parametrize("name", [*CALLS, "session", "encode_image", "lift"])
 @pytest.mark.parametrize("face", [Client, AsyncClient])
 def test_every_call_has_its_face(face, name):
     """Whatever can be called is a method of both faces, with its parameters and a sentence."""

@@ -7,16 +7,21 @@ import dataclasses
 import os
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
 from legato_client._errors import InvalidArgument, Unauthenticated, UnencryptedToken
 from legato_client._grpc import channel
 from legato_client._grpc.channel import KEY
+from legato_client._types.results import Mark, Result, TrackNow
+from legato_client._types.server import FrameResult
+
+if TYPE_CHECKING:
+    from legato_client.depth import Lifted
 
 BearerToken = str | os.PathLike[str] | Callable[[], str]
 """A token, the path of a file with one, or a function that returns the current one ("": none)."""
@@ -355,6 +360,20 @@ class ConfiguredClient:
                 max_message_bytes=max_message_bytes,
             )
         )
+
+    def lift(
+        self,
+        result: Result | FrameResult | Iterable[Mark | TrackNow],
+        depth: Any,
+        intrinsics: Any,
+    ) -> tuple[Lifted, ...]:
+        """Estimate where the marks of a result are in 3D, without the server.
+
+        Needs numpy; the arguments are those of `legato_client.depth.lift`.
+        """
+        from legato_client.depth import lift  # no call but this one needs numpy
+
+        return lift(result, depth, intrinsics)
 
     def _connect(self, settings: ClientSettings) -> None:
         raise NotImplementedError
