@@ -20,17 +20,33 @@ Humble and later), so a test or a program outside ROS can use them as they are. 
 | detections[].results[0].hypothesis.score | the confidence; see `detections` where there is none |
 | detections[].results[0].pose | left as it is: an image gives none |
 | detections[].id | the track id; empty: not tracked |
+
+With depth, `detections_3d` and `point_stamped` build `vision_msgs/Detection3DArray` and
+`geometry_msgs/PointStamped` from what `legato_client.depth.lift` found.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from legato_client._types.results import Box, Detection, DetectResult, FrameStamp, PointResult
+from legato_client._types.results import (
+    Box,
+    Detection,
+    DetectResult,
+    FrameStamp,
+    PointResult,
+    TrackNow,
+)
+
+if TYPE_CHECKING:  # it needs numpy
+    from legato_client.depth import Lifted
 
 _NS = 1_000_000_000
+_ANY_ANGLE = math.pi**2 / 3  # variance of a uniform angle, in square radians
 _MAX_SEC = 2**31 - 1  # builtin_interfaces/Time counts seconds in an int32
 
 
@@ -56,6 +72,23 @@ class Header:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
     """geometry_msgs/Point, in metres."""
+
+    x: float = 0.0
+    y: float = 0.0
+    z: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PointStamped:
+    """geometry_msgs/PointStamped."""
+
+    header: Header = Header()
+    point: Point = Point()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vector3:
+    """geometry_msgs/Vector3, in metres."""
 
     x: float = 0.0
     y: float = 0.0
@@ -147,6 +180,32 @@ class Detection2DArray:
     detections: tuple[Detection2D, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoundingBox3D:
+    """vision_msgs/BoundingBox3D: centre and sides."""
+
+    center: Pose = Pose()
+    size: Vector3 = Vector3()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Detection3D:
+    """vision_msgs/Detection3D."""
+
+    header: Header = Header()
+    results: tuple[ObjectHypothesisWithPose, ...] = ()
+    bbox: BoundingBox3D = BoundingBox3D()
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Detection3DArray:
+    """vision_msgs/Detection3DArray."""
+
+    header: Header = Header()
+    detections: tuple[Detection3D, ...] = ()
+
+
 # ---------------------------------------------------------------- conversions
 
 
@@ -177,6 +236,27 @@ def detections(
     at = header(stamp)
     found = (_detection(at, one, size, absent_score) for one in _as_boxes(result))
     return Detection2DArray(at, tuple(found))
+
+
+def detections_3d(
+    lifted: Iterable[Lifted], stamp: FrameStamp, *, absent_score: float = math.nan
+) -> Detection3DArray:
+    """Build the message for what `lift` found, in its order; what has no centre is left out.
+
+    `stamp` is that of the image, whose frame_id must name the camera's optical frame. The boxes are
+    of the visible surface and not turned. A rotation was not estimated: its variance is that of any
+    angle. `absent_score` is that of `detections`.
+    """
+    at = header(stamp)
+    found = (_detection_3d(at, one, absent_score) for one in lifted if one.center is not None)
+    return Detection3DArray(at, tuple(found))
+
+
+def point_stamped(lifted: Lifted, stamp: FrameStamp) -> PointStamped:
+    """Build the message for one centre; ValueError with the reason if there is none."""
+    if lifted.center is None:
+        raise ValueError(f"lifted has no center: {lifted.reason}")
+    return PointStamped(header(stamp), Point(*lifted.center))
 
 
 def header(stamp: FrameStamp) -> Header:
@@ -244,19 +324,35 @@ def _detection(
     return Detection2D(at, (hypothesis,), BoundingBox2D(Pose2D(middle), *sides), found.track_id)
 
 
+def _detection_3d(at: Header, lifted: Lifted, absent_score: float) -> Detection3D:
+    mark = lifted.mark.last if isinstance(lifted.mark, TrackNow) else lifted.mark
+    score = absent_score if mark.confidence is None else mark.confidence
+    pose = Pose(Point(*(lifted.center or ())))
+    covariance = [row + (0.0,) * 3 for row in lifted.covariance or ()]
+    covariance += [tuple(_ANY_ANGLE * (row == column) for column in range(6)) for row in (3, 4, 5)]
+    hypothesis = ObjectHypothesisWithPose(
+        ObjectHypothesis(mark.label, score),
+        PoseWithCovariance(pose, tuple(itertools.chain(*covariance))),
+    )
+    track_id = mark.track_id if isinstance(mark, Detection) else ""
+    return Detection3D(
+        at, (hypothesis,), BoundingBox3D(pose, Vector3(*(lifted.size or ()))), track_id
+    )
+
+
 # ---------------------------------------------------------------- conversion to ROS classes
 
 _Message = TypeVar("_Message")
 
 
-def to_ros(array: Detection2DArray, messages: Any) -> Any:
-    """Convert to an object of ROS; `messages` is the module `vision_msgs.msg`.
+def to_ros(message: Detection2DArray | Detection3DArray | PointStamped, messages: Any) -> Any:
+    """Convert to an object of ROS; `messages` is the module of its class, `vision_msgs.msg`.
 
-    Whatever has its three classes `Detection2DArray`, `Detection2D` and `ObjectHypothesisWithPose`
-    will do, made without arguments and with their fields to set. AttributeError names the field
-    that an older vision_msgs lacks.
+    Whatever has the classes of the message, of its detections and `ObjectHypothesisWithPose` will
+    do, made without arguments and with their fields to set. AttributeError names the field that an
+    older vision_msgs lacks. A `PointStamped` is of `geometry_msgs.msg`.
     """
-    return _filled(messages.Detection2DArray(), array, messages)
+    return _element(message, messages)
 
 
 def _filled(message: _Message, value: Any, messages: Any) -> _Message:

@@ -7,6 +7,7 @@ import math
 import types
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from legato_client import (
     Box,
@@ -20,6 +21,7 @@ from legato_client import (
     ResponseInfo,
     ros2,
 )
+from legato_client.depth import lift
 
 STAMP = FrameStamp("camera_left", 1_700_000_000_123_456_789, 42)
 AT = ros2.Header(ros2.Time(1_700_000_000, 123_456_789), "camera_left")
@@ -41,6 +43,11 @@ FIELDS = {
     "BoundingBox2D": "center size_x size_y",
     "Detection2D": "header results bbox id",
     "Detection2DArray": "header detections",
+    "PointStamped": "header point",
+    "Vector3": "x y z",
+    "BoundingBox3D": "center size",
+    "Detection3D": "header results bbox id",
+    "Detection3DArray": "header detections",
 }
 
 
@@ -147,6 +154,47 @@ def test_a_time_that_ros_cannot_say_is_an_error(time: int) -> None:
     """Seconds are an int32; beyond them nothing wraps around."""
     with pytest.raises(ValueError, match="capture_time_ns"):
         ros2.header(FrameStamp("a", time, 0))
+
+
+# ---------------------------------------------------------------- depth
+
+DEPTH = np.full((480, 640), 2.0)
+DEPTH[:, :64] = np.nan
+K = (500.0, 500.0, 319.5, 239.5)
+
+
+def array_3d() -> ros2.Detection3DArray:
+    """A cup, and a point on a hole in the depth image, with depth."""
+    hole = PointedObject(Point(0.05, 0.5), "cup")
+    return ros2.detections_3d(lift((CUP, hole), DEPTH, K), STAMP)
+
+
+def test_what_was_lifted_keeps_its_centre_size_and_covariance() -> None:
+    """What has no centre is left out; everything else of the mark comes along."""
+    (cup,) = lift([CUP], DEPTH, K)
+    made = array_3d()
+    assert made.header == AT
+    (found,) = made.detections
+    (result,) = found.results
+    assert (found.id, result.hypothesis.class_id, result.hypothesis.score) == (
+        "track-7",
+        "cup",
+        0.5,
+    )
+    assert dataclasses.astuple(found.bbox.center.position) == cup.center
+    assert dataclasses.astuple(found.bbox.size) == cup.size
+    matrix = np.reshape(result.pose.covariance, (6, 6))
+    assert np.array_equal(matrix[:3, :3], np.array(cup.covariance))
+    assert np.array_equal(matrix[3:, 3:], np.eye(3) * math.pi**2 / 3)
+    assert not matrix[:3, 3:].any()
+    assert ros2.point_stamped(cup, STAMP) == ros2.PointStamped(AT, found.bbox.center.position)
+
+
+def test_a_point_without_depth_is_no_message() -> None:
+    """The reason is in the error."""
+    (hole,) = lift([PointedObject(Point(0.05, 0.5), "cup")], DEPTH, K)
+    with pytest.raises(ValueError, match="lifted has no center: 0 of 36 pixels have depth"):
+        ros2.point_stamped(hole, STAMP)
 
 
 # ---------------------------------------------------------------- ROS's own classes

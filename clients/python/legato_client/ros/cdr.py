@@ -10,6 +10,8 @@ DEFINITIONS = {  # parts before the whole
     "builtin_interfaces/Time": "int32 sec\nuint32 nanosec\n",
     "std_msgs/Header": "builtin_interfaces/Time stamp\nstring frame_id\n",
     "geometry_msgs/Point": "float64 x\nfloat64 y\nfloat64 z\n",
+    "geometry_msgs/PointStamped": "std_msgs/Header header\ngeometry_msgs/Point point\n",
+    "geometry_msgs/Vector3": "float64 x\nfloat64 y\nfloat64 z\n",
     "geometry_msgs/Quaternion": "float64 x 0\nfloat64 y 0\nfloat64 z 0\nfloat64 w 1\n",
     "geometry_msgs/Pose": "geometry_msgs/Point position\ngeometry_msgs/Quaternion orientation\n",
     "geometry_msgs/PoseWithCovariance": "geometry_msgs/Pose pose\nfloat64[36] covariance\n",
@@ -26,6 +28,14 @@ DEFINITIONS = {  # parts before the whole
     ),
     "vision_msgs/Detection2DArray": (
         "std_msgs/Header header\nvision_msgs/Detection2D[] detections\n"
+    ),
+    "vision_msgs/BoundingBox3D": "geometry_msgs/Pose center\ngeometry_msgs/Vector3 size\n",
+    "vision_msgs/Detection3D": (
+        "std_msgs/Header header\nvision_msgs/ObjectHypothesisWithPose[] results\n"
+        "vision_msgs/BoundingBox3D bbox\nstring id\n"
+    ),
+    "vision_msgs/Detection3DArray": (
+        "std_msgs/Header header\nvision_msgs/Detection3D[] detections\n"
     ),
     "sensor_msgs/CompressedImage": "std_msgs/Header header\nstring format\nuint8[] data\n",
 }

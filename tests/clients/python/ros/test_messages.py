@@ -13,6 +13,7 @@ from legato_client.ros import messages
 
 from tests.clients.python.ros.test_cdr import array
 from tests.clients.python.ros.vision import typestore
+from tests.clients.python.test_ros2 import array_3d
 
 STORE = typestore()
 HEADER = messages.Header(messages.Time(1_700_000_000, 987_654_321), "camera")
@@ -25,6 +26,11 @@ EXAMPLES = [
     ("sensor_msgs", messages.CompressedImage(HEADER, "jpeg", b"\xff\xd8 file")),
     ("vision_msgs", ros2.to_ros(array("cup", "red ball"), messages)),
     ("vision_msgs", messages.Detection2DArray(HEADER)),
+    ("vision_msgs", ros2.to_ros(array_3d(), messages)),
+    (
+        "geometry_msgs",
+        ros2.to_ros(ros2.PointStamped(array().header, ros2.Point(1, 2, 3)), messages),
+    ),
     ("vision_msgs", messages.VisionInfo(HEADER, "moondream2", "somewhere", 3)),
     ("diagnostic_msgs", messages.DiagnosticArray(HEADER, [STATUS])),
 ]

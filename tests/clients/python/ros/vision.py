@@ -16,6 +16,11 @@ _DEFINITIONS = {
         "std_msgs/Header header\nObjectHypothesisWithPose[] results\nBoundingBox2D bbox\nstring id"
     ),
     "Detection2DArray": "std_msgs/Header header\nDetection2D[] detections",
+    "BoundingBox3D": "geometry_msgs/Pose center\ngeometry_msgs/Vector3 size",
+    "Detection3D": (
+        "std_msgs/Header header\nObjectHypothesisWithPose[] results\nBoundingBox3D bbox\nstring id"
+    ),
+    "Detection3DArray": "std_msgs/Header header\nDetection3D[] detections",
     "VisionInfo": (
         "std_msgs/Header header\nstring method\nstring database_location\nint32 database_version"
     ),
