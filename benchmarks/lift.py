@@ -127,16 +127,14 @@ def simulated(rng: np.random.Generator, distance: float) -> Scene:
 
 
 def _geom(rng: np.random.Generator, name: str, aside: float, forward: float, half: Array) -> str:
+    """Return a shape; capsules and cylinders are rods, so their boxes are background mostly."""
     kind = rng.choice(_SHAPES)
-    height = {"sphere": half[0], "capsule": half[0] + half[1]}.get(kind, half[2])
-    if kind == "cylinder":
-        height = half[1]
+    if kind in ("capsule", "cylinder"):
+        half = half * (0.25, 1, 1)
     size = " ".join(map(str, half))
-    tilt, turn = rng.uniform(-45, 45), rng.uniform(0, 180)
-    place = f"{aside} {forward} {height}"
-    return (
-        f'<geom name="{name}" type="{kind}" size="{size}" pos="{place}" euler="{tilt} 0 {turn}"/>'
-    )
+    tilt, roll, turn = rng.uniform(-60, 60), rng.uniform(-60, 60), rng.uniform(0, 180)
+    place, turns = f"{aside} {forward} {half[2]}", f"{tilt} {roll} {turn}"
+    return f'<geom name="{name}" type="{kind}" size="{size}" pos="{place}" euler="{turns}"/>'
 
 
 # ---------------------------------------------------------------- sensor
@@ -193,7 +191,7 @@ def marks(scene: Scene, rng: np.random.Generator) -> tuple[Detection, Outline, P
     path = "M" + "L".join(f"{x:.4f},{y:.4f}" for x, y in corners) + "Z"
     u, v = point_of(scene)
     shift = rng.normal(size=2) * JITTER * size[:2]
-    point = Point((u + 0.5 + shift[0]) / WIDTH, (v + 0.5 + shift[1]) / HEIGHT)
+    point = Point(float(u + 0.5 + shift[0]) / WIDTH, float(v + 0.5 + shift[1]) / HEIGHT)
     return (
         Detection(box, "thing"),
         Outline(path, _box(edges), "thing"),

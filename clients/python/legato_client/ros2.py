@@ -28,7 +28,6 @@ With depth, `detections_3d` and `point_stamped` build `vision_msgs/Detection3DAr
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -328,11 +327,12 @@ def _detection_3d(at: Header, lifted: Lifted, absent_score: float) -> Detection3
     mark = lifted.mark.last if isinstance(lifted.mark, TrackNow) else lifted.mark
     score = absent_score if mark.confidence is None else mark.confidence
     pose = Pose(Point(*(lifted.center or ())))
-    covariance = [row + (0.0,) * 3 for row in lifted.covariance or ()]
-    covariance += [tuple(_ANY_ANGLE * (row == column) for column in range(6)) for row in (3, 4, 5)]
+    covariance = [_ANY_ANGLE * (row == column) for row in range(6) for column in range(6)]
+    for row, values in enumerate(lifted.covariance or ()):
+        covariance[6 * row : 6 * row + 3] = values
     hypothesis = ObjectHypothesisWithPose(
         ObjectHypothesis(mark.label, score),
-        PoseWithCovariance(pose, tuple(itertools.chain(*covariance))),
+        PoseWithCovariance(pose, tuple(covariance)),
     )
     track_id = mark.track_id if isinstance(mark, Detection) else ""
     return Detection3D(

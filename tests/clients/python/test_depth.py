@@ -57,7 +57,7 @@ def test_centres_are_where_the_surfaces_are(name, occlusion):
         found = lift(scenes.marks(scene, rng), scenes.sensed(scene, rng, 0.2), scenes.INTRINSICS)
         for each, wanted in zip(found, (middle, middle, spot), strict=True):
             assert math.dist(each.center or (), wanted) < 0.05, each
-            assert each.valid > 0.4
+            assert each.valid > 0.2
 
 
 def test_a_plane_is_exact():
