@@ -17,6 +17,7 @@ RUNS = {
     "hop": f"{MODEL} {SIZE} --calls 1 --block 1 --tokens 1",
     "image": f"{MODEL} --sizes 128x96 --repeats 1 --device-stages",
     "intake": f"{SIZE} --calls 1 --block 1",
+    "lift": "--scenes 1",
     "lone": f"{SIZE} --calls 1 --tokens 1 -- --model random-tiny --device cpu",
     "loops": f"{MODEL} --streams 1 --length 12 --context 40 --repeats 1"
     " --joins 1 --load 8 --steps 20",

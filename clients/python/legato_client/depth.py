@@ -117,24 +117,25 @@ def _marks(
 # ---------------------------------------------------------------- inputs
 
 
-def _metres(depth: Any) -> Array:
+def _metres(depth: Any) -> npt.NDArray[np.float32]:
     """Convert to metres, NaN where depth is missing."""
     array = np.asarray(depth)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"depth has shape {array.shape}: it must be (height, width)")
-    if array.dtype == np.uint16:
-        metres = array / 1000.0
-    elif array.dtype.kind == "f":
-        metres = array.astype(np.float64)
-    else:
+    if array.dtype != np.uint16 and array.dtype.kind != "f":
         raise ValueError(
             f"depth has type {array.dtype}, whose unit is not known: it must be uint16 in "
             "millimetres or float in metres"
         )
-    metres[~(np.isfinite(metres) & (metres > 0))] = np.nan
-    if np.isnan(metres).all():
+    metres = array.astype(np.float32)
+    if array.dtype == np.uint16:
+        metres /= 1000
+    known = (metres > 0) & (metres < np.inf)
+    metres[~known] = np.nan
+    values = metres[known]
+    if not values.size:
         raise ValueError(f"depth has no value in {_size(array.shape)} pixels: all are NaN or 0")
-    median = float(np.nanmedian(metres))
+    median = float(np.median(values[:: math.ceil(values.size / _MAX_SAMPLES)]))
     if median > MAX_DEPTH:
         raise ValueError(
             f"depth has a median of {median:g} m, above {MAX_DEPTH:g}: floats must be in metres"
@@ -232,6 +233,7 @@ class _Region:
     middle: tuple[float, float]
     size: tuple[float, float] | None
     deviation: tuple[float, float]  # of the middle
+    is_box: bool
     reach: float  # relative depth, from a surface's median to its ends
 
 
@@ -252,10 +254,12 @@ def _region(mark: Mark | TrackNow, shape: tuple[int, ...], camera: _Camera) -> _
     if not all(map(math.isfinite, edges)):
         edges = (-1.0, -1.0, -1.0, -1.0)  # outside, as it is nowhere
     columns, rows = _samples(edges, shape)
+    is_box = size is not None
     middle = (edges[0] + edges[2]) / 2, (edges[1] + edges[3]) / 2
     weights = np.outer(_tent(rows, edges[1], edges[3]), _tent(columns, edges[0], edges[2]))
     if isinstance(mark, Outline) and (rings := _rings(mark)):
         scale = np.array([width, height])
+        is_box = False
         weights = _inside(
             [np.array([(p.x, p.y) for p in ring]) * scale for ring in rings], columns, rows
         )
@@ -264,7 +268,7 @@ def _region(mark: Mark | TrackNow, shape: tuple[int, ...], camera: _Camera) -> _
                 float(np.average(columns, weights=weights.sum(axis=0))),
                 float(np.average(rows, weights=weights.sum(axis=1))),
             )
-    return _Region(columns, rows, weights, middle, size, deviation, reach)
+    return _Region(columns, rows, weights, middle, size, deviation, is_box, reach)
 
 
 def _samples(
@@ -327,13 +331,13 @@ def _inside(rings: list[Array], columns: Array, rows: Array) -> Array:
 # ---------------------------------------------------------------- estimates
 
 
-def _lifted(mark: Mark | TrackNow, metres: Array, camera: _Camera) -> Lifted:
+def _lifted(mark: Mark | TrackNow, metres: npt.NDArray[np.float32], camera: _Camera) -> Lifted:
     region = _region(mark, metres.shape, camera)
     counted = region.weights > 0
     num_pixels = int(counted.sum())
     if not num_pixels:
         return Lifted(mark, None, None, None, 0.0, "no pixel of the image is inside")
-    patch = metres[np.ix_(region.rows.astype(int), region.columns.astype(int))]
+    patch = metres[np.ix_(region.rows.astype(int), region.columns.astype(int))].astype(np.float64)
     counted &= ~np.isnan(patch)
     num_valid = int(counted.sum())
     valid = num_valid / num_pixels
@@ -341,9 +345,14 @@ def _lifted(mark: Mark | TrackNow, metres: Array, camera: _Camera) -> Lifted:
     if num_valid < needed:
         reason = f"{num_valid} of {num_pixels} pixels have depth, fewer than {needed}"
         return Lifted(mark, None, None, None, valid, reason)
-    surface = _surface(patch[counted], region.weights[counted], region.reach)
+    on_surface = _on_surface(patch[counted], region.weights[counted], region.reach)
+    surface = patch[counted][on_surface]
     z = float(np.median(surface))
     u, v = region.middle[0] - 0.5, region.middle[1] - 0.5
+    if region.is_box:  # half its middle, half where the surface is in it: better than either
+        rows, columns = (each[on_surface] for each in np.nonzero(counted))
+        u = (u + float(np.median(region.columns[columns])) - 0.5) / 2
+        v = (v + float(np.median(region.rows[rows])) - 0.5) / 2
     center = camera.at(u, v, z)
     spread = _MAD * float(np.median(np.abs(surface - z)))
     covariance = camera.covariance(center, (*region.deviation, spread))
@@ -354,17 +363,18 @@ def _lifted(mark: Mark | TrackNow, metres: Array, camera: _Camera) -> Lifted:
     return Lifted(mark, center, size, covariance, valid)
 
 
-def _surface(depths: Array, weights: Array, reach: float) -> Array:
-    """Return the depths of the surface that most of the weight is on, without outliers.
+def _on_surface(depths: Array, weights: Array, reach: float) -> npt.NDArray[np.bool_]:
+    """Return which depths are of the surface that most of the weight is on, without outliers.
 
     The window is of constant relative depth, so that the surface is as thick as its mark is wide.
     """
     order = np.argsort(depths)
-    depths, weight = depths[order], np.concatenate(([0.0], np.cumsum(weights[order])))
-    ends = np.searchsorted(depths, depths * math.exp(2 * reach), side="right")
+    ordered, weight = depths[order], np.concatenate(([0.0], np.cumsum(weights[order])))
+    ends = np.searchsorted(ordered, ordered * math.exp(2 * reach), side="right")
     start = int(np.argmax(weight[ends] - weight[:-1]))
-    surface = depths[start : ends[start]]
+    surface = ordered[start : ends[start]]
     middle = float(np.median(surface))
-    deviation = _MAD * float(np.median(np.abs(surface - middle)))
-    kept: Array = surface[np.abs(surface - middle) <= _OUTLIER * deviation]
-    return kept
+    limit = _OUTLIER * _MAD * float(np.median(np.abs(surface - middle)))
+    low, high = max(middle - limit, surface[0]), min(middle + limit, surface[-1])
+    on_surface: npt.NDArray[np.bool_] = (depths >= low) & (depths <= high)
+    return on_surface
