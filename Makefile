@@ -47,7 +47,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-without-megakernel test-stalled test-slow test-clients test-web walk recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-bits test-without-megakernel test-stalled test-slow test-clients test-web walk recording mesh kill-run soak fuzz simulate soak-service attack test-gpu go cpp \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -247,6 +247,10 @@ test-gpu: | $(STAMP) ## the tests that need a CUDA device
 
 go: ## vet and test the Go client (LEGATO_SERVER=host:port asks a server too)
 	@cd clients/go && go vet ./... && go test ./...
+
+cpp: | $(STAMP) ## build the C++ client, run its tests, quickstart and conformance cases before legato-tiny
+	@$(PY) -m pytest -n 0 tests/interop/test_cpp.py $(ARGS)
+	@$(PY) -m pytest -n 0 tests/conformance -k cpp $(ARGS)
 
 bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)
 	@$(PY) -m benchmarks $(ARGS)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GO = ROOT / "clients" / "go"
+CPP = ROOT / "clients" / "cpp"
+CPP_BUILD = ROOT / "build" / "cpp"
 NODE = ROOT / "tests" / "interop" / "node"
 PATH = os.pathsep.join((str(ROOT / ".tools" / "bin"), os.environ["PATH"]))
 ENVIRONMENT = {
@@ -18,7 +20,7 @@ ENVIRONMENT = {
     "PATH": PATH,
     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
 }
-NAMES = ("python", "go", "node", "grpcurl")
+NAMES = ("python", "go", "node", "grpcurl", "cpp")
 PATIENCE = 500  # seconds for a download or a build, of which a fresh machine has much to do
 GO_TEST = ("go", "test", "-vet=off", "-json", "-count=1")
 """A command whose output is events; all checks of `go vet` have a test of their own."""
@@ -39,6 +41,9 @@ def command(name: str, folder: Path) -> list[str]:
     if name == "node":
         install_node_packages()
         return ["node", str(NODE / "conformance.js")]
+    if name == "cpp":
+        build_cpp("conformance")
+        return [str(CPP_BUILD / "conformance")]
     fetch_go_modules()
     run("go", "build", "-o", str(folder / "conformance"), "./internal/conformance", cwd=GO)
     return [str(folder / "conformance")]
@@ -49,6 +54,26 @@ def fetch_go_modules() -> None:
     if shutil.which("go") is None:
         raise Missing("needs go")
     fetch("go", "mod", "download", cwd=GO)
+
+
+def build_cpp(target: str) -> None:
+    """Build a target of `clients/cpp` in build/cpp; raises Missing without CMake or gRPC C++."""
+    needs = "needs cmake, a C++ compiler and gRPC C++: docs/quickstart-cpp.md names the packages"
+    if any(shutil.which(each) is None for each in ("cmake", "c++", "protoc")):
+        raise Missing(needs)
+    CPP_BUILD.mkdir(parents=True, exist_ok=True)
+    with (CPP_BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            run("cmake", "-S", str(CPP), "-B", str(CPP_BUILD))
+        except subprocess.CalledProcessError as error:
+            if "gRPC" not in error.stderr and "Protobuf" not in error.stderr:
+                raise
+            raise Missing(f"{needs}: {error.stderr}") from error
+        try:
+            run("cmake", "--build", str(CPP_BUILD), "--parallel", "1", "--target", target)
+        except subprocess.CalledProcessError as error:
+            raise AssertionError(error.stdout + error.stderr) from error
 
 
 def install_node_packages() -> None:

@@ -1,4 +1,4 @@
-"""Python, Go, Node and grpcurl run one list of cases against one server."""
+"""Python, Go, Node, grpcurl and C++ run one list of cases against one server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ def capabilities(server: Server) -> set[str]:
         return set(stub.GetServerInfo(server_pb2.GetServerInfoRequest()).capabilities)
 
 
-@pytest.fixture(scope="module", params=programs.NAMES)
+# C++ compiles for minutes on a fresh machine: `make cpp` and `make test-slow` run it.
+PROGRAMS = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "cpp" else name for name in programs.NAMES
+]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
 def run(
     request: pytest.FixtureRequest,
     server: Server,
