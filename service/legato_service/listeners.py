@@ -54,7 +54,9 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
         ("grpc.max_send_message_length", max_message),
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
         # This protection also counts calls that are answered and not cleaned up yet. It refused a
-        # fifth of the calls of 300 callers that share a connection.
+        # fifth of the calls of 300 callers that share a connection. Bursts of reset calls delay
+        # others without it, and also with it while a connection may have more than 64 calls. Of an
+        # option that is given twice, gRPC takes the first.
         ("grpc.http.overload_protection", 0),
         # Beyond these gRPC cancels new calls at random, without a status.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),

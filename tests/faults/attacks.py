@@ -102,8 +102,9 @@ _END_STREAM, _END_HEADERS = 1, 4
 class Http2:
     """A connection that sends what it wants to, within the windows of flow control."""
 
-    def __init__(self, address: str, source: str = "") -> None:
+    def __init__(self, address: str, source: str = "", authorization: str = "") -> None:
         """Connect from the host `source`, which a proxy on this one can tell from others."""
+        self._metadata = (("authorization", authorization),) if authorization else ()
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), 10, (source, 0))
         self._socket.settimeout(5)
@@ -131,7 +132,7 @@ class Http2:
             (":authority", "x"),
             ("te", "trailers"),
             ("content-type", "application/grpc"),
-            *metadata,
+            *(metadata or self._metadata),
         ]
         block = b"".join(
             b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
@@ -203,10 +204,12 @@ class Http2:
         self._socket.close()
 
 
-def _connected(address: str, source: str, attack: Callable[[Http2], None]) -> None:
+def _connected(
+    address: str, source: str, authorization: str, attack: Callable[[Http2], None]
+) -> None:
     while True:
         with contextlib.suppress(OSError):
-            connection = Http2(address, source)
+            connection = Http2(address, source, authorization)
             try:
                 connection.read()
                 attack(connection)
@@ -319,15 +322,15 @@ _IDLE = "idle connections"
 ATTACKS = (*MESSAGES, *CONNECTIONS, _IDLE)
 
 
-def attack(name: str, address: str, source: str) -> None:
+def attack(name: str, address: str, source: str, authorization: str) -> None:
     """Attack from the host `source` for ever."""
     stand_back()
     if name == _IDLE:
         _idle_connections(address)
     elif name in MESSAGES:
         method, make = MESSAGES[name]
-        _connected(address, source, _whole(method, make()))
-    _connected(address, source, CONNECTIONS[name])
+        _connected(address, source, authorization, _whole(method, make()))
+    _connected(address, source, authorization, CONNECTIONS[name])
 
 
 # ---------------------------------------------------------------- what others notice
@@ -411,11 +414,15 @@ def _resident(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def attackers(address: str, name: str, count: int = ATTACKERS) -> Iterator[None]:
+def attackers(
+    address: str, name: str, count: int = ATTACKERS, authorization: str = ""
+) -> Iterator[None]:
     """Run the attack in processes of its own for the length of the block."""
     command = [sys.executable, "-m", "tests.faults.attacks", "--attack", name, address]
     running = [
-        subprocess.Popen([*command, f"127.0.0.{number + 2}"], stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [*command, f"127.0.0.{number + 2}", authorization], stderr=subprocess.DEVNULL
+        )
         for number in range(count)
     ]
     try:
@@ -442,14 +449,19 @@ class Attacked(NamedTuple):
 
 
 def run(
-    address: str, pid: int, names: Sequence[str], seconds: float, metadata: Any = ()
+    address: str,
+    pid: int,
+    names: Sequence[str],
+    seconds: float,
+    metadata: Any = (),
+    authorization: str = "",
 ) -> dict[str, Attacked]:
     """The figures of each attack."""
     found = {}
     watch(address, pid, 1.0, metadata)
     for name in names:
         quiet = watch(address, pid, seconds, metadata)
-        with attackers(address, name):
+        with attackers(address, name, authorization=authorization):
             found[name] = Attacked(quiet, watch(address, pid, seconds, metadata))
         time.sleep(0.5)
     return found
@@ -486,7 +498,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="null")
     parser.add_argument("--tokens", action="store_true", help="the server asks for credentials")
     parser.add_argument("--envoy", action="store_true", help="through the shipped Envoy")
-    parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--accepted", action="store_true", help="attackers have a credential")
+    parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.attack:
         attack(*arguments.attack)
@@ -495,10 +508,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options = ["--model", arguments.model]
         metadata: Sequence[tuple[str, str]] = ()
-        if arguments.tokens:
-            token = Token("a", ["infer"])
-            options += ["--tokens", write(folder / "tokens.toml", token)]
+        authorization = ""
+        if arguments.tokens or arguments.accepted:
+            token, attacker = Token("a", ["infer"]), Token("b", ["infer", "upload"], "attackers")
+            options += ["--tokens", write(folder / "tokens.toml", token, attacker)]
             metadata = token.metadata
+            authorization = attacker.metadata[0][1] if arguments.accepted else ""
         server = stack.enter_context(Server(folder, *options))
         address = server.address
         if arguments.envoy:
@@ -506,7 +521,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             envoy = stack.enter_context(Envoy(folder / "envoy", server.address))
             address = envoy.address
         names = arguments.only or ATTACKS
-        attacked = run(address, server.process.pid, names, arguments.seconds, metadata)
+        attacked = run(
+            address, server.process.pid, names, arguments.seconds, metadata, authorization
+        )
     lines = [f"{'':32s} health P95      Query P95       calls  failed  memory"]
     for name, each in attacked.items():
         figures, (health, query) = each.figures, each.ratios
