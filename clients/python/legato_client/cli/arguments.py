@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from legato_client import Client, Options, ResponseFormat, Sampling
+from legato_client import Client, InvalidArgument, Options, ResponseFormat, Sampling
 from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
 from legato_client._grpc.settings import Security, read_security
 from legato_client._types.tasks import Task
@@ -327,6 +327,21 @@ def readable_options() -> Iterator[None]:
         raise CommandError(problem, ExitCode.USAGE) from None
     except ValueError as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
+
+
+@contextlib.contextmanager
+def naming_options(args: argparse.Namespace, image: str | None = None) -> Iterator[None]:
+    """Let the server's complaints name the image's file or the option, not the contract's field."""
+    try:
+        yield
+    except InvalidArgument as error:
+        for violation in error.field_violations[:1]:
+            name = violation.field.rpartition(".")[2]
+            if violation.field.startswith("image") and image:
+                error.message = f"{image}: {violation.description}"
+            elif name in vars(args):
+                error.message = f"--{name.replace('_', '-')}: {violation.description}"
+        raise
 
 
 def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -> None:

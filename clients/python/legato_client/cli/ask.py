@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from legato_client import Client, Event, Finished, InvalidArgument, Options, Result, Task
+from legato_client import Client, Event, Finished, Options, Result, Task
 from legato_client._proto import skills
 from legato_client.cli import arguments, forward, show
 from legato_client.cli.settings import CommandError, ExitCode
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     streaming = terminal.is_interactive if args.stream is None else args.stream
     printer = show.EventPrinter(terminal)
     watch = printer.show if streaming else None
-    with arguments.connect(args) as client, naming_arguments(args):
+    with arguments.connect(args) as client, arguments.naming_options(args, args.image):
         result = ask(client, image, task_of(args), arguments.options_of(args), watch)
         if not streaming:
             show.show_result(terminal, result)
@@ -93,21 +92,6 @@ def document(result: Result) -> dict[str, Any]:
     fields = dataclasses.asdict(result)
     del fields["task_id"]
     return {"task": skills.of(result).name, **fields}
-
-
-@contextlib.contextmanager
-def naming_arguments(args: argparse.Namespace) -> Iterator[None]:
-    """Let the server's complaints name the file or the option, not the contract's field."""
-    try:
-        yield
-    except InvalidArgument as error:
-        for violation in error.field_violations[:1]:
-            name = violation.field.rpartition(".")[2]
-            if violation.field.startswith("image") and args.image:
-                error.message = f"{args.image}: {violation.description}"
-            elif name in vars(args):
-                error.message = f"{name.replace('_', '-')}: {violation.description}"
-        raise
 
 
 def check_output(path: Path) -> None:

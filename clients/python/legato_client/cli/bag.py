@@ -89,7 +89,11 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:
     if args.output.exists() and args.output.samefile(args.source):
         raise bag.BagError(f"{args.output} is the bag itself: name another file")
     topics = bag.Topics(args.image, args.detections, args.draw, tuple(args.copy))
-    with bag.Bag(args.source, args.image) as source, arguments.connect(args) as client:
+    with (
+        bag.Bag(args.source, args.image) as source,
+        arguments.connect(args) as client,
+        arguments.naming_options(args),
+    ):
         batch_client = BatchClient(client, tuple(asked.values()), arguments.options_of(args))
         answerer = bag.BagAnswerer(
             _ask_function(batch_client),

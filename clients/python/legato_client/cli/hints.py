@@ -12,6 +12,10 @@ _CONNECTION_HINTS = (  # part of gRPC's message, and what it means
         "the server does not speak TLS: leave out --tls, --ca, --cert and --key",
     ),
     (
+        "http1.x server",
+        "that port speaks HTTP/1, as `legato http` and `legato playground` do: name the gRPC port",
+    ),
+    (
         "certificate has expired",
         "the server's certificate has expired",
     ),
@@ -52,6 +56,8 @@ def hint_of(error: _errors.LegatoError) -> str:
         lines.append(next(found, _ANY_CONNECTION))
         if proxy := next((name for name in _PROXIES if os.environ.get(name)), ""):
             lines.append(f"servers on other hosts are reached through {proxy}; see no_proxy")
+    elif isinstance(error, _errors.DeadlineExceeded):
+        lines.append("--timeout allows more time")
     elif isinstance(error, _errors.Unauthenticated):
         lines.append(_TOKEN)
     elif isinstance(error, _errors.PermissionDenied) and "scope" in error.metadata:

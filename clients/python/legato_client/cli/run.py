@@ -19,6 +19,7 @@ from legato_client.batch.run import Run
 from legato_client.batch.video import FrameChoice
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode, of_file
+from legato_client.cli.show import show_notice
 from legato_client.cli.terminal import Terminal
 
 _PARALLEL = 8
@@ -163,9 +164,11 @@ def _ask(
     options = arguments.options_of(args)
     with (
         arguments.connect(args) as client,
+        arguments.naming_options(args),
         terminal.counting("images", total, len(output.done)) as count,
     ):
         Run(client, asked, options, output, parallel=args.parallel).perform(chosen, count)
+        show_notice(terminal, client)
 
 
 def _draw(args: argparse.Namespace, output: Output, terminal: Terminal) -> None:

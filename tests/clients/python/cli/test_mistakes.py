@@ -10,7 +10,7 @@ import sys
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from legato_client import Client, Unavailable
+from legato_client import Client, DeadlineExceeded, Unavailable
 from legato_client._grpc.channel import full_target
 from legato_client.cli import main
 from legato_client.cli.hints import hint_of
@@ -260,3 +260,33 @@ def test_a_folder_of_several_bags_is_refused(tmp_path, capsys):
     (tmp_path / "a_0.mcap").write_bytes(b"no bag")
     assert main(["bag", str(tmp_path), *words]) == 2
     assert "a_0.mcap is no MCAP file" in capsys.readouterr().err
+
+
+def test_many_images_name_the_option_that_the_server_refuses(image, server, tmp_path, capsys):
+    """As a single one does: `--max-tokens`, not a field of the contract."""
+    field = "generate_batch.tasks.sampling.max_tokens"
+    refused = failure(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(field=field, description="too many")
+            ]
+        ),
+    )
+    server.script["RunTasks"] += [refused] * 9
+    words = [image, "--output", str(tmp_path / "out.jsonl"), "--max-tokens", "99999"]
+    assert main(["run", *words, "--task", "detect:cat", "--server", server.target]) == 2
+    assert "--max-tokens: too many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (Unavailable("Trying to connect an http1.x server"), "speaks HTTP/1"),
+        (DeadlineExceeded("Deadline Exceeded"), "--timeout"),
+    ],
+)
+def test_a_remedy_is_named(error, hint):
+    """Another port for HTTP, and the option for more time."""
+    assert hint in hint_of(error)
