@@ -18,6 +18,7 @@ from tests.e2e.scenes import two_shapes
 from tests.e2e.server import ENVIRONMENT, until
 
 IMAGE, DETECTIONS, INFO = "/camera/image_raw", "/legato/detections", "/legato/vision_info"
+PREDICTIONS = "/legato/predictions"
 LOOPBACK = (
     "<CycloneDDS><Domain><General><AllowMulticast>false</AllowMulticast><Interfaces>"
     '<NetworkInterface name="lo" multicast="false"/></Interfaces></General><Discovery>'
@@ -36,12 +37,14 @@ class Bus:
         self._camera = participant.writer(IMAGE, messages.Image, SENSOR_DATA)
         self._detections = participant.reader(DETECTIONS, messages.Detection2DArray, DEFAULT)
         self._diagnostics = participant.reader("/diagnostics", messages.DiagnosticArray, DEFAULT)
+        self._predictions = participant.reader(PREDICTIONS, messages.Detection2DArray, DEFAULT)
+        self.predicted: list[messages.Detection2DArray] = []
         self.found: list[messages.Detection2DArray] = []
         self.told: list[messages.DiagnosticStatus] = []
 
-    def show(self) -> messages.Header:
-        """Publish an image that is taken now; its header."""
-        image = two_shapes().image
+    def show(self, offset: int = 0) -> messages.Header:
+        """Publish an image that is taken now, of shapes `offset` pixels lower; its header."""
+        image = two_shapes(offset).image
         stamp = messages.Time(*divmod(time.time_ns(), 10**9))
         header = messages.Header(stamp, "camera_optical")
         width, height = image.size
@@ -55,6 +58,9 @@ class Bus:
         for array in self._detections.take(100):
             if isinstance(array, messages.Detection2DArray):  # not word of a writer's end
                 self.found.append(array)
+        for array in self._predictions.take(100):
+            if isinstance(array, messages.Detection2DArray):
+                self.predicted.append(array)
         for told in self._diagnostics.take(100):
             if isinstance(told, messages.DiagnosticArray):
                 self.told += told.status

@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("cyclonedds", reason="its wheels follow new Pythons late")
 
-from tests.e2e.ros_bus import Bus, node
-from tests.e2e.scenes import CIRCLE
+from legato_client import Box
+
+from tests.e2e.ros_bus import PREDICTIONS, Bus, node
+from tests.e2e.scenes import CIRCLE, SIZE, overlap, two_shapes
 from tests.e2e.server import until
 from tests.e2e.test_lost_servers import end, started
 
@@ -29,6 +31,7 @@ def fresh(bus):
     """The bus, without what it heard before."""
     bus.listen()
     bus.found.clear()
+    bus.predicted.clear()
     bus.told.clear()
     return bus
 
@@ -58,6 +61,42 @@ def test_an_image_gives_an_array_with_its_stamp(server, fresh, tmp_path):
         until(lambda: fresh.listen() or told(fresh, "no images"))
         process.terminate()
         assert process.wait() == 0
+
+
+def test_tracked_objects_are_published_where_they_are_now(server, fresh, tmp_path):
+    """Predictions fit what is shown at their own time better than the arrays that came before."""
+    speed = 24  # pixels a second; the circle starts at the top
+
+    def box(array):
+        (circle,) = array.detections
+        center = circle.bbox.center.position
+        sides = circle.bbox.size_x / 2, circle.bbox.size_y / 2
+        xs, ys = (
+            (at - half, at + half) for at, half in zip((center.x, center.y), sides, strict=True)
+        )
+        return Box(xs[0] / SIZE[0], ys[0] / SIZE[1], xs[1] / SIZE[0], ys[1] / SIZE[1])
+
+    def seconds(array):
+        return array.header.stamp.sec + array.header.stamp.nanosec / 1e9
+
+    options = ("--track", "--predictions", PREDICTIONS, "--prediction-rate", "10")
+    with node(tmp_path, server.address, *options):
+        fresh.until_matched()
+        begin = time.time()
+        while time.time() < begin + 5:
+            fresh.show(round(speed * (time.time() - begin)) - 57)
+            fresh.listen()
+            time.sleep(0.05)
+    measured = [each for each in fresh.found if each.detections]
+    fits = []
+    for array in fresh.predicted:
+        before = [each for each in measured if seconds(each) < seconds(array)]
+        if len(before) > 3 and array.detections and seconds(array) < begin + 5:
+            truth = two_shapes(round(speed * (seconds(array) - begin)) - 57).boxes["red circle"]
+            assert array.detections[0].id == measured[-1].detections[0].id
+            fits.append([overlap(box(each), truth) for each in (array, before[-1])])
+    expected, last = (sum(each) / len(fits) for each in zip(*fits, strict=True))
+    assert expected > last, f"{len(fits)} predictions"
 
 
 def drain(server):

@@ -16,7 +16,7 @@ import pytest
 from legato_client import Box, Client, DetectTask
 from legato_client.cli import main
 from legato_client.cli.settings import ExitCode
-from legato_client.cli.watch import extrapolated
+from legato_client.stream import outputs
 from legato_client.stream.feed import Feed, FeedSettings
 from legato_client.stream.frames import CapturedFrame, FrameCounters
 
@@ -183,37 +183,55 @@ def fit(marks, truth):
     return sum(overlap(each.box, truth[each.label]) for each in marks) / len(marks)
 
 
-def test_tracked_objects_are_shown_where_they_are_now(server):
-    """On the newest frame the extrapolated boxes fit better than those that were measured."""
-    scenes = [two_shapes(2 * number) for number in range(45)]
-    captured: list[CapturedFrame] = []
+def test_tracked_objects_are_shown_where_they_are_now(server, tmp_path):
+    """The terminal and the video show the newest frame, with boxes that fit it better.
+
+    Here an answer always comes a frame, 0.5 s, after its own.
+    """
+    late, begin = 1, time.time_ns() - 10 * 10**9
+    scenes = [two_shapes(8 * number - 40) for number in range(13)]
+    frames = [
+        CapturedFrame(
+            number,
+            number / 2,
+            begin + number * 10**9 // 2,
+            scene.file,
+            functools.partial(getattr, scene, "image"),
+        )
+        for number, scene in enumerate(scenes)
+    ]
+    drawings = outputs.Drawings()
+    film = outputs.VideoOutput(tmp_path / "out.mp4", True, drawings)
     fits: list[tuple[float, float]] = []
-    nouns = ("red circle", "blue square")
+    has_come = threading.Semaphore(0)
 
     def compare(answered):
-        newest = captured[-1]
-        frame, shown, faint = extrapolated(answered, newest, feed.now)
-        if frame is newest and newest.number > answered.frame.number:
-            truth = scenes[newest.number].boxes
-            expected, measured = (fit(boxes, truth) for boxes in (shown, faint))
-            fits.append((expected, measured))
+        drawings.newest = frames[min(answered.frame.number + late, len(frames) - 1)]
+        film.take(answered)
+        drawing = drawings.of(answered)
+        if drawing.frame is not answered.frame and drawing.faint:
+            truth = scenes[drawing.frame.number].boxes
+            fits.append((fit(drawing.marks, truth), fit(drawing.faint, truth)))
+        has_come.release()
 
-    tasks = {noun: DetectTask(noun) for noun in nouns}
+    tasks = {"red circle": DetectTask("red circle")}
     with Client(server.address) as client:
         settings = FeedSettings(tasks, track=True)
         feed = Feed(client, settings, compare, FrameCounters(), patience=10.0, waits=False)
+        drawings.now = feed.now
         thread = threading.Thread(target=feed.run)
         thread.start()
-        for number, scene in enumerate(scenes):
-            image = functools.partial(scene.file, "JPEG")
-            shown = functools.partial(getattr, scene, "image")
-            captured.append(CapturedFrame(number, 0.0, time.time_ns(), image, shown))
-            feed.offer(captured[-1])
-            time.sleep(0.1)
+        for frame in frames:
+            feed.offer(frame)
+            assert has_come.acquire(timeout=60)
         feed.finish()
         thread.join()
-    expected, measured = (sum(each) / len(fits) for each in zip(*fits[1:], strict=True))
-    assert expected > measured
+    film.close()
+    expected, measured = (sum(each) / len(fits) for each in zip(*fits, strict=True))
+    assert len(fits) > 5
+    assert expected > measured + 0.05
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        assert len(fits) <= sum(1 for _ in container.decode(video=0)) <= len(frames)
 
 
 def test_without_a_server_it_ends_at_once(clip, capsys):

@@ -28,6 +28,7 @@ PALETTE = (
     (0, 191, 179),
     (214, 69, 48),
 )
+FAINT = 0.4  # opacity
 _SMOOTHING = 2
 _READABLE_SIDE = 640  # pixels; smaller images are enlarged so that labels do not hide them
 _FILL_ALPHA = 84
@@ -45,22 +46,34 @@ def annotate(
     marks: Iterable[Mark] | Result | FrameResult = (),
     *,
     lines: Iterable[str] = (),
+    faint: Iterable[Mark] = (),
 ) -> Image.Image:
     """Draw boxes, points and outlines on a copy of the image, and lines of text below it.
 
-    `marks` may be a result, whose marks are drawn. Marks of one label share a colour. An outline
-    whose path cannot be read shows its box.
+    `marks` may be a result, whose marks are drawn; `faint` ones are drawn below them. Marks of
+    one label share a colour. An outline whose path cannot be read shows its box.
     Raises TypeError for a `CachedImage`, whose pixels only the server has.
     """
-    drawing = _readable(image)
+    drawing = _readable(image).convert("RGB")
     marks = list(marks if isinstance(marks, Iterable) else marks_of(marks))
-    labels = list(dict.fromkeys(mark.label for mark in marks))
-    layer = _Layer(drawing.size)
-    for mark in sorted(marks, key=_drawing_order):
-        layer.draw(mark, PALETTE[labels.index(mark.label) % len(PALETTE)])
-    drawing = Image.alpha_composite(drawing.convert("RGBA"), layer.flattened()).convert("RGB")
+    below = list(faint)
+    labels = list(dict.fromkeys(mark.label for mark in (*marks, *below)))
+    for some, opacity in ((below, FAINT), (marks, 1.0)):
+        if some:
+            drawing = _with_marks(drawing, some, labels, opacity)
     text = list(lines)
     return _with_text(drawing, text) if text else drawing
+
+
+def _with_marks(
+    image: Image.Image, marks: list[Mark], labels: list[str], opacity: float
+) -> Image.Image:
+    layer = _Layer(image.size)
+    for mark in sorted(marks, key=_drawing_order):
+        layer.draw(mark, PALETTE[labels.index(mark.label) % len(PALETTE)])
+    drawn = layer.flattened()
+    drawn.putalpha(drawn.getchannel("A").point(lambda alpha: round(alpha * opacity)))
+    return Image.alpha_composite(image.convert("RGBA"), drawn).convert("RGB")
 
 
 def _drawing_order(mark: Mark) -> int:

@@ -13,9 +13,8 @@ from rich.style import Style
 
 from legato_client import Detection, Outline, PointedObject
 from legato_client._types.results import Mark
-from legato_client.draw import PALETTE
+from legato_client.draw import FAINT, PALETTE
 
-_FAINT = 0.4  # opacity
 _LEAST = (24, 6)  # characters, below which nothing could be made out
 
 
@@ -39,7 +38,7 @@ class HalfBlocks:
         labels = list(dict.fromkeys(mark.label for mark in (*shown, *below)))
         behind = self._image.copy()
         _draw(behind, below, labels)
-        self._image = Image.blend(self._image, behind, _FAINT)
+        self._image = Image.blend(self._image, behind, FAINT)
         _draw(self._image, shown, labels)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -15,6 +15,7 @@ from legato_client.cli.watch import server_notices
 from legato_client.stream.feed import FeedSettings
 from legato_client.stream.frames import summary
 
+_PREDICTION_RATE = 30.0  # Hz
 _STATE_TIMEOUT = 2.0  # seconds; a question about the engine
 
 
@@ -54,6 +55,11 @@ def add_command(commands: Any) -> None:
         help="score of results without confidence, default NaN")  # fmt: skip
     add("--track", action="store_true",
         help="follow detected objects from image to image: the id of a Detection2D")  # fmt: skip
+    add("--predictions", default="", metavar="TOPIC",
+        help="with --track: topic of vision_msgs/Detection2DArray with the tracked objects where "
+        "they are now, default: none")  # fmt: skip
+    add("--prediction-rate", type=arguments.positive, default=_PREDICTION_RATE, metavar="HZ",
+        help="messages of --predictions per second, default %(default)g")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -61,6 +67,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     forward.require("ROS 2", "dds", "cyclonedds", "PIL")
     from cyclonedds.core import DDSException
 
+    if args.predictions and not args.track:
+        raise CommandError("--predictions needs --track", ExitCode.USAGE)
     asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
         problem = f"the message has room for boxes and points: {tasks.names()}"
@@ -89,6 +97,8 @@ def _run(args: argparse.Namespace, asked: FeedSettings, terminal: Terminal) -> N
         by_arrival=args.by_arrival,
         absent_score=args.absent_score,
         period=args.period,
+        predictions=args.predictions,
+        prediction_rate=args.prediction_rate,
     )
     watching = argparse.Namespace(**{**vars(args), "timeout": _STATE_TIMEOUT})
     with (

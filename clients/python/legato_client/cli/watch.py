@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import Detection, LegatoError, PointedObject, Result
 from legato_client._proto import skills
-from legato_client._types.results import Mark, TrackNow
+from legato_client._types.results import Mark
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.settings import CommandError, ExitCode, of_file
+from legato_client.cli.show import show_notice
 from legato_client.cli.terminal import Terminal, printable
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
 from legato_client.stream.frames import CapturedFrame, FrameCounters, Totals, summary
-from legato_client.stream.outputs import marks
 
 if TYPE_CHECKING:
     from rich.live import Live
 
     from legato_client.stream.camera import Camera
-    from legato_client.stream.outputs import Receiver
+    from legato_client.stream.outputs import Drawings, Receiver
 
 _LINE_PERIOD = 10.0  # seconds
 _MAX_ROWS = 12
@@ -42,14 +41,14 @@ class LiveView:
     `take` is for any thread, the rest for the one that made it.
     """
 
-    def __init__(self, terminal: Terminal, counters: FrameCounters, source: str) -> None:
+    def __init__(
+        self, terminal: Terminal, counters: FrameCounters, source: str, drawings: Drawings
+    ) -> None:
         self._terminal = terminal
         self._counters = counters
         self._source = source
-        self.now: Callable[[int], Sequence[TrackNow]] = lambda at_ns: ()
-        """Function that predicts the tracked objects at a capture time."""
+        self._drawings = drawings
         self._latest: AnsweredFrame | None = None
-        self._newest: CapturedFrame | None = None
         self._printed_at = time.monotonic()
         self._live: Live | None = None
         self._stack = contextlib.ExitStack()
@@ -74,10 +73,6 @@ class LiveView:
     def take(self, answered: AnsweredFrame) -> None:
         """Keep the frame for the next `refresh`."""
         self._latest = answered
-
-    def note_captured(self, frame: CapturedFrame) -> None:
-        """Keep the newest frame, to show tracked objects where they are in it."""
-        self._newest = frame
 
     def close(self) -> None:
         """Close; nothing to release."""
@@ -106,33 +101,15 @@ class LiveView:
         parts: list[Any] = []
         left = lines - min(len(rows), _MAX_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):
-            frame, shown, faint = extrapolated(latest, self._newest, self.now)
+            shown = self._drawings.of(latest)
             with contextlib.suppress(OSError, ValueError):  # the answer counts, not the image
-                parts.append(HalfBlocks(frame.image(), shown, columns, left, faint))
+                image = shown.frame.image()
+                parts.append(HalfBlocks(image, shown.marks, columns, left, shown.faint))
         parts.append(table)
         if len(rows) > _MAX_ROWS:
             parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
         parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
         return Group(*parts)
-
-
-def extrapolated(
-    answered: AnsweredFrame,
-    newest: CapturedFrame | None,
-    now: Callable[[int], Sequence[TrackNow]],
-) -> tuple[CapturedFrame, list[Mark], list[Mark]]:
-    """Return the frame to show, its marks, and the measured boxes of tracked objects.
-
-    With tracked objects it is the newest frame, with the boxes where they are expected in it.
-    """
-    found = marks(answered)
-    tracks = now(newest.captured_ns) if newest is not None else ()
-    if newest is None or not tracks:
-        return answered.frame, found, []
-    measured = [each for each in found if isinstance(each, Detection) and each.track_id]
-    others = [each for each in found if each not in measured]
-    expected = [dataclasses.replace(each.last, box=each.box) for each in tracks]
-    return newest, [*expected, *others], [*measured]
 
 
 def ignore(state: str) -> None:
@@ -285,12 +262,14 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     with_view = terminal.is_interactive and importlib.util.find_spec("rich")
     notices = ignore if with_view else server_notices(terminal, args.server)
     counters = FrameCounters(args.max_age, notices)
+    drawings = outputs.Drawings()
     with (
         arguments.connect(args) as client,
-        _receivers(args, source.shown) as receivers,
-        LiveView(terminal, counters, source.shown) as view,
+        _receivers(args, source.shown, drawings) as receivers,
+        LiveView(terminal, counters, source.shown, drawings) as view,
     ):
         receivers.append(view)
+        show_notice(terminal, client)
 
         def deliver(answered: AnsweredFrame) -> None:
             for receiver in receivers:
@@ -300,11 +279,11 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
         )
         feed = Feed(client, feed_settings, deliver, counters, patience=args.retry_for, waits=False)
-        view.now = feed.now
+        drawings.now = feed.now
 
         def offer(frame: CapturedFrame) -> None:
-            if args.track:
-                view.note_captured(frame)
+            if args.track and not args.every_frame:
+                drawings.newest = frame
             feed.offer(frame)
 
         camera = Camera(
@@ -377,14 +356,18 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _receivers(args: argparse.Namespace, source: str) -> Iterator[list[Receiver]]:
+def _receivers(
+    args: argparse.Namespace, source: str, drawings: Drawings
+) -> Iterator[list[Receiver]]:
     """Open the outputs. Raises OSError for a file that cannot be written, also at its end."""
     from legato_client.stream import outputs
 
     with contextlib.ExitStack() as stack:
         found: list[Receiver] = []
         for name in args.output:
-            found.append(outputs.open_output(name, source, args.every_frame, _standard_output))
+            found.append(
+                outputs.open_output(name, source, args.every_frame, _standard_output, drawings)
+            )
             stack.callback(found[-1].close)
         yield found
 

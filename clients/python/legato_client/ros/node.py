@@ -9,7 +9,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cyclonedds.core import DDSException, Policy, Qos, ReadCondition, SampleState, WaitSet
@@ -26,6 +26,7 @@ from legato_client._client import Client
 from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
+from legato_client._types.results import DetectResult, ResponseInfo, TrackNow
 from legato_client.ros import images, messages
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
 from legato_client.stream.frames import CapturedFrame, FrameCounters
@@ -151,7 +152,8 @@ class Parameters:
     """Topic names and publishing options.
 
     An object without a confidence gets `absent_score`; diagnostics are published every `period`
-    seconds.
+    seconds. Tracked objects are predicted `prediction_rate` times a second, to the topic
+    `predictions` unless that is empty.
 
     `by_arrival`: ages count from an image's arrival, not from its stamp, as with simulated time.
     """
@@ -166,6 +168,8 @@ class Parameters:
     by_arrival: bool
     absent_score: float
     period: float
+    predictions: str
+    prediction_rate: float
 
 
 class Node:
@@ -209,6 +213,12 @@ class Node:
             parameters.diagnostics, messages.DiagnosticArray, DEFAULT
         )
         self._info = participant.writer(parameters.info, messages.VisionInfo, LATCHED)
+        self._predictions: DataWriter[messages.Detection2DArray] | None = None
+        if parameters.predictions:
+            self._predictions = participant.writer(
+                parameters.predictions, messages.Detection2DArray, DEFAULT
+            )
+        self._latest: AnsweredFrame | None = None
         self._count = 0
 
     def stop(self) -> None:
@@ -224,6 +234,7 @@ class Node:
                 ("send", functools.partial(self._send, problems)),
                 ("images", self._read),
                 ("engine", self._ask_engine),
+                ("predict", self._predict),
             )
         ]
         for thread in threads:
@@ -270,6 +281,32 @@ class Node:
             except LegatoError as error:
                 self._engine = f"unknown: {error.reason or error.code}"
 
+    def _predict(self) -> None:
+        """Publish where tracked objects are now, by the images' clock."""
+        if self._predictions is None:
+            return
+        while not self._stopped.wait(1 / self._parameters.prediction_rate):
+            latest, now_ns = self._latest, time.time_ns()
+            if latest is not None:
+                array = self._predicted(latest, now_ns, self._feed.now(now_ns))
+                self._write(self._predictions, ros2.to_ros(array, messages))
+
+    def _predicted(
+        self, latest: AnsweredFrame, now_ns: int, tracks: Sequence[TrackNow]
+    ) -> ros2.Detection2DArray:
+        header, image = latest.frame.origin, latest.image
+        assert isinstance(header, messages.Header), "it is put there with the image"
+        assert image is not None, "`_publish` checks it"
+        stamp_ns = ros2.frame_stamp(header, 0).capture_time_ns or 0
+        stamp = messages.Time(*divmod(stamp_ns + now_ns - latest.frame.captured_ns, 10**9))
+        found = DetectResult(
+            tuple(dataclasses.replace(each.last, box=each.box) for each in tracks),
+            ResponseInfo("", self._feed.model, "", image=image),
+        )
+        size = image.width, image.height
+        moved = messages.Header(stamp, header.frame_id)
+        return images.of((found,), moved, size, self._parameters.absent_score)
+
     # ------------------------------------------------------------ images
 
     def _take(self, sample: messages.Image | messages.CompressedImage) -> None:
@@ -306,6 +343,7 @@ class Node:
         size = image.width, image.height
         array = images.of(outcomes, header, size, self._parameters.absent_score)
         self._write(self._detections, ros2.to_ros(array, messages))
+        self._latest = answered
 
     def _publish_model(self) -> None:
         model = self._feed.model

@@ -21,7 +21,14 @@ from legato_client._errors import (
     Unavailable,
 )
 from legato_client._session.blocking_session import Session
-from legato_client._types.results import DetectResult, FrameStamp, ImageInfo, Result, TrackNow
+from legato_client._types.results import (
+    Detection,
+    DetectResult,
+    FrameStamp,
+    ImageInfo,
+    Result,
+    TrackNow,
+)
 from legato_client._types.server import FrameDropped, FrameResult, GoAway
 from legato_client._types.tasks import DetectTask, Task, Tracking
 from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, Mailbox
@@ -87,7 +94,10 @@ class FeedSession:
 
     def now(self, at_ns: int) -> tuple[TrackNow, ...]:
         """Predict the tracked objects, as `Session.now`."""
-        return self._session.now(at_ns)
+        return tuple(
+            dataclasses.replace(track, last=self._named(track.last))
+            for track in self._session.now(at_ns)
+        )
 
     def wait_for_room(self) -> bool:
         """Wait a moment for a credit; return whether there is one."""
@@ -179,11 +189,11 @@ class FeedSession:
     def _with_prefix(self, outcome: Result | LegatoError) -> Result | LegatoError:
         if not self._track_prefix or not isinstance(outcome, DetectResult):
             return outcome
-        objects = (
-            dataclasses.replace(each, track_id=each.track_id and self._track_prefix + each.track_id)
-            for each in outcome.objects
-        )
-        return dataclasses.replace(outcome, objects=tuple(objects))
+        return dataclasses.replace(outcome, objects=tuple(map(self._named, outcome.objects)))
+
+    def _named(self, found: Detection) -> Detection:
+        name = found.track_id and self._track_prefix + found.track_id
+        return dataclasses.replace(found, track_id=name)
 
     def _drop(self, answer: FrameDropped) -> None:
         with self._lock:

@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
 from legato_client import draw
 from legato_client._errors import LegatoError
-from legato_client._types.results import Mark
+from legato_client._types.results import Detection, Mark, TrackNow
 from legato_client.batch import output, video
 from legato_client.batch.images import BatchImage, Key
 from legato_client.stream.feed import AnsweredFrame
+from legato_client.stream.frames import CapturedFrame
 
 _MAX_WAITING = 8  # frames; each holds its pixels
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """Frame to draw, its marks, and below them the measured boxes of extrapolated objects."""
+
+    frame: CapturedFrame
+    marks: Sequence[Mark]
+    faint: Sequence[Mark] = ()
+
+
+class Drawings:
+    """Drawings of answers: on their own frames, or with tracked objects on the newest frame.
+
+    There the boxes are where the objects are expected in it. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.now: Callable[[int], Sequence[TrackNow]] = lambda at_ns: ()
+        """Function that predicts the tracked objects at a capture time."""
+        self.newest: CapturedFrame | None = None
+        """The frame captured last; None: draw on each answer's own frame."""
+
+    def of(self, answered: AnsweredFrame) -> Drawing:
+        found, newest = marks(answered), self.newest
+        tracks = self.now(newest.captured_ns) if newest is not None else ()
+        if newest is None or not tracks:
+            return Drawing(answered.frame, found)
+        measured = [each for each in found if isinstance(each, Detection) and each.track_id]
+        others = [each for each in found if each not in measured]
+        expected = [dataclasses.replace(each.last, box=each.box) for each in tracks]
+        return Drawing(newest, (*expected, *others), measured)
+
+
 class BackgroundWorker:
-    """Thread that passes answered frames to `work`, so that reading answers continues.
+    """Thread that passes drawings to `work`, so that reading answers continues.
 
     A full queue drops its oldest frame, counted as `num_dropped`; if `every` frame is required,
     the caller waits. The next call raises an OSError of `work`.
     """
 
-    def __init__(self, work: Callable[[AnsweredFrame], None], every: bool) -> None:
+    def __init__(self, work: Callable[[Drawing], None], every: bool) -> None:
         self._work = work
         self._every = every
         self._changed = threading.Condition()  # guards the rest
-        self._waiting: collections.deque[AnsweredFrame] = collections.deque()
+        self._waiting: collections.deque[Drawing] = collections.deque()
         self._closed = False
         self._problem: OSError | None = None
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="legato-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, answered: AnsweredFrame) -> None:
+    def submit(self, drawing: Drawing) -> None:
         with self._changed:
             if self._every:
                 self._changed.wait_for(lambda: len(self._waiting) < _MAX_WAITING or self._problem)
@@ -44,7 +78,7 @@ class BackgroundWorker:
                 self._waiting.popleft()
                 self.num_dropped += 1
             self._raise()
-            self._waiting.append(answered)
+            self._waiting.append(drawing)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -60,23 +94,23 @@ class BackgroundWorker:
             raise self._problem
 
     def _run(self) -> None:
-        while (answered := self._next()) is not None:
+        while (drawing := self._next()) is not None:
             try:
-                self._work(answered)
+                self._work(drawing)
             except OSError as error:
                 with self._changed:
                     self._problem = error
                     self._changed.notify_all()
                 return
 
-    def _next(self) -> AnsweredFrame | None:
+    def _next(self) -> Drawing | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
-            answered = self._waiting.popleft()
+            drawing = self._waiting.popleft()
             self._changed.notify_all()
-            return answered
+            return drawing
 
 
 # ---------------------------------------------------------------- outputs
@@ -119,19 +153,19 @@ class JsonLinesOutput:
 
 
 class VideoOutput:
-    """MP4 file of the answered frames with their own marks, each shown until the next.
+    """MP4 file of an answer's drawing for each answer, shown until the next.
 
-    A mark is drawn on the frame in which it was found, however late. If drawing is slower than
-    the answers, frames are dropped, unless `every` one is required.
+    If drawing is slower than the answers, frames are dropped, unless `every` one is required.
     """
 
-    def __init__(self, path: Path, every: bool) -> None:
+    def __init__(self, path: Path, every: bool, drawings: Drawings) -> None:
+        self._drawings = drawings
         self._writer = video.VideoWriter(path).__enter__()
         self._last = -1.0
         self._worker = BackgroundWorker(self._draw, every)
 
     def take(self, answered: AnsweredFrame) -> None:
-        self._worker.submit(answered)
+        self._worker.submit(self._drawings.of(answered))
 
     def close(self) -> None:
         try:
@@ -143,26 +177,31 @@ class VideoOutput:
     def num_dropped(self) -> int:
         return self._worker.num_dropped
 
-    def _draw(self, answered: AnsweredFrame) -> None:
-        if answered.frame.time <= self._last:
+    def _draw(self, drawing: Drawing) -> None:
+        frame = drawing.frame
+        if frame.time <= self._last:
             return  # answers of two sessions may cross
         try:
-            drawn = draw.annotate(answered.frame.image(), marks(answered))
+            drawn = draw.annotate(frame.image(), drawing.marks, faint=drawing.faint)
         except ValueError:
             return  # an undecodable image: the server has already reported it
-        self._writer.write(drawn, answered.frame.time)
-        self._last = answered.frame.time
+        self._writer.write(drawn, frame.time)
+        self._last = frame.time
 
 
 def open_output(
-    name: str, source: str, every: bool, standard_output: Callable[[], IO[bytes]]
+    name: str,
+    source: str,
+    every: bool,
+    standard_output: Callable[[], IO[bytes]],
+    drawings: Drawings,
 ) -> Receiver:
     """Open an output. Raises OSError, and ValueError for an unknown ending."""
     if name == "-":
         return JsonLinesOutput(standard_output(), source)
     path = Path(name)
     if path.suffix.lower() == ".mp4":
-        return VideoOutput(path, every)
+        return VideoOutput(path, every, drawings)
     if path.suffix.lower() == ".jsonl":
         return JsonLinesOutput(path.open("wb"), source)
     raise ValueError(f"an output is -, or a file that ends in {' or '.join(SUFFIXES)}: {name!r}")

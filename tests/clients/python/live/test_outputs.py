@@ -25,6 +25,11 @@ IMAGE = ImageInfo("", *SIZE, False)
 CUP = Detection(Box(0.25, 0.25, 0.75, 0.75), "cup", 0.875, "7")
 
 
+def drawing(number: int) -> outputs.Drawing:
+    """What is drawn of an answer."""
+    return outputs.Drawings().of(answered(number))
+
+
 def answered(
     number: int = 0, *, time: float | None = None, size: tuple[int, int] = SIZE
 ) -> AnsweredFrame:
@@ -58,7 +63,7 @@ def test_a_line_has_results_time_and_age():
 @pytest.mark.parametrize("size", [(360, 640), (900, 300)])
 def test_a_film_has_the_shape_of_its_images(tmp_path, size):
     """Whatever it is."""
-    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True)
+    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True, drawings=outputs.Drawings())
     film.take(answered(0, size=size))
     film.close()
     with av.open(str(tmp_path / "out.mp4")) as container:
@@ -68,7 +73,7 @@ def test_a_film_has_the_shape_of_its_images(tmp_path, size):
 
 def test_a_film_has_each_image_at_its_time(tmp_path):
     """With its marks; of another size it is fitted, and one that comes late is left out."""
-    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True)
+    film = outputs.VideoOutput(tmp_path / "out.mp4", every=True, drawings=outputs.Drawings())
     for each in (answered(0), answered(1), answered(9, time=0.05), answered(2, size=(160, 120))):
         film.take(each)
     film.close()
@@ -83,7 +88,7 @@ def test_a_film_has_each_image_at_its_time(tmp_path):
 def test_another_ending_is_refused(name):
     """The message says which there are."""
     with pytest.raises(ValueError, match=r"ends in \.jsonl or \.mp4"):
-        outputs.open_output(name, "clip", False, io.BytesIO)
+        outputs.open_output(name, "clip", False, io.BytesIO, outputs.Drawings())
 
 
 def test_slow_work_does_not_delay_answers():
@@ -97,7 +102,7 @@ def test_slow_work_does_not_delay_answers():
 
     worker = BackgroundWorker(slow, every=False)
     for number in range(20):
-        worker.submit(answered(number))
+        worker.submit(drawing(number))
     go.set()
     worker.close()
     assert len(taken) + worker.num_dropped == 20
@@ -109,7 +114,7 @@ def test_slow_work_on_every_image_takes_them_all():
     taken = []
     worker = BackgroundWorker(lambda each: taken.append(each.frame.number), every=True)
     for number in range(50):
-        worker.submit(answered(number))
+        worker.submit(drawing(number))
     worker.close()
     assert taken == list(range(50))
 
@@ -129,7 +134,7 @@ def test_a_failure_of_slow_work_is_told():
 
 def fill(worker: BackgroundWorker) -> None:
     for number in range(99):
-        worker.submit(answered(number))
+        worker.submit(drawing(number))
 
 
 def test_rows_say_what_where_how_sure_and_which():
@@ -158,7 +163,7 @@ def test_a_large_terminal_shows_image_and_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "40")
     out = TerminalFile()
-    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4", outputs.Drawings()) as view:
         view.take(answered())
         view.refresh()
     text = out.getvalue()
@@ -172,7 +177,7 @@ def test_a_small_terminal_shows_the_table_only(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "12")
     out = TerminalFile()
-    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4") as view:
+    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4", outputs.Drawings()) as view:
         view.take(answered())
         view.refresh()
     assert "▀" not in out.getvalue()
