@@ -8,6 +8,7 @@ import pytest
 import torch
 from legato_client import Client, Message, NotFound, Options, QueryTask, Sampling
 
+from benchmarks.cpu.rounding import text_cost
 from tests.e2e.server import Server
 from tests.published import reference
 from tests.published.engine import engine, prompt, tokens
@@ -122,3 +123,17 @@ def test_adapters_are_refused(client):
     with pytest.raises(NotFound) as caught:
         client.query(None, "Hello", options=Options(adapter="cups"))
     assert caught.value.reason == "ADAPTER_NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("form", "most_perplexity", "least_agreement"),
+    [("fp8", 16.8, 0.91), ("int8", 16.2, 0.95), ("int4", 24.0, 0.72)],
+)
+def test_a_gpu_s_rounded_weights_stay_near(weights, form, most_perplexity, least_agreement):
+    """Perplexity of the licence is 15.95 in float32, whose answers all are the likeliest.
+
+    Four bits cost a model of this size much, in groups of 64 inputs with no minimum.
+    """
+    cost = text_cost(weights, form)
+    assert 15.8 < cost.perplexity < most_perplexity
+    assert cost.agreement > least_agreement
