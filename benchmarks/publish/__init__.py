@@ -1,9 +1,8 @@
 """What the documents show of the records: tables, charts and diagrams.
 
-`python -m benchmarks publish` writes the tables of README.md, docs/performance.md and
-docs/scaling.md, each between two markers, and the SVG files in docs/images. `--check` writes
-nothing and fails when one of them is not current, or when a figure in prose has no record
-(`claims`).
+`python -m benchmarks publish` writes the tables of `DOCUMENTS`, each between two markers, and the
+SVG files in docs/images. `--check` writes nothing and fails when one of them is not current, or
+when a figure in prose has no record (`claims`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from benchmarks.publish import charts, claims, diagrams, tables
 from benchmarks.publish.records import Records
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/scaling.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/quickstart-robot.md", "docs/scaling.md")
 IMAGES = "docs/images"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -279,6 +279,28 @@ def tiny(records: Records) -> str:
     return table(heads, rows) + sources(records, name)
 
 
+def lift(records: Records) -> str:
+    """Format the errors of centres in 3D."""
+    shown = {
+        "box": "box",
+        "box: median of all": "median over the same box, to compare",
+        "outline": "outline",
+        "point": "point",
+    }
+    found = {each["method"]: each for each in records.figures("lift")["mujoco"]}
+    parts = [each for each in found["box"]["parts"] if each["occlusion"] in (0, 0.4)]
+    keys = [(each["distance_m"], each["occlusion"]) for each in parts]
+    rows = []
+    for method, name in shown.items():
+        own = {(e["distance_m"], e["occlusion"]): e for e in found[method]["parts"]}
+        cells = (f"{100 * own[k]['median_m']:.1f} / {100 * own[k]['p95_m']:.1f}" for k in keys)
+        within = found[method]["within"]
+        rows.append([name, *cells, "-" if within is None else f"{within:.0%}"])
+    places = (f"{d:g} m" + (f", {o:.0%} hidden" if o else "") for d, o in keys)
+    heads = ("error, cm (median / P95)", *places, "within two deviations")
+    return table(heads, rows) + sources(records, "lift")
+
+
 def headline(records: Records) -> str:
     """Format the one table of README.md."""
     labels = {
@@ -352,6 +374,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "headline": headline,
     "hop": hop,
     "idle_sessions": idle_sessions,
+    "lift": lift,
     "lone": lone,
     "moondream3": moondream3,
     "requests": requests,
