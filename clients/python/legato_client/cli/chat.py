@@ -52,9 +52,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     """Run the command; with `--json` each answer is one line."""
-    talk = Conversation(
-        args.system, _image(args.image), args.reasoning, arguments.sampling_of(args)
-    )
+    talk = ChatHistory(args.system, _image(args.image), args.reasoning, arguments.sampling_of(args))
     person = sys.stdin.isatty() and terminal.is_interactive
     if person:
         importlib.import_module("readline")  # input() edits lines and remembers them
@@ -79,8 +77,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
                 terminal.line(f"{error}{hint}")
 
 
-class Conversation:
-    """Conversation so far, without unanswered questions."""
+class ChatHistory:
+    """Messages so far, without unanswered questions."""
 
     def __init__(
         self, system: str, image: bytes | None, reasoning: bool, sampling: Sampling
@@ -109,7 +107,7 @@ class Conversation:
 
 
 def _answer(
-    client: Client, talk: Conversation, question: str, options: Options, terminal: Terminal
+    client: Client, talk: ChatHistory, question: str, options: Options, terminal: Terminal
 ) -> None:
     """Print the answer; Ctrl-C ends it, and the question is forgotten."""
     task = talk.task(question)
@@ -129,7 +127,7 @@ def _answer(
         events.close()
 
 
-def _command(talk: Conversation, line: str, terminal: Terminal) -> None:
+def _command(talk: ChatHistory, line: str, terminal: Terminal) -> None:
     """Carry out a command. Raises CommandError if it is unknown or its file unreadable."""
     name, _, rest = line.partition(" ")
     match name:
