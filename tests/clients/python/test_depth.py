@@ -94,6 +94,15 @@ def test_an_object_is_told_from_its_background():
     assert found.center[2] == pytest.approx(1.5)
 
 
+def test_a_box_beside_its_object_is_corrected_half_way():
+    """The centre is between the box's middle and that of the surface in it."""
+    depth = flat(4.0)
+    depth[:, 320:] = 2.0
+    (found,) = lift([CUP], depth, K)
+    u = (319.5 + 399.5) / 2
+    assert found.center == pytest.approx(((u - K[2]) / K[0] * 2, 0, 2), abs=HALF_PIXEL)
+
+
 def test_an_outline_has_its_own_pixels_only():
     """A ring's hole, which shows the wall, neither counts as valid nor moves the centre."""
     path = "M0,0 L1,0 L1,1 L0,1Z M0.1,0.1 L0.1,0.9 L0.9,0.9 L0.9,0.1Z"  # turns the other way
@@ -111,13 +120,18 @@ def test_an_unreadable_outline_counts_as_its_box():
 
 
 def test_noise_is_in_the_covariance():
-    """Along the ray the covariance is the depth's noise; it is symmetric with no negative value."""
+    """Along the ray it is the depth's noise, across it that of the box, a proper covariance."""
     rng = np.random.default_rng(0)
     aside = Detection(Box(0.6, 0.6, 0.9, 0.9), "cup")
     noisy = flat() + rng.normal(size=SHAPE) * 0.03
     (found,) = lift([aside], noisy, K)
     matrix = np.array(found.covariance)
     assert math.sqrt(matrix[2, 2]) == pytest.approx(0.03, rel=0.1)
+    assert found.center
+    x, _, z = found.center
+    across = z / 500 * math.hypot(1, 0.03 * 0.3 * 640)  # a pixel, and 3 % of the box's width
+    assert matrix[0, 0] == pytest.approx(across**2 + (x / z) ** 2 * matrix[2, 2])
+    assert matrix[0, 2] == pytest.approx(x / z * matrix[2, 2])
     assert np.allclose(matrix, matrix.T)
     assert np.linalg.eigvalsh(matrix).min() > 0
 
