@@ -154,7 +154,9 @@ def openai_cases(url: str, model: str, image: str, _folder: str) -> dict[str, Ca
             ).output_text
         ),
         "tools of a response": lambda: respond(tools=[{"type": "web_search"}]),
-        "structured response": lambda: respond(text={"format": {"type": "json_object"}}),
+        "structured response": lambda: (
+            respond(text={"format": {"type": "json_object"}}).output_text
+        ),
         "stored response": lambda: respond(previous_response_id="resp_1"),
         "completions": lambda: client.completions.create(model=model, prompt="hello").choices,
         "embeddings": lambda: client.embeddings.create(model=model, input="hello").data,
