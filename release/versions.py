@@ -52,6 +52,7 @@ VERSIONS = (
     Place("service/pyproject.toml", r'"legato-tiny==([^"]+)"'),
     Place("engine/tiny/pyproject.toml", OWN),
     Place("clients/go/legato/dial.go", r'^const Version = "([^"]+)"$'),
+    Place("clients/cpp/CMakeLists.txt", r"^project\(legato VERSION ([^ ]+) "),
 )
 REVISIONS = (
     Place("service/legato_service/services/server.py", r"^CONTRACT_REVISION = (\d+)\b"),
