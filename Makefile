@@ -249,7 +249,7 @@ go: ## vet and test the Go client (LEGATO_SERVER=host:port asks a server too)
 	@cd clients/go && go vet ./... && go test ./...
 
 cpp: | $(STAMP) ## build the C++ client, run its tests, quickstart and conformance cases before legato-tiny
-	@$(PY) -m pytest -n 0 tests/interop/test_cpp.py $(ARGS)
+	@$(PY) -m pytest -n 0 tests/interop/test_cpp.py "tests/e2e/test_security.py::test_the_cpp_client" $(ARGS)
 	@$(PY) -m pytest -n 0 tests/conformance -k cpp $(ARGS)
 
 bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)

@@ -1,8 +1,10 @@
-// Asks a server of the null engine: client_test ADDRESS. A step of it takes some ms. Prints nothing where all is as it should be.
+// Asks a server of the null engine, a step of which takes some ms: client_test ADDRESS. With CA CERTIFICATE KEY TOKEN, all
+// files, it asks one that has TLS and tokens. Prints nothing where all is as it should be.
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <map>
 #include <set>
@@ -212,14 +214,37 @@ void test_the_end_of_a_session_wakes_its_senders(const Client& client) {
   CHECK(ERROR_OF(client.open_session(unknown)).reason == "MODEL_NOT_FOUND");
 }
 
+std::string read_file(const std::string& path, char end = 0) {
+  std::ifstream file(path);
+  std::string text;
+  std::getline(file, text, end);
+  return text;
+}
+
+void test_a_secured_server_answers_and_is_checked(const std::string& address, char** files) {
+  ClientOptions options;
+  options.tls = true;
+  options.ca = read_file(files[0]);
+  options.certificate = read_file(files[1]);
+  options.key = read_file(files[2]);
+  options.token = read_file(files[3], '\n');
+  CHECK(!Client(address, options).query({}, {"Why?"}).answer.empty());
+  options.ca.clear();
+  CHECK(ERROR_OF(Client(address, options).query({}, {"Why?"})).code == grpc::StatusCode::UNAVAILABLE);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 2) {
-    std::cerr << "usage: client_test ADDRESS\n";
+  if (count != 2 && count != 6) {
+    std::cerr << "usage: client_test ADDRESS [CA CERTIFICATE KEY TOKEN]\n";
     return 2;
   }
   try {
+    if (count == 6) {
+      test_a_secured_server_answers_and_is_checked(words[1], words + 2);
+      return 0;
+    }
     const Client client(words[1]);
     test_every_skill_answers(client);
     test_an_error_names_the_field(client);

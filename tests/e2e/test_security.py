@@ -322,3 +322,16 @@ def test_the_go_client(secured, mutual):
         events = [json.loads(line) for line in done.stdout.splitlines()]
         ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
         assert ended == {"TestSecuredServer": "pass"}, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_cpp_client(secured, mutual):
+    """Its own test against a server with TLS, and against one that asks for its certificate."""
+    try:
+        programs.build_cpp("client_test")
+    except programs.Missing as error:
+        pytest.skip(str(error))
+    for server in (secured, mutual):
+        files = (server.files.ca, server.files.client_cert, server.files.client_key)
+        program = str(programs.CPP_BUILD / "client_test")
+        programs.run(program, server.address, *map(str, files), str(server.token_file))

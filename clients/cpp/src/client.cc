@@ -81,6 +81,7 @@ void set_limits(const From& from, Request& to) {
 Client::Client(const std::string& target, ClientOptions options) {
   check(target, options);
   grpc::ChannelArguments arguments;
+  arguments.SetUserAgentPrefix("legato-cpp/" LEGATO_VERSION);
   arguments.SetServiceConfigJSON(kServiceConfig);
   arguments.SetMaxReceiveMessageSize(options.max_message_bytes);
   auto channel = grpc::CreateCustomChannel(target, credentials_of(options), arguments);
