@@ -123,7 +123,7 @@ def _plain(expression):
 def test_rejections_are_compared_with_all_calls_that_can_be_rejected(method):
     """The gate admits the calls of both services."""
     (calls,) = (
-        each for each in selectors(ALERTS["LegatoRejections"]["expr"]) if "rpcs" in each.name
+        each for each in selectors(ALERTS["LegatoRejections"]["expr"]) if "rpcs" in str(each.name)
     )
     ((name, pattern),) = re.findall(
         r"(\w+)=~\"([^\"]+)", ALERTS["LegatoRejections"]["expr"].split(calls.name)[1]
