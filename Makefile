@@ -184,7 +184,7 @@ test-without-megakernel: | $(STAMP) ## the engine's tests that need no megakerne
 	&& cd "$$copy" && export PYTHONPATH="$$copy/engine:$$copy/engine/tiny:$$copy/service:$$copy/clients/python:$$copy/proto/gen" \
 	&& $(PY) -c "import pathlib, legato_engine.kernels as k; assert k.__path__[0].startswith('$$copy'); assert not pathlib.Path(k.__path__[0], 'megakernel').exists()" \
 	&& OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -q -m "not gpu and not slow" \
-		tests/engine/runtime tests/engine/scheduler tests/engine/engine/core $(ARGS)
+		tests/engine/runtime tests/engine/scheduler $(addprefix tests/engine/core/test_,requests.py limits.py images.py resumption.py) $(ARGS)
 
 test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race
 	@$(TESTS) -p tests.stalls --timeout 900 $(ARGS)
@@ -215,7 +215,7 @@ recording: | $(STAMP) ## record the playground in Chromium: docs/images/playgrou
 
 mesh: | $(STAMP) ## servers placed by Ray behind Envoy, killed, stopped, updated and scaled under load
 	@$(PY) -c "import ray.serve" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e "service[ray]"
-	@$(PY) -m pytest -n 0 tests/deploy/test_envoy.py tests/deploy/test_envoy_ways.py tests/deploy/test_envoy_tls.py tests/ray $(ARGS)
+	@$(PY) -m pytest -n 0 tests/deploy/test_envoy.py tests/ray $(ARGS)
 
 kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
 	@$(PY) -m tests.e2e.kill_run $(ARGS)

@@ -1,15 +1,17 @@
-"""The chart as Helm renders it, and the tools that judge what is in deploy/."""
+"""The files of deploy/ as tests read them: chart, Containerfile and PromQL."""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import promql_parser
 import pytest
 import yaml
 
@@ -91,3 +93,127 @@ def go_module(module: str) -> Path:
         ["go", "mod", "download", "-json", module], stdout=subprocess.PIPE, check=True, cwd="/"
     )
     return Path(json.loads(done.stdout)["Dir"])
+
+
+# ---------------------------------------------------------------- containerfile
+
+FILE = DEPLOY / "Containerfile"
+
+
+class Step(NamedTuple):
+    """An instruction and its arguments."""
+
+    instruction: str
+    arguments: str
+
+    @property
+    def words(self) -> list[str]:
+        """Of the exec form, which no shell reads."""
+        words: list[str] = json.loads(self.arguments)
+        return words
+
+
+def stages() -> dict[str, list[Step]]:
+    """The steps of each stage, without those of the stage that it begins with."""
+    text = re.sub(r"^\s*#.*\n", "", FILE.read_text(), flags=re.MULTILINE)
+    found: dict[str, list[Step]] = {}
+    name = ""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if not line.strip():
+            continue
+        step = Step(*line.split(None, 1))
+        if step.instruction == "FROM":
+            name = step.arguments.rpartition(" AS ")[2]
+        found.setdefault(name, []).append(step)
+    return found
+
+
+def image(target: str) -> list[Step]:
+    """The steps of a target, with those of the stages that it begins with."""
+    all_stages = stages()
+    base = all_stages[target][0].arguments.partition(" AS ")[0]
+    return [*(image(base) if base in all_stages else []), *all_stages[target]]
+
+
+def last(target: str, instruction: str) -> Step:
+    """What is in force in an image."""
+    return [step for step in image(target) if step.instruction == instruction][-1]
+
+
+def environment(target: str) -> dict[str, str]:
+    steps = [step.arguments for step in image(target) if step.instruction == "ENV"]
+    return dict(pair.split("=", 1) for step in steps for pair in step.split())
+
+
+def copied() -> set[Path]:
+    """What the build takes from the repository."""
+    steps = [step for steps in stages().values() for step in steps if step.instruction == "COPY"]
+    sources = [each.arguments.split()[:-1] for each in steps if "--from" not in each.arguments]
+    return {Path(source) for step in sources for source in step}
+
+
+# ---------------------------------------------------------------- expressions
+# The PromQL of the dashboard and of the alert rules.
+
+DASHBOARD = DEPLOY / "grafana" / "legato.json"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+_VARIABLES = {"$__rate_interval": "5m", "$instance": ".*"}
+_LABEL_VALUES = re.compile(r"label_values\((\w+), (\w+)\)")
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard."""
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def panels(row: str = "") -> list[dict[str, Any]]:
+    """All panels but rows, or those of one row, in the order in which they are shown."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    title = ""
+    for panel in dashboard()["panels"]:
+        if panel["type"] == "row":
+            title = panel["title"]
+            found[title] = list(panel["panels"])
+        else:
+            found[title].append(panel)
+    return found[row] if row else [panel for each in found.values() for panel in each]
+
+
+def rules() -> list[dict[str, Any]]:
+    """All rules, of alerts and of recorded series."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def expressions() -> dict[str, str]:
+    """All expressions by where they are."""
+    found: dict[str, str] = {}
+    for panel in panels():
+        for target in panel["targets"]:
+            found[f"panel {panel['title']} {target['refId']}"] = _filled(target["expr"])
+    for variable in dashboard()["templating"]["list"]:
+        if match := _LABEL_VALUES.fullmatch(variable.get("definition", "")):
+            found[f"variable {variable['name']}"] = f"count by ({match[2]}) ({match[1]})"
+    for rule in rules():
+        found[rule.get("alert") or rule["record"]] = rule["expr"]
+    return found
+
+
+def _filled(expression: str) -> str:
+    for name, value in _VARIABLES.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+def selectors(expression: str) -> Iterator[promql_parser.VectorSelector]:
+    """All selectors of series in an expression."""
+    found: list[promql_parser.VectorSelector] = []
+
+    def visit(node: Any) -> bool:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+        return True
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return iter(found)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from legato_client import Client
 
-from tests.e2e.jobs import Answer, ask, jobs
+from tests.e2e.history import Answer, ask, jobs
 from tests.e2e.server import Server
 
 

@@ -1,21 +1,115 @@
-"""A client that goes away, however and whenever, leaves no resource held in the engine."""
+"""Clients that go away and deadlines that pass leave no resource held."""
+
+from __future__ import annotations
 
 import collections
 import contextlib
 import itertools
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 
 import grpc
 import pytest
-from legato.v1 import inference_pb2, media_pb2
+from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2, task_pb2
 
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
-from tests.e2e.server import ENVIRONMENT, SLOWLY, Server, children, until
+from tests.e2e.server import ENVIRONMENT, SLOWLY, TWO_HEARTBEATS, Server, children, until
 from tests.e2e.victim import READY
+
+# -------------------------------------------------------------- calls that no client library sends
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7
+_END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
+_FRAME_HEADER = 9
+
+
+class RawCall:
+    """One call on a connection of its own; with `ends`, `messages` are all of the client's."""
+
+    def __init__(
+        self,
+        address: str,
+        method: str,
+        messages: list[bytes],
+        headers: dict[str, str],
+        *,
+        ends: bool = True,
+        wait: float = 20.0,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=wait)
+        self._unread = b""
+        fields = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": method,
+            ":authority": address,
+            "te": "trailers",
+            "content-type": "application/grpc",
+            **headers,
+        }
+        block = b"".join(map(_literal, fields.items()))
+        body = b"".join(struct.pack(">BI", 0, len(each)) + each for each in messages)
+        self._socket.sendall(
+            _PREFACE
+            + _frame(_SETTINGS, 0, 0, b"")
+            + _frame(_HEADERS, _END_HEADERS, 1, block)
+            + _frame(_DATA, _END_STREAM if ends else 0, 1, body)
+        )
+
+    def end(self) -> bytes:
+        """Read until the call has ended; return all that the server sent as data and headers."""
+        received = b""
+        while True:
+            kind, flags, stream, payload = self._read()
+            if kind == _SETTINGS and not flags & _ACK:
+                self._socket.sendall(_frame(_SETTINGS, _ACK, 0, b""))
+            if kind == _PING and not flags & _ACK:
+                self._socket.sendall(_frame(_PING, _ACK, 0, payload))
+            if stream == 1 and kind in (_DATA, _HEADERS):
+                received += payload
+            ended = stream == 1 and (kind == _RST_STREAM or flags & _END_STREAM)
+            if kind == _GOAWAY or (ended and kind in (_DATA, _HEADERS, _RST_STREAM)):
+                return received
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _read(self) -> tuple[int, int, int, bytes]:
+        head = self._exactly(_FRAME_HEADER)
+        size = int.from_bytes(head[:3], "big")
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        return kind, flags, stream, self._exactly(size)
+
+    def _exactly(self, size: int) -> bytes:
+        while len(self._unread) < size:
+            received = self._socket.recv(1 << 16)
+            assert received, "the server closed the connection"
+            self._unread += received
+        taken, self._unread = self._unread[:size], self._unread[size:]
+        return taken
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _literal(field: tuple[str, str]) -> bytes:
+    """A header field without indexing and without Huffman coding."""
+    name, value = (part.encode() for part in field)
+    assert len(name) < 127 > len(value)
+    return bytes((0, len(name))) + name + bytes((len(value),)) + value
+
+
+# ---------------------------------------------------------------- cancellation
+# A client that goes away, however and whenever, leaves no resource held in the engine.
 
 DEADLINES = (1.0, 4.0, 16.0, 64.0)  # seconds; a longer one where a machine was not there in time
 PREFILL = 0.25  # seconds, about, of an image and a question on two idle cores
@@ -293,3 +387,89 @@ def test_cancelled_at_once(narrow):
         call.cancel()
     narrow.settle()
     assert len(narrow.inference.Detect(PROBE).objects) == 1
+
+
+# ---------------------------------------------------------------- deadlines
+# Deadlines from a nanosecond to the longest that gRPC's wire format carries.
+
+INFERENCE, IMAGES = "/legato.v1.InferenceService/", "/legato.v1.ImageService/"
+SHORT = ["1n", "1u"]
+LONG = ["597H", "1193H", "99999999S", "99999999M", "2562048H", "99999999H"]  # over 2^31 ms
+A_MONTH = 2_600_000.0  # seconds; a shorter deadline would hide the longer ones from the engine
+QUERY = inference_pb2.QueryRequest(question="hello")
+OK, DEADLINE_EXCEEDED = b"\x0bgrpc-status\x010", b"\x0bgrpc-status\x014"
+
+
+def named(request_id):
+    """A query whose reply is kept for repeats."""
+    request = inference_pb2.QueryRequest(question="hello")
+    request.options.request_id = request_id
+    return request
+
+
+def calls(timeout):
+    """One call of each kind: its method and messages."""
+    tasks = [task_pb2.Task(query=task_pb2.QueryTask(question=text)) for text in ("one", "two")]
+    image = two_shapes(offset=sum(timeout.encode()) % 70)  # an image of its own
+    upload = image_pb2.PutImageRequest
+    return {
+        "unary": (INFERENCE + "Query", [QUERY]),
+        "unary, named": (INFERENCE + "Query", [named(f"q{timeout}")]),
+        "unary, image": (
+            INFERENCE + "Detect",
+            [inference_pb2.DetectRequest(image=image.message(), object="cat")],
+        ),
+        "stream": (INFERENCE + "Generate", [inference_pb2.GenerateRequest(task=tasks[0])]),
+        "tasks": (INFERENCE + "RunTasks", [inference_pb2.RunTasksRequest(tasks=tasks)]),
+        "upload": (
+            IMAGES + "PutImage",
+            [upload(header=image_pb2.PutImageHeader()), upload(chunk=image.file())],
+        ),
+        "session": (
+            "/legato.v1.SessionService/Session",
+            [session_pb2.SessionRequest(open=session_pb2.SessionOpen())],
+        ),
+    }
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("legato-tiny", marks=pytest.mark.slow), "null"]
+)
+def either(request, tmp_path_factory):
+    """A server with a model, and one without."""
+    with Server(tmp_path_factory.mktemp("deadlines"), "--model", request.param) as running:
+        yield running
+
+
+def end_of(server, kind, timeout, *, ends=True):
+    """All that the server answers to a call of the kind."""
+    method, messages = calls(timeout)[kind]
+    bodies = [message.SerializeToString() for message in messages]
+    raw = RawCall(server.address, method, bodies, {"grpc-timeout": timeout}, ends=ends)
+    try:
+        return raw.end()
+    finally:
+        raw.close()
+
+
+@pytest.mark.parametrize("kind", calls("0"))
+def test_a_long_deadline_ends_no_call_and_no_engine(either, kind):
+    """Every kind of call takes a deadline months or millennia away, and the engine outlives it."""
+    engine = either.engine_pid
+    for timeout in LONG:
+        assert OK in end_of(either, kind, timeout), timeout
+        assert either.inference.Query(QUERY, timeout=A_MONTH).info.model
+    time.sleep(TWO_HEARTBEATS)
+    assert either.engine_pid == engine
+    assert either.is_serving()
+
+
+@pytest.mark.parametrize("kind", calls("0"))
+def test_a_deadline_that_has_passed_ends_at_most_the_call(either, kind):
+    """A deadline of a nanosecond is exceeded, or met within gRPC's own millisecond."""
+    engine = either.engine_pid
+    for timeout in SHORT:
+        answer = end_of(either, kind, timeout, ends=kind != "session")
+        assert DEADLINE_EXCEEDED in answer or OK in answer, timeout
+    assert either.inference.Query(QUERY, timeout=A_MONTH).info.model
+    assert either.engine_pid == engine

@@ -1,9 +1,14 @@
-"""The engine dies or hangs; the service tells the truth and carries on."""
+"""The engine dies, hangs or is stopped; the service tells the truth and carries on."""
 
 import collections
+import json
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import grpc
 import pytest
@@ -11,14 +16,13 @@ from legato.v1 import inference_pb2
 from legato_engine.failpoints import VARIABLE
 
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import NOT_SERVING, SERVING, Server, exists, failure_of, until
+from tests.e2e.server import ENVIRONMENT, NOT_SERVING, SERVING, Server, exists, failure_of, until
 from tests.grammar import Grammar
 
 SCENE = two_shapes()
 QUICK = ("-m", "tests.e2e.quick_service")
 NULL = ("--model", "null", "--null-step-ms", "20", "--null-objects", "1")
 """What is lost is a process; what its model had said, test_no_lost_work.py asks for."""
-pytestmark = pytest.mark.real_start
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 
@@ -54,6 +58,7 @@ class HealthLog:
         self._thread.join()
 
 
+@pytest.mark.real_start
 def test_a_killed_engine_is_told_and_replaced(mortal):
     """Health flips; requests in flight go on with the next engine; new ones are answered."""
     before = mortal.inference.Detect(PROBE)
@@ -78,6 +83,7 @@ def test_a_killed_engine_is_told_and_replaced(mortal):
     mortal.settle()
 
 
+@pytest.mark.real_start
 def test_requests_are_refused_while_there_is_no_engine(mortal):
     """Until the new engine is ready a call is refused at once, as UNAVAILABLE with a reason."""
     health = HealthLog(mortal)
@@ -93,6 +99,7 @@ def test_requests_are_refused_while_there_is_no_engine(mortal):
     assert len(mortal.inference.Detect(PROBE).objects) == 1
 
 
+@pytest.mark.real_start
 def test_the_engine_dies_with_the_service(tmp_path):
     """When the service is killed its engine leaves too, even in the middle of an answer."""
     with Server(tmp_path, *NULL) as server:
@@ -105,6 +112,7 @@ def test_the_engine_dies_with_the_service(tmp_path):
             list(stream)
 
 
+@pytest.mark.real_start
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_replaced(mortal):
     """A stopped engine turns the health, is put down, and another answers."""
@@ -115,3 +123,150 @@ def test_an_engine_that_hangs_is_replaced(mortal):
     health.close()
     assert not exists(hung)
     assert len(mortal.inference.Detect(PROBE).objects) == 1
+
+
+# ---------------------------------------------------------------- crash bundle
+# An engine that dies leaves a bundle, and the bundle can be run again.
+
+FAULT = "engine.commit=exit@90"
+
+
+def replay(*words):
+    """Run `legato replay`."""
+    return subprocess.run(
+        [sys.executable, "-m", "legato_client.cli", "replay", *words, "--threads", "2"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_crash_is_bundled_and_happens_again_in_a_replay(tmp_path, monkeypatch):
+    """With its failpoint; without, the same launches run to their end."""
+    monkeypatch.setitem(ENVIRONMENT, "LEGATO_FAILPOINTS", FAULT)
+    folder = tmp_path / "crashes"
+    with Server(tmp_path, "--crash-folder", str(folder)) as server:
+        with pytest.raises(grpc.RpcError):
+            list(server.inference.Generate(long_stream()))
+        until(lambda: server.events("engine_crash_bundle"))
+        path = server.events("engine_crash_bundle")[0]["path"]
+    monkeypatch.delitem(ENVIRONMENT, "LEGATO_FAILPOINTS")
+    bundle = json.loads((pathlib.Path(path) / "bundle.json").read_text())
+    assert bundle["death"]["exit_code"] == 86
+    assert bundle["failpoints"] == FAULT
+    assert len(bundle["in_flight"]) == 1
+    assert [shape["committed"] for shape in bundle["launches"]][-3:] == [True, False, False]
+    again = replay(path)
+    assert again.returncode == 3, again.stderr
+    assert "exited with code 86: the crash happened again" in again.stdout
+    without = replay(path, "--no-failpoints")
+    assert without.returncode == 0, without.stderr
+    assert "The crash did not happen again" in without.stdout
+
+
+def test_a_killed_engine_leaves_a_bundle_with_its_stacks(tmp_path):
+    """SIGABRT writes stacks; the bundle names the signal. An engine that is stopped leaves none."""
+    folder = tmp_path / "crashes"
+    with Server(tmp_path, "--model", "null", "--crash-folder", str(folder)) as server:
+        os.kill(server.engine_pid, signal.SIGABRT)
+        until(lambda: server.events("engine_crash_bundle"))
+        path = pathlib.Path(server.events("engine_crash_bundle")[0]["path"])
+        until(server.is_serving)
+    assert json.loads((path / "bundle.json").read_text())["signal"] == "SIGABRT"
+    assert "process.py" in (path / "stacks.txt").read_text()
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_replay_of_no_bundle_says_so(tmp_path):
+    """With exit code 2."""
+    done = replay(str(tmp_path))
+    assert done.returncode == 2
+    assert "is no crash bundle" in done.stderr
+
+
+# ---------------------------------------------------------------- pauses
+# Either process is stopped by a signal for a while, as by a debugger, a snapshot or a freezer.
+
+PAUSES = [2, pytest.param(20, marks=pytest.mark.slow), pytest.param(90, marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server of its own."""
+    with Server(tmp_path, "--model", "null") as running:
+        yield running
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seconds", PAUSES)
+def test_a_pause_of_the_service_costs_no_engine(server, seconds):
+    """The service does not take its own pause for one of the engine: the same engine serves on."""
+    engine = server.engine_pid
+    os.kill(server.process.pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(server.process.pid, signal.SIGCONT)
+    until(server.is_serving)
+    for _ in range(20):
+        assert server.inference.Detect(PROBE).objects
+        time.sleep(0.05)
+    assert server.engine_pid == engine
+    assert not server.events("engine_hung")
+    assert not server.events("engine_lost")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_callers_are_refused_while_the_engine_is_paused(tmp_path, processes):
+    """Every process refuses at once, and serves when the engine continues."""
+    with Server(tmp_path, "--model", "null", "--processes", processes) as server:
+        engine = next(pid for pid in server.child_pids() if "core.process" in command(pid))
+        os.kill(engine, signal.SIGSTOP)
+        until(lambda: len(server.events("engine_hung")) == int(processes))
+        for _ in range(5):
+            with grpc.insecure_channel(server.address, (("grpc.use_local_subchannel_pool", 1),)):
+                refused = failure_of(lambda: server.inference.Detect(PROBE))
+                assert refused.code is grpc.StatusCode.UNAVAILABLE
+                assert refused.reason == "ENGINE_LOST"
+                assert refused.details["RetryInfo"].retry_delay.ToMilliseconds() > 0
+        assert not server.is_serving()
+        os.kill(engine, signal.SIGCONT)
+        until(server.is_serving)
+        until(lambda: len(server.events("engine_responds")) == int(processes))
+        assert server.inference.Detect(PROBE).objects
+        assert not server.events("engine_lost")
+
+
+def command(pid):
+    """The command line of a process."""
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seconds", [20, 90])
+def test_an_engine_that_is_paused_for_long_is_replaced(server, seconds):
+    """Another one serves long before the pause ends, and the end of the pause changes nothing."""
+    engine = server.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    timer = threading.Timer(seconds, lambda: _continue(engine))
+    timer.start()
+    until(lambda: server.events("engine_killed"))
+    until(server.is_serving)
+    assert timer.is_alive()
+    assert not exists(engine)
+    timer.join()
+    assert server.inference.Detect(PROBE).objects
+    assert server.engine_pid != engine
+
+
+def _continue(pid):
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return

@@ -20,7 +20,7 @@ from tests.clients.python.web.serving import (
     send,
 )
 from tests.e2e.server import PATIENCE, Server, until
-from tests.service.access.tokens import Token, write
+from tests.service.access.credentials import Token, write
 from tests.service.harness import image_bytes
 
 OPERATOR = Token("op", ["admin"], tenant="")

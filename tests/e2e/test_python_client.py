@@ -1,20 +1,37 @@
-"""What the Python client brings beyond the plain calls, against a real server."""
+"""The Python client against a real server: plain calls, sessions of both faces, and the robot."""
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from legato_client import (
+    Answer,
+    AsyncClient,
+    CaptionTask,
     Client,
+    DetectTask,
+    FrameDelta,
+    FrameDropped,
+    FrameResult,
+    FrameStamp,
     ImageInput,
     ImageNotFound,
     InvalidArgument,
+    Preempted,
     RawFrame,
+    Session,
     SharedFrames,
 )
 
+from examples.robot import report
+from examples.robot.drive import Clip, play
+from examples.robot.recording import Recording
+from examples.robot.scene import compose
 from tests.e2e.scenes import overlap, two_shapes
 from tests.e2e.server import Server
 
@@ -106,3 +123,122 @@ def test_operator(robot: Client) -> None:
     """The load is that of a serving engine; stopping what never was stops nothing."""
     assert robot.load().engine_state == "serving"
     assert robot.abort(request_id="never-was").aborted == 0
+
+
+# ---------------------------------------------------------------- sessions
+
+JPEG = SCENE.file("JPEG", quality=95)
+CIRCLE = DetectTask("red circle", task_id="circle")
+
+
+def test_a_video(client: Client) -> None:
+    """Every frame of a stream is answered in order, with its own stamp, on the right place."""
+    with client.session([CIRCLE], policy="every_frame") as session:
+
+        def feed() -> None:
+            for number in range(1, 7):
+                scene = two_shapes(number * 4)
+                stamp = FrameStamp("camera", 1_000_000_007 * number, number)
+                session.send(scene.file("JPEG", quality=95), stamp=stamp)
+            session.finish()
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        answers = [answer for answer in session if isinstance(answer, FrameResult)]
+        feeder.join()
+    assert [answer.sequence for answer in answers] == [*range(1, 7)]
+    for number, answer in enumerate(answers, 1):
+        assert answer.stamp == FrameStamp("camera", 1_000_000_007 * number, number)
+        (found,) = answer.result.objects  # type: ignore[union-attr] # a DetectTask's
+        assert overlap(found.box, two_shapes(number * 4).boxes["red circle"]) > 0.6
+
+
+async def test_too_many_frames(server: Server) -> None:
+    """Frames sent as fast as the server takes them: each has its results or its drop, once."""
+    outcomes: collections.Counter[int] = collections.Counter()
+    async with AsyncClient(server.address) as client, client.session([CIRCLE]) as session:
+
+        async def feed() -> None:
+            for _ in range(40):
+                await session.send(JPEG)
+            await session.finish()
+
+        feeder = asyncio.create_task(feed())
+        async for answer in session:
+            if isinstance(answer, FrameDropped) or (
+                isinstance(answer, FrameResult) and answer.last_for_frame
+            ):
+                outcomes[answer.sequence] += 1
+        await feeder
+        stats = session.stats
+    assert outcomes == dict.fromkeys(range(1, 41), 1)
+    assert stats.sent == stats.answered + stats.dropped == 40
+
+
+def test_deltas_and_changes(client: Client) -> None:
+    """Deltas come before their result, read late or not, where the window has room for all.
+
+    Tasks are changed, and a bad image fails alone.
+    """
+    with client.session([CIRCLE], stream_deltas=True, answer_window=8) as session:
+        session.send(JPEG)
+        *deltas, end = take_frame(session)
+        assert deltas
+        assert all(isinstance(delta, FrameDelta) for delta in deltas)
+        assert isinstance(end, FrameResult)
+        session.update_tasks([CaptionTask("short", task_id="caption")])
+        session.send(b"no image")
+        (*_, failed) = take_frame(session)
+        assert isinstance(failed, FrameResult)
+        assert failed.task_id == "caption"
+        assert isinstance(failed.outcome, InvalidArgument)
+
+
+def test_an_operator_ends_it(client: Client) -> None:
+    """A session that an operator stops fails as Preempted."""
+    with client.session([CIRCLE]) as session:
+        client.abort(session_id=session.terms.session_id)
+        with pytest.raises(Preempted):
+            next(session)
+
+
+def take_frame(session: Session) -> list[Answer]:
+    """The answers of one frame."""
+    answers: list[Answer] = []
+    for answer in session:
+        answers.append(answer)
+        if isinstance(answer, FrameResult) and answer.last_for_frame:
+            break
+    return answers
+
+
+# ---------------------------------------------------------------- the robot's camera
+
+NOUNS = ("bus", "dog")
+CAMERA_SCENE = compose(NOUNS, 0, (320, 240))
+FPS, COUNT = 10.0, 16  # more than two cores answer
+LONG = 60.0  # seconds; a machine under load must not make frames too old
+LEAST_OVERLAP = 0.85  # alone, every box of 288 had 0.91 or more
+
+
+async def _play(address: str) -> Recording:
+    clip = Clip([CAMERA_SCENE.jpeg(k / FPS) for k in range(COUNT)], FPS)
+    async with AsyncClient(address) as client:
+        return await play(client, clip, NOUNS, LONG)
+
+
+def test_every_frame_is_answered_rightly_or_dropped(server: Server) -> None:
+    """Both sides' books agree to the frame, the newest is answered, and boxes fit their image."""
+    recording = asyncio.run(_play(server.address))
+    figures = report.summarise(CAMERA_SCENE, recording)
+    frames = figures["frames"]
+    assert figures["faults"] == []
+    assert frames["sent"] + frames["left_out"] == COUNT  # a busy server grants no credit in time
+    assert frames["sent"] == frames["answered"] + frames["dropped"]
+    assert frames["dropped_as_the_server_counts"] == frames["dropped"]
+    assert set(frames["dropped_by_reason"]) <= {"superseded"}
+    assert recording.sent[-1].sequence in recording.answered()
+    assert figures["answers"] == {"total": frames["answered"] * len(NOUNS), "failed": 0}
+    assert figures["iou_at_capture"]["mean"] > LEAST_OVERLAP
+    assert figures["boxes_too_many"] == 0
+    assert figures["tracks_by_noun"] == dict.fromkeys(NOUNS, 1)

@@ -11,7 +11,7 @@ from legato_client import Client, Point, SegmentResult, SegmentTask
 from PIL import Image, ImageDraw
 
 from tests.e2e.server import Server
-from tests.engine.models.moondream.outlines import scripted
+from tests.engine.models.moondream.refiner import scripted
 from tests.grammar import check
 
 SIZE = (200, 150)

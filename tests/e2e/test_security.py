@@ -1,4 +1,4 @@
-"""TLS, tokens and certificates from every client to a real server, and two tenants of it."""
+"""TLS, tokens, certificates and tenants from every client to a real server of several processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, server_pb2, server_pb2_grpc
 from legato_client import (
     AsyncClient,
     CaptionTask,
@@ -28,8 +34,8 @@ from legato_client.cli import main
 
 from tests.clients.python.secure_server import Certificates
 from tests.conformance import programs
-from tests.e2e.server import Server
-from tests.service.access.tokens import Token, write
+from tests.e2e.server import ENVIRONMENT, PATIENCE, Server, children, until
+from tests.service.access.credentials import HOST, Authority, Files, Token, write
 
 STREET = (importlib.resources.files("legato_tiny") / "samples" / "street.jpg").read_bytes()
 PAGE = (programs.ROOT / "docs" / "quickstart-shell.md").read_text()
@@ -40,8 +46,6 @@ EXPIRED = Token("old-1", ["infer"], tenant="acme", expires="2020-01-01T00:00:00Z
 CERTIFICATE = (
     '[[credential]]\nid = "robot-7"\ntenant = "acme"\nscopes = ["infer"]\nsan = "robot-7"\n'
 )
-
-pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)  # the first build of Go's takes long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,7 @@ def mutual(certificates, tmp_path_factory):
 # ---------------------------------------------------------------- Python
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_blocking_client(secured):
     """Unary calls, streams, uploads and sessions, with the token of a file."""
     settings = {"ca": secured.files.ca, "token": secured.token_file}
@@ -115,6 +120,7 @@ def test_the_blocking_client(secured):
             assert session.terms.session_id
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_asyncio_client(secured):
     """The same."""
 
@@ -131,6 +137,7 @@ def test_the_asyncio_client(secured):
     asyncio.run(use())
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_certificates_of_clients(mutual):
     """A certificate is a credential, a token beside it decides, and without one nothing is sent."""
     with Client(mutual.address, ca=mutual.files.ca, **mutual.own) as client:
@@ -144,6 +151,7 @@ def test_certificates_of_clients(mutual):
         alone.models()
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 @pytest.mark.parametrize(
     ("token", "error"),
     [
@@ -167,6 +175,7 @@ def test_refused_credentials(secured, token, error):
 # ---------------------------------------------------------------- tenants
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_two_tenants_know_nothing_of_each_other(secured):
     """What one holds and showed is unknown to the other, who gets what it would get alone."""
     acme, rival = (
@@ -192,6 +201,7 @@ def hits(result):
 # ---------------------------------------------------------------- the command line
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_commands(secured, mutual, capsys, tmp_path, monkeypatch):
     """A skill, `info` and the load; with a certificate and the environment's token."""
     image = tmp_path / "street.jpg"
@@ -209,6 +219,7 @@ def test_the_commands(secured, mutual, capsys, tmp_path, monkeypatch):
     assert ACME.secret not in out
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
@@ -251,6 +262,7 @@ def lay_out(folder: Path, server: Secured) -> dict[str, str]:
     return {**os.environ, "PATH": programs.PATH}
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_grpcurl_recipes(secured, mutual, tmp_path):
     """A token over TLS lists the models; a certificate alone is a credential as well."""
     if shutil.which("grpcurl", path=programs.PATH) is None:
@@ -270,6 +282,7 @@ def test_the_grpcurl_recipes(secured, mutual, tmp_path):
         assert json.loads(done.stdout)
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_node_recipe(secured, tmp_path):
     """The program prints what it found, by the client that has TLS and a token."""
     try:
@@ -296,6 +309,7 @@ def test_the_node_recipe(secured, tmp_path):
     assert [0.0 <= float(side) <= 1.0 for side in box] == [True] * 4
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 def test_the_go_client(secured, mutual):
     """Its own test against a server that it is told of by the environment."""
     try:
@@ -324,6 +338,7 @@ def test_the_go_client(secured, mutual):
         assert ended == {"TestSecuredServer": "pass"}, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(2 * programs.PATIENCE)
 @pytest.mark.slow
 def test_the_cpp_client(secured, mutual):
     """Its own test against a server with TLS, and against one that asks for its certificate."""
@@ -335,3 +350,200 @@ def test_the_cpp_client(secured, mutual):
         files = (server.files.ca, server.files.client_cert, server.files.client_key)
         program = str(programs.CPP_BUILD / "client_test")
         programs.run(program, server.address, *map(str, files), str(server.token_file))
+
+
+# ---------------------------------------------------------------- access
+# Credentials and certificates of a real server with several processes.
+
+INFO = server_pb2.GetServerInfoRequest()
+OPERATOR = Token("op", ["admin"], tenant="")
+ROBOT = Token("robot", ["infer", "upload"])
+CONNECTIONS = 16  # the kernel spreads them over the processes
+
+
+class SecuredServer:
+    """Two service processes with TLS and tokens, on all interfaces."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority()
+        self.files = Files(folder, self.authority.server())
+        self.tokens = folder / "tokens.toml"
+        write(self.tokens, OPERATOR, ROBOT)
+        self._log = folder / "server.log"
+        self._options = [
+            *("--model", "null", "--processes", "2", "--log-level", "debug"),
+            *("--listen", "0.0.0.0:0", "--health-listen", "127.0.0.1:0"),
+            *("--tls-cert", str(self.files.cert), "--tls-key", str(self.files.key)),
+            *("--tokens", str(self.tokens)),
+        ]
+        self.environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": str(folder)}
+
+    def __enter__(self) -> SecuredServer:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "legato_service", *self._options],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        until(lambda: self.events("ready") or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log()
+        self.port = int(self.events("ready")[0]["address"].rpartition(":")[2])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == name]
+
+    def ask(self, root: bytes, token: Token) -> grpc.StatusCode:
+        """The status of a call over a new connection."""
+        credentials = grpc.ssl_channel_credentials(root)
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        with grpc.secure_channel(f"{HOST}:{self.port}", credentials, options) as channel:
+            stub = server_pb2_grpc.ServerServiceStub(channel)
+            try:
+                stub.GetServerInfo(INFO, metadata=token.metadata, timeout=20)
+            except grpc.RpcError as error:
+                return error.code()
+        return grpc.StatusCode.OK
+
+    def statuses(self, root: bytes, token: Token) -> set[grpc.StatusCode]:
+        return {self.ask(root, token) for _ in range(CONNECTIONS)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with SecuredServer(tmp_path_factory.mktemp("access")) as running:
+        yield running
+
+
+def test_every_process_asks_for_a_token(server):
+    stranger = Token("robot", ["infer"])
+    assert server.statuses(server.authority.pem, ROBOT) == {grpc.StatusCode.OK}
+    assert server.statuses(server.authority.pem, stranger) == {grpc.StatusCode.UNAUTHENTICATED}
+    assert server.statuses(Authority().pem, ROBOT) == {grpc.StatusCode.UNAVAILABLE}
+    assert not server.events("unauthenticated_listener")
+
+
+def test_the_client_brings_a_token_over_tls(server, tmp_path):
+    """Our own client, with the authority's file."""
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(server.authority.pem)
+    with Client(f"{HOST}:{server.port}", ca=ca, token=ROBOT.text) as client:
+        assert client.server_info().name == "legato"
+        with pytest.raises(PermissionDenied):
+            client.load()
+
+
+def test_probes_need_neither_tls_nor_a_token(server):
+    (listening,) = server.events("health_listening")
+    with grpc.insecure_channel(listening["address"]) as channel:
+        request = health_pb2.HealthCheckRequest(service="legato.v1.InferenceService")
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(request).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_user_that_runs_the_server_is_its_operator(server):
+    (listening,) = server.events("admin_listening")
+    assert listening["address"].startswith("unix:")
+    with grpc.insecure_channel(listening["address"]) as channel:
+        load = admin_pb2_grpc.AdminServiceStub(channel).GetLoad(admin_pb2.GetLoadRequest())
+    assert load.engine_state == "serving"
+
+
+def test_every_process_takes_over_new_files(server):
+    """Certificate and tokens, without a restart."""
+    before = server.authority
+    server.authority = Authority()
+    server.files.write(server.authority.server())
+    fresh = Token("fresh", ["infer"])
+    write(server.tokens, OPERATOR, fresh)
+    until(lambda: server.statuses(server.authority.pem, fresh) == {grpc.StatusCode.OK})
+    assert server.statuses(server.authority.pem, ROBOT) == {grpc.StatusCode.UNAUTHENTICATED}
+    assert server.statuses(before.pem, fresh) == {grpc.StatusCode.UNAVAILABLE}
+    write(server.tokens, OPERATOR, ROBOT)
+    until(lambda: server.statuses(server.authority.pem, ROBOT) == {grpc.StatusCode.OK})
+
+
+def test_no_secret_leaves_the_server(server):
+    """Not by its log, its processes' command lines and environments, or their dying stacks."""
+    server.ask(server.authority.pem, ROBOT)
+    secrets = [ROBOT.secret, OPERATOR.secret, server.files.key.read_text().splitlines()[1]]
+    pids = [server.process.pid, *children(server.process.pid)]
+    assert len(pids) >= 3, "two processes of the service and the engine"
+    for pid in pids:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        environment = Path(f"/proc/{pid}/environ").read_text()
+        for secret in secrets:
+            assert secret not in command
+            assert secret not in environment
+    (worker,) = (each["pid"] for each in server.events("worker_ready"))
+    assert str(server.tokens) in Path(f"/proc/{worker}/cmdline").read_text(), "it gets the path"
+    os.kill(worker, signal.SIGABRT)  # writes its stacks
+    until(lambda: "most recent call first" in server.log())
+    assert server.events("rpc_ended")
+    for secret in secrets:
+        assert secret not in server.log()
+    until(lambda: len(server.events("worker_ready")) == 2)
+
+
+# ---------------------------------------------------------------- fair shares
+# Two tenants at one server: the greedy one gets what the other leaves.
+
+QUERY = "/legato.v1.InferenceService/Query"
+QUESTION = inference_pb2.QueryRequest(question="What is in the image?").SerializeToString()
+ASKED = 12
+
+
+@pytest.fixture
+def paced(tmp_path):
+    """A server that runs 4 requests at a time, 32 ms or more each, and queues 32."""
+    rows = ("--null-step-ms", "2", "--max-running", "4")
+    queue = ("--max-waiting", "32", "--priority-seconds", "0.1")
+    with Server(tmp_path, "--model", "null", *rows, *queue) as running:
+        yield running
+
+
+async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
+    """The status of a call."""
+    query: Any = channel.unary_unary(QUERY)
+    try:
+        await query(QUESTION, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+@pytest.mark.parametrize("greedy_priority", [pytest.param("0", marks=pytest.mark.slow), "1"])
+async def test_60_greedy_connections_leave_a_small_tenant_its_answers(paced, greedy_priority):
+    """It asks again after each answer, and is answered each time, whatever priority they claim."""
+    done = asyncio.Event()
+    greedy: Counter[str] = Counter()
+    metadata = (("legato-tenant", "greedy"), ("legato-priority", greedy_priority))
+    apart = (("grpc.use_local_subchannel_pool", 1),)  # a connection each
+
+    async def connection() -> None:
+        async with grpc.aio.insecure_channel(paced.address, apart) as channel:
+            while not done.is_set():
+                greedy[await ask(channel, *metadata)] += 1
+
+    callers = [asyncio.create_task(connection()) for _ in range(60)]
+    while not greedy["RESOURCE_EXHAUSTED"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    async with grpc.aio.insecure_channel(paced.address, apart) as channel:
+        small = Counter([await ask(channel, ("legato-tenant", "small")) for _ in range(ASKED)])
+    done.set()
+    await asyncio.gather(*callers)
+    assert small["OK"] >= 0.95 * ASKED, small
+    assert set(greedy) == {"OK", "RESOURCE_EXHAUSTED"}

@@ -1,11 +1,23 @@
-"""The five skills and RunTasks, answered by the model that ships."""
+"""The skills, Generate and the samples, answered by the model that ships."""
 
+import asyncio
+import importlib.resources
+import json
 import math
+import random
 import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 
+import grpc
 import pytest
+from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
 from legato_client import (
+    Box,
     CaptionTask,
+    Client,
     DetectTask,
     FrameStamp,
     InvalidArgument,
@@ -17,7 +29,11 @@ from legato_client import (
     SegmentTask,
 )
 
-from tests.e2e.scenes import many_circles, overlap, two_shapes
+from tests.e2e.history import ask, ask_all, jobs
+from tests.e2e.scenes import long_stream, many_circles, overlap, two_shapes
+from tests.e2e.server import ENVIRONMENT, Server
+from tests.e2e.test_start import refused_once
+from tests.grammar import check
 
 SCENE = two_shapes()
 NOUNS = sorted(SCENE.boxes)
@@ -230,3 +246,257 @@ def test_tasks_together_answer_as_tasks_alone(client):
     assert boxes.objects == client.detect(image, "red circle").objects
     assert outlines.segments == client.segment(image, "red circle").segments
     assert answer.answer == client.query(image, "How many circles are there?").answer
+
+
+# ---------------------------------------------------------------- generate
+# Generate: every skill's events, in the order of the contract, while they are made.
+
+TASKS = {
+    "query": task_pb2.Task(query=task_pb2.QueryTask(question="How many circles are there?")),
+    "caption": task_pb2.Task(caption=task_pb2.CaptionTask(length=task_pb2.CAPTION_LENGTH_LONG)),
+    "detect": task_pb2.Task(detect=task_pb2.DetectTask(object="red circle")),
+    "point": task_pb2.Task(point=task_pb2.PointTask(object="red circle")),
+    "segment": task_pb2.Task(segment=task_pb2.SegmentTask(object="red circle")),
+}
+DELTAS = {
+    "query": "text",
+    "caption": "text",
+    "detect": "object",
+    "point": "point",
+    "segment": "outline",
+}
+
+
+def request(task, scene=SCENE):
+    """A stream of that task."""
+    return inference_pb2.GenerateRequest(image=scene.message(), task=task)
+
+
+@pytest.mark.parametrize("skill", TASKS)
+def test_every_skill_keeps_to_the_grammar(server, skill):
+    """Started, deltas of the skill's own kind, finished; the deltas add up to the result."""
+    grammar = check(server.inference.Generate(request(TASKS[skill])), ok=True)
+    kinds = {event.WhichOneof("event") for event in grammar.events}
+    assert kinds == {"started", "finished", DELTAS[skill]}
+
+
+@pytest.mark.parametrize("skill", TASKS)
+def test_a_stream_says_what_a_call_says(server, skill):
+    """Generate ends with the result of the unary call."""
+    (finished,) = check(server.inference.Generate(request(TASKS[skill])), ok=True).of("finished")
+    tasks = inference_pb2.RunTasksRequest(image=SCENE.message(), tasks=[TASKS[skill]])
+    (alone,) = server.inference.RunTasks(tasks).results
+    streamed = finished.finished.result
+    assert getattr(streamed, skill) == getattr(alone, skill)
+    assert streamed.finish_reason == alone.finish_reason
+
+
+@pytest.mark.parametrize("skill", ["detect", "point", "segment"])
+async def test_places_are_sent_the_step_they_are_complete(server, skill):
+    """Boxes, points and pieces of an outline are not kept back until the end.
+
+    Readers that wait for a processor see several steps at once, so one run of some must show it.
+    """
+    for _ in range(5):
+        moments = await moments_of_places(server, skill)
+        if len(moments) >= 8 and len(set(moments)) >= 4:
+            return
+    raise AssertionError(f"the places came together: {moments}")
+
+
+async def moments_of_places(server, skill):
+    """The number of words that each event with places followed.
+
+    A question decodes in the same steps, so its words mark the steps that lie between the places.
+    """
+    words = []
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        marker = stub.Generate(long_stream())
+        runs = asyncio.Event()
+
+        async def mark():
+            with suppress(asyncio.CancelledError):  # of the call, when the places are all there
+                async for event in marker:
+                    runs.set()
+                    words.append(event.index)
+
+        marking = asyncio.create_task(mark())
+        await runs.wait()
+        places = stub.Generate(request(TASKS[skill], many_circles()))
+        seen = [(event, len(words)) async for event in places]
+        marker.cancel()
+        await marking
+    check([event for event, _ in seen], ok=True)
+    return [moment for event, moment in seen if event.WhichOneof("event") == DELTAS[skill]]
+
+
+# ---------------------------------------------------------------- response formats
+
+SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9},
+"colour": {"enum": ["red", "green"]}}, "required": ["n", "colour"],
+"additionalProperties": false}"""
+FORMATS = {
+    "json_schema": (
+        task_pb2.ResponseFormat(json_schema=SCHEMA),
+        r'\{"n":[0-9],"colour":"(red|green)"\}',
+    ),
+    "regex": (task_pb2.ResponseFormat(regex="[A-D][0-9]{2}"), "[A-D][0-9]{2}"),
+    "choices": (
+        task_pb2.ResponseFormat(choices=task_pb2.Choices(texts=["circle", "square"])),
+        "circle|square",
+    ),
+    "grammar": (
+        task_pb2.ResponseFormat(grammar='root ::= ("a" | "b")+ "."\n'),
+        r"[ab]+\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_matches_its_format(server, name):
+    """Query and Generate give the same answer, which matches and ends by itself."""
+    wanted, pattern = FORMATS[name]
+    question = "Which shape is there?"
+    sampling = task_pb2.Sampling(temperature=1.0, seed=3, max_tokens=200)
+    answer = server.inference.Query(
+        inference_pb2.QueryRequest(
+            image=SCENE.message(), question=question, sampling=sampling, response_format=wanted
+        )
+    )
+    query = task_pb2.QueryTask(question=question, response_format=wanted)
+    task = task_pb2.Task(query=query, sampling=sampling)
+    (finished,) = check(server.inference.Generate(request(task)), ok=True).of("finished")
+    assert re.fullmatch(pattern, answer.answer)
+    assert finished.finished.result.query.answer == answer.answer
+    assert answer.info.finish_reason == task_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        (task_pb2.ResponseFormat(), "response_format"),
+        (task_pb2.ResponseFormat(json_schema='{"type":"colour"}'), "response_format.json_schema"),
+        (task_pb2.ResponseFormat(regex="("), "response_format.regex"),
+        (task_pb2.ResponseFormat(regex="a" * 70_000), "response_format.regex"),
+        (task_pb2.ResponseFormat(choices=task_pb2.Choices()), "response_format"),
+        (task_pb2.ResponseFormat(grammar="start: missing"), "response_format.grammar"),
+    ],
+)
+def test_a_bad_format_is_refused(server, wanted, field):
+    """INVALID_ARGUMENT names the field, and a stream that runs meanwhile is not disturbed."""
+    running = server.inference.Generate(request(TASKS["caption"]))
+    with pytest.raises(grpc.RpcError) as refused:
+        server.inference.Query(inference_pb2.QueryRequest(question="?", response_format=wanted))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in str(refused.value.details())
+    check(running, ok=True)
+
+
+# ---------------------------------------------------------------- samples that ship
+
+SAMPLES = importlib.resources.files("legato_tiny") / "samples"
+TRUTH = json.loads((SAMPLES / "truth.json").read_text())
+CASES = [(name, noun) for name, things in TRUTH.items() for noun in things]
+
+
+def matched(boxes, truth):
+    """How many of the true boxes have one of `boxes` on them."""
+    return sum(any(overlap(box, true) > 0.5 for box in boxes) for true in truth)
+
+
+@pytest.mark.parametrize(("name", "noun"), CASES)
+def test_what_is_in_a_sample_is_found(client: Client, name: str, noun: str) -> None:
+    """Every instance is boxed and pointed at, nothing else is."""
+    image = (SAMPLES / name).read_bytes()
+    truth = [Box(*corners) for corners in TRUTH[name][noun]]
+    boxes = [found.box for found in client.detect(image, noun).objects]
+    assert len(boxes) == len(truth) == matched(boxes, truth)
+    points = [found.point for found in client.point(image, noun).points]
+    spots = [Box(p.x - 0.01, p.y - 0.01, p.x + 0.01, p.y + 0.01) for p in points]
+    assert len(points) == len(truth)
+    assert all(any(overlap(spot, true) > 0 for true in truth) for spot in spots)
+
+
+def test_a_quantised_file_is_served(tmp_path: Path) -> None:
+    """The command's file answers like the weights that it was made from, in its own format only."""
+    command = [sys.executable, "-m", "legato_client.cli", "quantize", "--model", "legato-tiny"]
+    options = ["--weight-dtype", "int8", "--output", "tiny.safetensors"]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--weights tiny.safetensors" in done.stdout
+    weights = ("--weights", str(tmp_path / "tiny.safetensors"))
+    (name, noun), *_ = CASES
+    with Server(tmp_path, *weights) as server, Client(server.address) as asking:
+        found = [each.box for each in asking.detect((SAMPLES / name).read_bytes(), noun).objects]
+    truth = [Box(*corners) for corners in TRUTH[name][noun]]
+    assert len(found) == len(truth) == matched(found, truth)
+    other = (*weights, "--weight-dtype", "int4")
+    refused_once(tmp_path, other, "weight_dtype", "was quantised as int8")
+
+
+# ---------------------------------------------------------------- repeatability
+# The same request gets the same answer: again, in company, and on either pipeline.
+
+IMAGE = two_shapes().image
+
+
+def wild(seed=None):
+    """Sampling that leaves much to chance."""
+    return Sampling(temperature=3.0, top_p=1.0, max_tokens=20, seed=seed)
+
+
+def test_a_seed_repeats(client):
+    """One seed gives one answer; of several seeds the answers differ."""
+    answers = [
+        client.query(IMAGE, "What is this?", sampling=wild(seed)).answer for seed in (1, 1, 2, 3)
+    ]
+    assert answers[0] == answers[1]
+    assert len(set(answers)) == 3
+
+
+def test_a_request_id_repeats(client):
+    """Without a seed the request id is one, so that a retry answers the same."""
+    ids = ("one", "one", "two", "three")
+    answers = [
+        client.query(
+            IMAGE, "What is this?", sampling=wild(), options=Options(request_id=name)
+        ).answer
+        for name in ids
+    ]
+    assert answers[0] == answers[1]
+    assert len(set(answers)) == 3
+
+
+def test_temperature_0_is_greedy(client):
+    """Without chance the seed does not matter."""
+    answers = {
+        client.caption(IMAGE, sampling=Sampling(temperature=0.0, seed=seed)).caption
+        for seed in (1, 2)
+    }
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("shuffle", [1, 2])
+async def test_company_changes_nothing(server, alone, shuffle):
+    """All jobs at once, in any order, answer as they do one at a time."""
+    bag = list(zip(jobs(), alone, strict=True))
+    random.Random(shuffle).shuffle(bag)
+    assert await ask_all(server.address, [job for job, _ in bag]) == [said for _, said in bag]
+
+
+@pytest.mark.slow
+async def test_the_blocking_loop_answers_the_same(tmp_path, alone):
+    """`--pipeline-depth 1` gives the answers of the pipelined server, alone and in company."""
+    with Server(tmp_path, "--pipeline-depth", "1") as blocking:
+        assert await ask_all(blocking.address, jobs()) == alone
+        with Client(blocking.address) as client:
+            assert [ask(client, job) for job in jobs()[::3]] == alone[::3]

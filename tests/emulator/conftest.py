@@ -16,8 +16,7 @@ from legato_engine.kernels.cuda import (
 )
 from legato_engine.kernels.cuda.capability import Gpu
 
-from tests.emulator.build import compiler
-from tests.emulator.module import EmulatedModule
+from tests.emulator.module import EmulatedModule, compiler
 
 PROCESSORS = 12
 PORTABLE = [(8, 6), pytest.param((8, 0), marks=pytest.mark.slow)]

@@ -10,9 +10,8 @@ from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.cuda.module import Compile
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
-from tests.emulator.build import Patch
-from tests.emulator.module import EmulatedModule, Schedule
-from tests.resident.machine import Machine
+from tests.emulator.module import EmulatedModule, Patch, Schedule
+from tests.megakernel.words import Machine
 
 CPU = torch.device("cpu")
 SMALL = ModelSizes(dim=128, ff_ratio=2, num_layers=2, vocab_size=256)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from tests.arm64 import CROSS, EMULATOR, MARKS
-from tests.emulator.build import CHECKS, FLAGS, sources
+from tests.emulator.module import CHECKS, FLAGS, sources
 
 FOLDER = Path(__file__).parent
 

@@ -10,8 +10,7 @@ import functools
 import pytest
 from legato_engine.kernels.cuda import decoder
 
-from tests.emulator.build import Patch
-from tests.emulator.module import EmulatedFault, EmulatedModule
+from tests.emulator.module import EmulatedFault, EmulatedModule, Patch
 from tests.emulator.small import CPU
 from tests.emulator.test_steps import PARTS, plain
 from tests.gpu import test_kernels

@@ -12,10 +12,9 @@ import torch
 from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 
 from benchmarks.megakernel.model import forward
-from tests.emulator.build import Patch, sources
-from tests.emulator.module import EmulatedFault
+from tests.emulator.module import EmulatedFault, Patch, sources
 from tests.emulator.small import SMALL, emulated
-from tests.resident.words import Rows, World
+from tests.megakernel.words import Rows, World
 
 LAUNCHES, EARLY_ENDS = 6, 40
 WRONG = "wrong logits"

@@ -1,14 +1,11 @@
-"""Kernels of single steps on the emulated machine: what GPU tests ask of them, of small sizes.
-
-Shape legend: B tokens, H heads, E head dim, D = H * E, R rows of the page table, M pages of a row,
-N pages, S positions of a page, P positions of a row.
-"""
+"""Kernels of single steps on the emulated machine: what GPU tests ask of them, of small sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +21,19 @@ from legato_engine.kernels.cuda.attention import (
     StepPositions,
     splits_for,
 )
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MOST_TOKENS, LayerBoundary
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
 from legato_engine.kernels.cuda.skinny_gemm import WeightKind
+from legato_engine.models.moondream.presets import legato_tiny_config
 from legato_engine.speculative.policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
-from tests.emulator.module import EmulatedModule
+from tests.emulator.module import EmulatedKernel, EmulatedModule
 from tests.emulator.small import CPU
-from tests.engine.speculative.histories import row_history
+from tests.emulator.test_steps import PARTS
+from tests.engine.speculative.drafted import row_history
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side
+from tests.gpu.test_kernels import shallow, world_of
 from tests.gpu.test_sampling import tokens_are_those_of_the_definition
 
 HEADS, CONTEXT, TABLES = 2, 192, 6
@@ -253,3 +253,47 @@ def test_attention_is_exact_and_a_token_has_the_same_bits_in_any_group(
         for groups in GROUPS:
             together_BD = cached.attend(q_BD, dataclasses.replace(positions, num_groups=groups))
             assert torch.equal(together_BD, alone_BD), (tokens, groups)
+
+
+# ---------------------------------------------------------------- layer boundary
+# The kernel between two layers, on the emulated machine.
+#
+# Its thread blocks wait for each other, so all run at once here, too. They share the one copy of
+# its
+# `__shared__` variables, which are the same in all of them.
+
+PROCESSORS = 24
+"""One for each thread block."""
+LAYERS = 3
+"""The fewest that it takes."""
+
+
+@pytest.mark.parametrize("batch", [1, 5, MOST_TOKENS])
+def test_it_has_the_bits_of_a_kernel_for_each_end_of_a_layer(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """Hidden states, logits, keys and values of a step."""
+    launched = []
+    launch = EmulatedKernel.launch
+
+    def at_once(self: EmulatedKernel, *arguments: Any, **options: Any) -> None:
+        launched.append(self._name)
+        if self._name == "emulate_layer_boundary":
+            options["cooperative"] = True
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(EmulatedKernel, "launch", at_once)
+    monkeypatch.setattr(EmulatedKernel, "per_processor", lambda self, threads: 1, raising=False)
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
+    world = world_of(shallow(legato_tiny_config(), num_layers=LAYERS, **PARTS), CPU)
+    inputs, before = world.inputs().part(slice(0, batch)), world.snapshot()
+    across, written = world.forward(inputs), world.snapshot()
+    assert launched.count("emulate_layer_boundary") == LAYERS + 1
+    world.restore(before)
+    launched.clear()
+    monkeypatch.setattr(LayerBoundary, "takes", lambda self, batch: False)
+    apart = world.forward(inputs)
+    assert launched.count("emulate_layer_out") == LAYERS
+    assert all(map(torch.equal, across, apart))
+    assert torch.equal(written.k_LNHSE, world.kv.k_LNHSE)
+    assert torch.equal(written.v_LNHSE, world.kv.v_LNHSE)

@@ -22,8 +22,8 @@ from legato_engine.models.moondream.config import (
 from legato_engine.models.moondream.presets import legato_tiny_config
 
 from tests.emulator.small import CPU
-from tests.gpu import test_adapter_kernels, test_kernels
-from tests.gpu.test_adapter_kernels import Adapted
+from tests.gpu import test_adapters, test_kernels
+from tests.gpu.test_adapters import Adapted
 from tests.gpu.test_kernels import World, shallow, world_of
 
 SMALL = {"dim": 128, "ff_dim": 256, "num_heads": 2, "vocab_size": 256, "max_context": 64}
@@ -77,7 +77,7 @@ def world(name: str) -> World:
 
 @functools.cache
 def with_adapters(name: str) -> Adapted:
-    return test_adapter_kernels.with_adapters(world(name), MAX_RANK)
+    return test_adapters.with_adapters(world(name), MAX_RANK)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(name: str, batch: int) -> Non
     slots = adapted.slot_R[adapted.world.inputs().row_B[:batch]].tolist()
     assert 0 in slots
     assert {*slots} == set(range(MAX_SLOT + 1)) or batch < 13
-    test_adapter_kernels.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, batch))
+    test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, batch))
 
 
 @pytest.mark.slow
@@ -172,9 +172,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(name: str) -> None:
     """Alone, in any batch, and without an adapter as in a step without adapters."""
-    test_adapter_kernels.a_row_has_the_same_bits_whatever_is_beside_it(
-        with_adapters(name), (2, 5, 9, 17)
-    )
+    test_adapters.a_row_has_the_same_bits_whatever_is_beside_it(with_adapters(name), (2, 5, 9, 17))
 
 
 @pytest.mark.slow
@@ -182,5 +180,5 @@ def test_a_step_of_moondream_3s_widths_is_as_exact_as_torch() -> None:
     """With adapters and without; only layers, experts, words and positions are fewer."""
     wide = world_of(WIDEST, CPU)
     test_kernels.a_step_is_as_exact_as_torch(wide, 9)
-    adapted = test_adapter_kernels.with_adapters(wide, MAX_RANK)
-    test_adapter_kernels.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 9))
+    adapted = test_adapters.with_adapters(wide, MAX_RANK)
+    test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 9))

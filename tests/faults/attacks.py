@@ -32,9 +32,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import image_pb2, inference_pb2, inference_pb2_grpc, session_pb2
 
-from tests.deploy.envoy import Envoy
+from tests.deploy.mesh import Envoy
 from tests.e2e.server import INFERENCE, Server
-from tests.service.access.tokens import Token, write
+from tests.service.access.credentials import Token, write
 
 ATTACKERS = 4
 MAX_RATIO = 3.0

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.deploy.envoy import Envoy
+from tests.deploy.mesh import Envoy
 from tests.e2e.server import ENVIRONMENT, Server
 from tests.faults.attacks import stand_back, stand_out
-from tests.service.access.tokens import Token, write
+from tests.service.access.credentials import Token, write
 
 ATTACKERS = 4
 MIB = 1024 * 1024

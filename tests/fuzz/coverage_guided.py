@@ -36,8 +36,8 @@ with atheris.instrument_imports(
     from legato_service.rpc import limits
     from legato_service.session import conversion
 
-    from tests.fuzz import test_http
     from tests.fuzz import test_model_files as model_files
+    from tests.fuzz import test_servers
 
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
@@ -152,7 +152,7 @@ def _wire_seeds() -> list[bytes]:
 
 _TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], Sequence[bytes]]]] = {
     "images": (images, seeds.images),
-    "http": (test_http.body_to_task, test_http.body_seeds),
+    "http": (test_servers.body_to_task, test_servers.body_seeds),
     "wire": (wire, _wire_seeds),
     **{
         name: (_loaded_or_refused(target), make_seeds)

@@ -15,8 +15,7 @@ from legato_client._grpc import channel as rpcs
 from legato_client._grpc.channel import Method, message_of
 from legato_client._session.state import SessionState
 
-from tests.fuzz.messages import filled
-from tests.fuzz.mutation import mutate
+from tests.fuzz.messages import filled, mutate
 from tests.service.harness import image_bytes
 
 SEED = 16

@@ -38,7 +38,7 @@ from tests.adapters import random_adapter, safetensors_file, torch_file
 from tests.engine.hub.fake_hub import COMMIT, FakeHub
 from tests.engine.models import hub_folder
 from tests.engine.models.gguf import gguf_files
-from tests.fuzz.mutation import mutate
+from tests.fuzz.messages import mutate
 
 SEED = 41
 CPU = torch.device("cpu")

@@ -1,9 +1,10 @@
-"""Adapters on a CUDA device: captured launches read the slots that rows name when they replay."""
+"""On a GPU: adapters in the decode step's kernels and in captured launches."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,16 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.parameters import AdapterRows
-from legato_engine.models.base import Adapter
+from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
+from legato_engine.models.base import Adapter, StepInputs
+from legato_engine.models.moondream.decode_step import MoondreamStep
+from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import Sequence
+from legato_engine.sequence import Sequence as RunningSequence
 from legato_engine.types import (
     CachedImage,
     CaptionTask,
@@ -31,12 +37,153 @@ from legato_engine.types import (
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
+from tests.gpu import test_kernels
+from tests.gpu.test_kernels import ROWS, TOKENS, World, chosen, decode_batch, error, read, written
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-RANKS = {"": 0, "x": 8, "y": 64, "z": 16}
+
+
+# ---------------------------------------------------------------- adapter kernels
+# On a GPU: adapters in the decode step's kernels, each token by its own slot.
+#
+# Shape legend as in `test_kernels`; S slots.
+
+world = test_kernels.world  # all models
+RANKS = (3, 8, 64, 512)  # of slots 1 to 4
+SHARES = (1, 2, 8, 64)  # the same of one expert
+MAX_RANK = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapted:
+    """A world whose rows have adapters, and its kernels with a bank of them."""
+
+    world: World
+    bank: AdapterBank
+    slot_R: torch.Tensor
+
+    def forward(
+        self, inputs: StepInputs, slot_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the kernels: hidden state and logits."""
+        out = self.world.empty(len(inputs.row_B))
+        self.world.kernels.forward(dataclasses.replace(inputs, adapter_slot_R=slot_R), *out)
+        return out
+
+
+def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
+    """Fill slots of all ranks up to `max_rank` with changes as large as the model's maps."""
+    moe = world.config.text.moe
+    sizes = [(rank, share) for rank, share in zip(RANKS, SHARES, strict=True) if rank <= max_rank]
+    bank = model.adapter_bank(len(sizes), max_rank)
+    assert bank is not None
+    generator = torch.Generator(world.device).manual_seed(5)
+
+    def noise(like_LSRW: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+        shape = like_LSRW[:, 0, ..., :rank, :].shape
+        made = torch.randn(shape, device=world.device, generator=generator) * scale
+        return made.bfloat16().to(model.dtype)
+
+    def weights(slots: MlpWeights, rank: int) -> MlpWeights:
+        tensors = []
+        for number, slot in enumerate(slots.tensors):
+            is_a = number % 2 == 0
+            tensors.append(noise(slot, rank, slot.shape[-1] ** -0.5 if is_a else 0.3 * rank**-0.5))
+        return MlpWeights(*tensors)
+
+    for slot, (rank, share) in enumerate(sizes, 1):
+        if moe is None:
+            bank.write(slot, AdapterWeights(weights(bank.weights.mlps, rank)))
+            continue
+        assert bank.weights.experts is not None
+        mlps = weights(bank.weights.mlps, share * moe.num_active)
+        bank.write(slot, AdapterWeights(mlps, weights(bank.weights.experts, share)))
+    return bank
+
+
+@pytest.fixture(scope="module")
+def adapted(world: World) -> Adapted:
+    """With slots of all ranks."""
+    return with_adapters(world, MAX_RANK)
+
+
+def with_adapters(world: World, max_rank: int) -> Adapted:
+    """Neighbours share slots, or have none, or one each."""
+    bank = filled(world, world.model, max_rank)
+    kernels = MoondreamStep(world.config, world.network.text, world.network.region, world.kv, bank)
+    generator = torch.Generator(world.device).manual_seed(6)
+    slots = len(bank.rank_S)
+    slot_R = torch.randint(0, slots, (ROWS,), device=world.device, generator=generator)
+    rows = world.inputs().row_B
+    slot_R[rows[:4]], slot_R[rows[4:8]] = slots - 1, 0
+    return Adapted(dataclasses.replace(world, kernels=kernels), bank, slot_R)
+
+
+def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
+    """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
+    a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, MAX_TOKENS))
+
+
+def a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted, some: slice) -> None:
+    """That of some tokens."""
+    world = adapted.world
+    inputs = world.inputs().part(some)
+    slot_B = adapted.slot_R[inputs.row_B]
+    x_BD, _ = world.empty(len(slot_B))
+    world.kernels.embed(inputs, x_BD)
+    before, where = world.snapshot(), decode_batch(inputs)
+    hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
+    wide = KVCache(*read(before))
+    again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
+    max_rank = adapted.bank.max_rank
+    rows = adapted.bank.rows(slot_B, max_rank)
+    exact_rows = filled(world, world.exact, max_rank).rows(slot_B, max_rank)
+    batch = DecodeBatch(where.positions_B, where.page_table_BM, exact_rows)
+    with chosen(world):
+        plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
+        exact_BD = world.exact.decode(x_BD.float(), batch, wide)
+    untouched_BD = world.exact.decode(x_BD.float(), where, again)
+    assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
+    assert error(untouched_BD, exact_BD) > 10 * error(hidden_BD, exact_BD), "adapters matter"
+    assert error(logits_BV, world.exact.logits(exact_BD)) < 0.05
+    at = written(inputs)
+    assert error(read(world.kv, at)[0], read(wide, at)[0]) < 0.05
+
+
+def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(adapted: Adapted) -> None:
+    """Alone, in any batch, and without an adapter as in a step without adapters."""
+    a_row_has_the_same_bits_whatever_is_beside_it(adapted, (2, 3, 5, 8, 9, 16, 31, 32, TOKENS))
+
+
+def a_row_has_the_same_bits_whatever_is_beside_it(adapted: Adapted, batches: Sequence[int]) -> None:
+    """Among the first tokens, as many as the largest of these batches."""
+    count = max(batches)
+    inputs = adapted.world.inputs().part(slice(0, count))
+    before = adapted.world.snapshot()
+    alone = [adapted.forward(inputs.part(slice(i, i + 1)), adapted.slot_R) for i in range(count)]
+    hidden_BD, logits_BV = (torch.cat(values) for values in zip(*alone, strict=True))
+    assert not logits_BV.isnan().any()
+    for batch in batches:
+        for first in {0, 1, count - batch}:
+            some = slice(first, min(first + batch, count))
+            adapted.world.restore(before)
+            hidden, logits = adapted.forward(inputs.part(some), adapted.slot_R)
+            assert torch.equal(hidden, hidden_BD[some]), (batch, first)
+            assert torch.equal(logits, logits_BV[some]), (batch, first)
+    adapted.world.restore(before)
+    _, plain_BV = adapted.forward(inputs, None)
+    own_B = adapted.slot_R[inputs.row_B] != 0
+    assert torch.equal(plain_BV[~own_B], logits_BV[~own_B])
+    assert not torch.isclose(plain_BV[own_B], logits_BV[own_B]).all(-1).any()
+
+
+# ---------------------------------------------------------------- adapters
+# Adapters on a CUDA device: captured launches read the slots that rows name when they replay.
+
+FILE_RANKS = {"": 0, "x": 8, "y": 64, "z": 16}
 PRESETS = {"moondream2": moondream2_config, "moondream3": moondream3_config}
 
 
@@ -71,7 +218,7 @@ class Answers(SilentSink):
     def __init__(self) -> None:
         self.results: dict[str, TaskResult] = {}
 
-    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+    def done(self, sequence: RunningSequence, finish_reason: FinishReason) -> None:
         """Remember it."""
         self.results[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
@@ -108,7 +255,7 @@ def adapters(large: Assembly) -> dict[str, Adapter]:
     """Three of different ranks, read as a file would be."""
     text = PRESETS[large.config.model]().text
     made = {}
-    for seed, (name, rank) in enumerate(RANKS.items()):
+    for seed, (name, rank) in enumerate(FILE_RANKS.items()):
         if rank:
             data = safetensors_file(random_adapter(text, rank, seed))
             made[name] = large.model.read_adapter(data, name, large.config.max_adapter_rank)
@@ -149,7 +296,7 @@ def test_more_adapters_than_slots_all_answer(
     large: Assembly, adapters: dict[str, Adapter], depth: int
 ) -> None:
     """Mixed with rows of none, all are served, and each adapter says something of its own."""
-    results = run(large, adapters, [*RANKS, *RANKS], depth)
-    assert len(results) == 4 * len(RANKS)
-    captions = {repr(results[f"{number}-caption"]) for number in range(len(RANKS))}
-    assert len(captions) == len(RANKS)
+    results = run(large, adapters, [*FILE_RANKS, *FILE_RANKS], depth)
+    assert len(results) == 4 * len(FILE_RANKS)
+    captions = {repr(results[f"{number}-caption"]) for number in range(len(FILE_RANKS))}
+    assert len(captions) == len(FILE_RANKS)

@@ -32,7 +32,7 @@ from legato_engine.types import (
     TokenInfo,
 )
 
-from tests.gpu.image import shapes_picture
+from tests.gpu.inputs import shapes_picture
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,7 +24,7 @@ from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
 from benchmarks.decode.loops import question, randomly
 from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach
 from tests.engine.models import hub_folder
-from tests.gpu.decodes import close
+from tests.gpu.guard import close
 from tests.loop_answers import Ask, results
 
 pytestmark = [

@@ -15,7 +15,7 @@ from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 
-from tests.gpu.quantised import DIMS, FLIPPED, assert_same, rows
+from tests.gpu.inputs import DIMS, FLIPPED, assert_same, rows
 
 CUDA = torch.device("cuda", 0)
 

@@ -1,12 +1,9 @@
-"""On Hopper: products with a sum or a gelu in their epilogue equal float64 up to one rounding.
-
-This holds for any strides, and whether or not the caller clears the counter of their tiles.
-
-Shape legend: T rows, I inputs, O outputs.
-"""
+"""On Hopper: products with an epilogue, and of rows that begin anywhere, are exact."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -17,22 +14,23 @@ from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import gemm
 from legato_engine.kernels.cuda.gemm import LibraryLauncher
+from legato_engine.kernels.step import KINDS, StepMap, WeightKind, has_step_kernels
+from legato_engine.layers.linear import Linear
+from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
+from legato_engine.models.paged_attention import DecodeBatch, KVCache
+
+from benchmarks.decode.text_step import MODELS
+
+pytestmark = pytest.mark.gpu
+
 
 CUDA = torch.device("cuda", 0)
 SIZES = [(6561, 1152, 1152), (6561, 4304, 1152), (730, 10240, 2048), (129, 64, 96)]
 TALL = [(6561, 1152, 3456), (6561, 1152, 4304), (2187, 1152, 3456), (729, 1152, 4304)]
 ROUNDED = 0.0025  # of a result's root mean square: roundings to bf16
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="made for Hopper",
-    ),
-]
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _inference():
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -49,6 +47,11 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize(("count", "inputs", "outputs"), SIZES)
 @pytest.mark.parametrize(("gelu", "adds"), [(False, False), (True, False), (False, True)])
 def test_a_product_is_exact_but_for_one_rounding(count, inputs, outputs, gelu, adds):
@@ -70,6 +73,11 @@ def test_a_product_is_exact_but_for_one_rounding(count, inputs, outputs, gelu, a
     assert torch.equal(others_TW, torch.full_like(others_TW, 7.0))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 def test_a_sum_lies_where_its_first_term_was():
     """One term, of several leading dimensions; with few rows two terms, and none is touched."""
     weight_OI, bias_O = drawn(1152, 4304, gain=0.015), drawn(1152)
@@ -82,6 +90,11 @@ def test_a_sum_lies_where_its_first_term_was():
         assert error(out.double() + (0 if more is None else more.double()), exact) < ROUNDED
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 def test_rows_depend_on_no_other():
     """A row has the same bits among rows of NaN."""
     x_TI, weight_OI, bias_O = drawn(6561, 1152), drawn(1152, 1152, gain=0.03), drawn(1152)
@@ -93,6 +106,11 @@ def test_rows_depend_on_no_other():
     assert bool(half_TO[1::2].isnan().all())
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 def test_a_captured_product_reads_its_operands_anew():
     """A replay over other values gives what a call gives."""
     x_TI, weight_OI, bias_O = drawn(729, 1152), drawn(1152, 1152, gain=0.03), drawn(1152)
@@ -114,6 +132,11 @@ def test_a_captured_product_reads_its_operands_anew():
     device.close()
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("count", "inputs", "outputs"), TALL)
 def test_a_counted_product_is_exact_and_repeats(count, inputs, outputs, gelu):
@@ -161,6 +184,11 @@ def recorded(work: Callable[[], object]) -> list[runtime.cudaGraphNodeType]:
     return kinds
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize("gelu", [False, True])
 def test_nothing_is_cleared_before_a_counted_product(gelu):
     """One kernel for the tower's tallest products; without a counter the library clears one."""
@@ -183,6 +211,11 @@ def test_nothing_is_cleared_before_a_counted_product(gelu):
 CASES = [("value", 1, True), ("other", 1, False), ("value", 2, False), ("", 1, False)]
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="made for Hopper",
+)
+@pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize(("clears", "kernels", "launches"), CASES)
 def test_only_one_kernel_after_cleared_memory_is_launched(clears, kernels, launches):
     """Work that clears other memory, runs two kernels or clears nothing is left to the library."""
@@ -200,3 +233,97 @@ def test_only_one_kernel_after_cleared_memory_is_launched(clears, kernels, launc
     assert LibraryLauncher(CUDA).launch_cleared(enqueue, memory["value"]) == launches
     assert torch.equal(out, torch.full_like(out, 4.0 if launches else 2.0))
     assert all(bool(each.all()) for each in memory.values())
+
+
+# ---------------------------------------------------------------- rows that begin anywhere
+# On a GPU: a layer whose rows begin anywhere is as exact as any other.
+#
+# Shape legend: T rows, I inputs, O outputs.
+
+LIMITS = {torch.bfloat16: 0.004, torch.float32: 1e-5}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", [588, 589, 592])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_rows_that_are_not_aligned(inputs, dtype):
+    """The product over exactly its inputs, in the shape that was asked for."""
+    torch.manual_seed(0)
+    x_2TI = torch.randn(2, 729, inputs, device=CUDA).to(dtype)
+    weight_OI = (torch.randn(1152, inputs, device=CUDA) / inputs**0.5).to(dtype)
+    bias_O = torch.randn(1152, device=CUDA).to(dtype)
+    out_2TO = ops.linear(x_2TI, weight_OI, bias_O)
+    exact_2TO = x_2TI.double() @ weight_OI.double().t() + bias_O.double()
+    assert out_2TO.shape == (2, 729, 1152)
+    assert out_2TO.dtype is dtype
+    error = (out_2TO.double() - exact_2TO).norm() / exact_2TO.norm()
+    assert error < LIMITS[dtype]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", list(KINDS.values()))
+@pytest.mark.parametrize("inputs", [576, 1536])
+def test_packed_products_are_those_of_the_weights_that_are_read(kind, inputs):
+    """With a few tokens' kernel, and beyond it; a row has the same bits in any batch of these."""
+    if not has_step_kernels(CUDA):
+        pytest.skip("needs compute capability 8.0")
+    torch.manual_seed(0)
+    weight_OI = (torch.randn(960, inputs, device=CUDA) / inputs**0.5).bfloat16()
+    packed, bias_O = StepMap(weight_OI, kind), torch.randn(960, device=CUDA).bfloat16()
+    x_TI = torch.randn(40, inputs, device=CUDA).bfloat16()
+    exact_TO = x_TI.double() @ packed.exact().double().t()
+    few_TO = packed.multiply(x_TI[:32], None)
+    for batch in (1, 3, 8, 9, 17, 24, 32, 40):
+        for bias in (None, bias_O):
+            out_TO = packed.multiply(x_TI[:batch].contiguous(), bias)
+            truth_TO = exact_TO[:batch] + (0 if bias is None else bias.double())
+            assert (out_TO.double() - truth_TO).norm() < 0.005 * truth_TO.norm()
+            if bias is None and batch <= 32:
+                assert torch.equal(out_TO, few_TO[:batch])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_text_model_computes_with_its_packed_weights(kind, tied):
+    """A step of SmolLM2's widths is that of the dequantised weights in float32."""
+    if not has_step_kernels(CUDA):
+        pytest.skip("needs compute capability 8.0")
+    torch.manual_seed(0)
+    config = dataclasses.replace(MODELS["SmolLM2-135M"], num_layers=2, tied_head=tied)
+    with torch.device("meta"):
+        network = DecoderNetwork(config).to(torch.bfloat16)
+    network = network.to_empty(device=CUDA).requires_grad_(requires_grad=False)
+    for parameter in network.parameters():
+        parameter.normal_(0.0, 0.05) if parameter.dim() > 1 else parameter.fill_(1.0)
+    exact = copy.deepcopy(network).float()
+    assert network.cannot_quantise(CUDA) is None
+    network.quantise(kind)
+    for ours, theirs in zip(network.modules(), exact.modules(), strict=True):
+        if isinstance(ours, Linear):
+            assert isinstance(ours.packed, StepMap)
+            assert isinstance(theirs, Linear)
+            theirs.weight.copy_(ours.packed.exact())
+    if tied:
+        exact._tied_head = StepMap(exact.embed_tokens.weight.bfloat16(), kind_of_head(kind))
+    found = [step(each) for each in (network, exact)]
+    error = (found[0].double() - found[1].double()).norm() / found[1].norm()
+    assert error < 0.02
+
+
+def kind_of_head(kind):
+    """That which a model's head has: no fewer than 8 bits."""
+    return WeightKind.INT8 if kind is WeightKind.INT4 else kind
+
+
+def step(network):
+    """Logits of four rows at one position of random keys and values."""
+    torch.manual_seed(1)
+    model, config = DecoderModel(network), network.config
+    shape = config.num_layers, 9, config.heads.num_kv_heads, 16, config.heads.head_dim
+    kv = KVCache(*(torch.randn(shape).bfloat16().to(CUDA, model.dtype) for _ in range(2)))
+    table_BM = torch.arange(1, 9, device=CUDA).view(4, 2)
+    batch = DecodeBatch(torch.full((4,), 20, device=CUDA), table_BM)
+    token_B, payload_B2 = torch.arange(4, device=CUDA), torch.zeros(4, 2, device=CUDA)
+    with torch.inference_mode():
+        return model.logits(model.decode(model.embed(token_B, payload_B2), batch, kv))

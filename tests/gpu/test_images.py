@@ -1,8 +1,4 @@
-"""On a GPU: images are cut to Pillow's bits, and features are stitched as the model does.
-
-The bits are those of the reference in numpy, which tests hold to the Pillow that the project needs:
-a machine with a GPU may have an older one, which resizes portraits otherwise.
-"""
+"""On a GPU: images are cut to Pillow's bits, stitched as the model does, and outlines refined."""
 
 from __future__ import annotations
 
@@ -13,19 +9,32 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from legato_engine.config import EngineConfig
+from legato_engine.core.assembly import assemble
 from legato_engine.images.memory import PixelMemory
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, stage
 from legato_engine.kernels.images import MAX_WORDS, CropGeometry, CutPlan, resize
+from legato_engine.models.moondream import outline_shapes
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
+from legato_engine.models.moondream.refiner import Crop
 from legato_engine.models.moondream.vision import Vision, patches
+from legato_engine.runtime.graphs import GraphRunner
+from legato_engine.runtime.model_runner import RefineStep
+from legato_engine.types import QueryTask, SamplingParams
 from PIL import Image
+
+from tests.engine.core.test_refinements import HEIGHT, WIDTH, ask, outline, truth
+from tests.engine.core.world import World
+from tests.engine.models.moondream.refiner import scripted
+from tests.engine.models.moondream.refiner.shapes import overlap
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
 
 VISION = moondream2_config().vision
 GEOMETRY = crop_geometry(VISION)
@@ -190,3 +199,70 @@ def reconstruct(
     )
     with torch.inference_mode():
         return Vision(config, 8).reconstruct(tiles_NTD, tiling)
+
+
+# ---------------------------------------------------------------- refiner
+# Refinement of outlines on a GPU.
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def assembly(request, tmp_path_factory):
+    """The scripted model and its refiner on the GPU."""
+    folder = tmp_path_factory.mktemp("scripted")
+    scripted.write_model(folder)
+    scripted.write_head(folder / "head.pt")
+    config = EngineConfig(
+        model="legato-tiny",
+        weights=str(folder),
+        refiner=str(folder / "head.pt"),
+        device="cuda",
+        dtype=request.param,
+    )
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+def likeness(found):
+    """The overlap of an outline with the truth."""
+    box, extent = found.box, np.array([WIDTH, HEIGHT])
+    low = np.array([box.x_min, box.y_min]) * extent
+    stretch = np.array([box.x_max, box.y_max]) * extent - low
+    rings = [ring * stretch + low for ring in outline_shapes.polygons(found.path)]
+    xs, ys = (np.arange(count, dtype=np.float64) + 0.5 for count in (WIDTH, HEIGHT))
+    return overlap(truth(), outline_shapes.enclosed(rings, xs, ys))
+
+
+def test_an_outline_is_refined_among_others_as_alone(assembly):
+    """A captured graph gives the same bits each time, between decodes of other requests."""
+    world = World(assembly)
+    ask(world, "alone")
+    (alone,) = world.run("alone")
+    assert not outline(alone).coarse
+    assert likeness(outline(alone)) > 0.85
+    for number in range(5):
+        ask(world, f"r{number}")
+    world.submit("q", QueryTask(question="What?"), sampling=SamplingParams(max_tokens=60))
+    *together, _ = world.run(*(f"r{number}" for number in range(5)), "q")
+    assert [done.result for done in together] == [alone.result] * 5
+    world.close()
+
+
+def test_a_captured_refinement_is_an_eager_one(assembly):
+    """Captured and eager refinement agree in every slot, repeatedly."""
+    refiner, device = assembly.refiner, assembly.device
+    side = refiner.answer.shape[0]
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+    mask = random.integers(0, 2, (side, side), np.uint8)
+    given = Crop((side, side), 0, 0, (side, side), pixels, mask)
+    answers = []
+    for captures in (True, False):
+        step = RefineStep(refiner, device, 2, GraphRunner(device, captures=captures))
+        step.warm_up()
+        for slot in (0, 1, 0):
+            step.forward(slot, given)
+            device.compute.record().wait()
+            answers.append(torch.from_numpy(step.answer(slot)))
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert 0 < answers[0].mean() < 1

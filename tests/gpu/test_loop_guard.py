@@ -17,8 +17,17 @@ from legato_engine.types import RequestKey
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models import hub_folder
-from tests.gpu.decodes import RANKS, ROWS, Decodes, close, decoding
-from tests.gpu.guard import GRAPHS, KERNELS, GuardViolation, guarded
+from tests.gpu.guard import (
+    GRAPHS,
+    KERNELS,
+    RANKS,
+    ROWS,
+    Decodes,
+    GuardViolation,
+    close,
+    decoding,
+    guarded,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,9 +22,8 @@ from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 from benchmarks.decode.loops import picture, recorded, skilled, values_of
 from benchmarks.decode.loops.decodes import NUM_SKILLS
 from benchmarks.decode.parts import prompts
-from tests.engine.models.moondream.outlines import scripted
-from tests.gpu.decodes import ROWS, Decodes, close, decoding
-from tests.gpu.guard import GRAPHS, KERNELS, guarded
+from tests.engine.models.moondream.refiner import scripted
+from tests.gpu.guard import GRAPHS, KERNELS, ROWS, Decodes, close, decoding, guarded
 
 LONG = "Tell me, in as many words as you like, what stands beside the red cup. "
 

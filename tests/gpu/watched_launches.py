@@ -18,7 +18,7 @@ from unittest import mock
 from legato_engine.kernels.megakernel import kernel
 from legato_engine.kernels.megakernel.sizes import LEGATO_TINY, PAGE
 
-from tests.resident import both, drafts, values, words
+from tests.megakernel import both, drafts, values, words
 
 SIZES = dataclasses.replace(LEGATO_TINY, num_layers=2)
 ROWS = (5, 13)

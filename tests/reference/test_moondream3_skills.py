@@ -1,14 +1,24 @@
-"""The reference's decoding loops."""
+"""The reference's prompts, coordinates and decoding loops."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
-from tests.reference.cases import CONFIG, NAME, image, leaning, weights
-from tests.reference.moondream3 import decoding, prompts, region, results, skills, text
-from tests.reference.moondream3.numerics import Weights
+from tests.reference.cases import CONFIG, NAME, embeddings, image, leaning, weights
+from tests.reference.moondream3 import (
+    check_weights,
+    full,
+    prompts,
+    random_weights,
+    skills,
+    text,
+    weight_shapes,
+)
+from tests.reference.moondream3.numerics import Weights, round_bfloat16
 from tests.reference.moondream3.prompts import Coord, Size, Text
 
 IDS = CONFIG.ids
@@ -24,7 +34,7 @@ def scripted(monkeypatch, script):
     """
     made = []
 
-    class Scripted(decoding.Decoder):
+    class Scripted(skills.Decoder):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.prompt_length = len(self.embeddings_TD)
@@ -54,7 +64,7 @@ class Case:
     prompt: list[prompts.Token]
     weights: Weights
     picture: np.ndarray
-    run: results.Run
+    run: skills.Run
 
 
 @cache
@@ -89,9 +99,9 @@ def sizes(run):
 def fed(token, w):
     """The embedding of a token, by its kind."""
     if isinstance(token, Coord):
-        return region.encode_coord(token.value, CONFIG, w)
+        return prompts.encode_coord(token.value, CONFIG, w)
     if isinstance(token, Size):
-        return region.encode_size(token.width, token.height, CONFIG, w)
+        return prompts.encode_size(token.width, token.height, CONFIG, w)
     return w["text.wte"][token.id]
 
 
@@ -111,10 +121,10 @@ def test_a_run_is_replayed_in_one_pass(skill):
         np.testing.assert_allclose(step.hidden_D, state, atol=1e-9)
         np.testing.assert_allclose(step.logits_V, text.logits(state, w), atol=1e-9)
         if isinstance(step.token, Coord):
-            index = region.coord_logits(state, CONFIG, w).argmax()
+            index = prompts.coord_logits(state, CONFIG, w).argmax()
             assert step.token.value == index / CONFIG.region.coord_bins
         if isinstance(step.token, Size):
-            bins = region.size_logits(state, CONFIG, w).argmax(-1)
+            bins = prompts.size_logits(state, CONFIG, w).argmax(-1)
             values = [2.0 ** (b / (CONFIG.region.size_bins - 1) * 10 - 10) for b in bins]
             assert [step.token.width, step.token.height] == values
 
@@ -143,7 +153,7 @@ def test_detect_reads_x_y_size_and_then_decides(monkeypatch):
     assert len(boxes.boxes) == 2
     assert len(made[0].embeddings_TD) == made[0].prompt_length + 6
     _, _, x, y = coords(boxes)
-    assert boxes.boxes[1] == results.box_of((x, y), sizes(boxes)[1], CONFIG)
+    assert boxes.boxes[1] == skills.box_of((x, y), sizes(boxes)[1], CONFIG)
 
 
 def test_point_reads_x_and_y(monkeypatch):
@@ -186,10 +196,10 @@ def test_objects_are_limited(monkeypatch, limits, num_tokens, num_boxes):
 def test_a_box_spans_its_size_around_its_centre():
     """Edges are half a size from the centre, and clamped to the image unless switched off."""
     size = Size(0.5, 0.25)
-    assert results.box_of((0.5, 0.5), size, CONFIG) == results.Box(0.25, 0.375, 0.75, 0.625)
-    assert results.box_of((0.125, 1.0), size, CONFIG) == results.Box(0.0, 0.875, 0.375, 1.0)
+    assert skills.box_of((0.5, 0.5), size, CONFIG) == skills.Box(0.25, 0.375, 0.75, 0.625)
+    assert skills.box_of((0.125, 1.0), size, CONFIG) == skills.Box(0.0, 0.875, 0.375, 1.0)
     unclamped = CONFIG.switched(clamp_boxes=False)
-    assert results.box_of((0.125, 1.0), size, unclamped) == results.Box(-0.125, 0.875, 0.375, 1.125)
+    assert skills.box_of((0.125, 1.0), size, unclamped) == skills.Box(-0.125, 0.875, 0.375, 1.125)
 
 
 def test_an_answer_ends_without_its_end(monkeypatch):
@@ -230,7 +240,7 @@ def test_a_reasoning_ends_and_is_answered(monkeypatch):
     assert answer.answer == [Text(63)]
     assert answer.reasoning == answer.tokens[:8]
     x, y, _ = coords(answer)
-    assert answer.grounding == [results.Grounding(1, 2, [(x, y)])]
+    assert answer.grounding == [skills.Grounding(1, 2, [(x, y)])]
     assert len(made[0].embeddings_TD) == made[0].prompt_length + len(script) - 1
 
 
@@ -269,10 +279,10 @@ def test_grounding_drops_what_has_no_partner():
     first = [*prompts.texts([60, START, 61, 62]), one, two, one, *prompts.texts([END, 63])]
     second = [three, *prompts.texts([START, 64]), two, three, *prompts.texts([END])]
     unfinished = [*prompts.texts([START]), one, two]
-    found = results.grounding([*first, *second, *unfinished], CONFIG)
+    found = skills.grounding([*first, *second, *unfinished], CONFIG)
     assert found == [
-        results.Grounding(1, 3, [(0.25, 0.5)]),
-        results.Grounding(4, 5, [(0.5, 0.75)]),
+        skills.Grounding(1, 3, [(0.25, 0.5)]),
+        skills.Grounding(4, 5, [(0.5, 0.75)]),
     ]
 
 
@@ -281,7 +291,224 @@ def test_segment_reads_its_box_first(monkeypatch):
     scripted(monkeypatch, [COORD, COORD, SIZE, 61, 20, 62, EOS])
     found = skills.segment(image(), NAME, CONFIG, weights())
     x, y = coords(found)
-    assert found.box == results.box_of((x, y), sizes(found)[0], CONFIG)
+    assert found.box == skills.box_of((x, y), sizes(found)[0], CONFIG)
     assert found.path_ids == [61, 62]
     scripted(monkeypatch, [COORD, 61, EOS])
     assert skills.segment(image(), NAME, CONFIG, weights()).box is None
+
+
+# ---------------------------------------------------------------- moondream3 prompts
+
+
+def lengths(prompt):
+    """Positions of a prompt after BOS and an image's 729 embeddings."""
+    return 1 + full().vision.tokens + len(prompt)
+
+
+def test_prompts_have_the_published_lengths():
+    """Caption 735, detect 735 + n, the others 734 + n, with n tokens of text; 2 or 3 for a hint."""
+    ids, n = full().ids, len(NAME)
+    assert lengths(prompts.caption_prompt(ids, "long")) == 735
+    assert lengths(prompts.query_prompt(ids, NAME)) == 734 + n
+    assert lengths(prompts.detect_prompt(ids, NAME)) == 735 + n
+    assert lengths(prompts.point_prompt(ids, NAME)) == 734 + n
+    assert lengths(prompts.segment_prompt(ids, NAME, [(0.1, 0.2)])) == 736 + n
+    assert lengths(prompts.query_prompt(ids, NAME, [(0.1, 0.2, 0.3, 0.4)])) == 737 + n
+
+
+def test_prompts_are_the_published_ids():
+    """Each skill's template ids are between 1 and 2, then comes 3, or 4 to reason first."""
+    ids = full().ids
+
+    def spelled(prompt):
+        return [token.id for token in prompt]
+
+    assert spelled(prompts.caption_prompt(ids, "short")) == [1, 32708, 2, 12492, 3]
+    assert spelled(prompts.caption_prompt(ids, "normal")) == [1, 32708, 2, 6382, 3]
+    assert spelled(prompts.caption_prompt(ids, "long")) == [1, 32708, 2, 4059, 3]
+    assert spelled(prompts.query_prompt(ids, [77])) == [1, 15381, 2, 77, 3]
+    assert spelled(prompts.query_prompt(ids, [77], reasoning=True)) == [1, 15381, 2, 77, 4]
+    assert spelled(prompts.detect_prompt(ids, [77])) == [1, 7235, 476, 2, 77, 3]
+    assert spelled(prompts.point_prompt(ids, [77])) == [1, 2581, 2, 77, 3]
+    assert spelled(prompts.segment_prompt(ids, [77])) == [1, 17374, 2, 77, 3]
+
+
+def test_hints_stand_before_the_text():
+    """A point is two coordinates, a box centre and size, right after the template ids."""
+    refs = [(0.25, 0.5), (0.0, 0.5, 0.5, 0.75)]
+    hints = [Coord(0.25), Coord(0.5), Coord(0.25), Coord(0.625), Size(0.5, 0.25)]
+    for build, words in (
+        (prompts.point_prompt, IDS.point),
+        (prompts.query_prompt, IDS.query),
+        (prompts.segment_prompt, IDS.segment),
+    ):
+        before, behind = prompts.texts([1, *words, 2]), prompts.texts([*NAME, 3])
+        assert build(IDS, NAME, refs) == [*before, *hints, *behind]
+
+
+@pytest.mark.parametrize(
+    "ref", [(0.1,), (0.1, 1.1), (float("nan"), 0.0), (0.5, 0.0, 0.4, 1.0), (0.0, 0.0, 0.0)]
+)
+def test_a_hint_that_is_none_is_refused(ref):
+    """A hint has two or four finite values of 0..1; a box starts at its smaller corner."""
+    with pytest.raises(ValueError, match=r"values of 0\.\.1|ends before"):
+        prompts.hints([ref])
+
+
+def test_names_are_spelled_as_trained():
+    """Detect and point put a space before the name, segment and query do not."""
+    for skill, spelled in {"detect": " cat", "point": " cat", "segment": "cat"}.items():
+        assert prompts.object_text(skill, " cat ") == spelled
+
+
+# ---------------------------------------------------------------- moondream3 region
+# The reference's coordinates, sizes and weights' names.
+
+WEIGHTS = weights()
+
+
+def test_cosines_come_before_sines():
+    """The phase of a coordinate is 2 pi x F; all cosines come before all sines."""
+    features = np.array([[1.0, 0.25, -0.5]])
+    ours = prompts.fourier(np.array([0.5]), features, CONFIG)
+    np.testing.assert_allclose(ours, [-1, math.sqrt(0.5), 0, 0, math.sqrt(0.5), -1], atol=1e-15)
+
+
+def test_a_size_mixes_width_and_height():
+    """The phase of a size is 2 pi (w F0 + h F1), and the encoder is a biased product."""
+    w, h = 0.3, 0.7
+    features = WEIGHTS["region.size_features"]
+    phases = [2 * math.pi * (w * f0 + h * f1) for f0, f1 in features.T]
+    row = np.array([math.cos(p) for p in phases] + [math.sin(p) for p in phases])
+    matrix, bias = (WEIGHTS[f"region.size_encoder.{part}"] for part in ("weight", "bias"))
+    ours = prompts.encode_size(w, h, CONFIG, WEIGHTS)
+    np.testing.assert_allclose(ours, matrix @ row + bias, atol=1e-12)
+    assert np.abs(ours - prompts.encode_size(h, w, CONFIG, WEIGHTS)).max() > 1e-2
+
+
+def test_phases_in_bfloat16_are_torchs():
+    """With the switch value, turns, phase, cosine and sine are each rounded as torch rounds."""
+    features = round_bfloat16(np.random.default_rng(11).standard_normal((1, 256)) * 3)
+    switched = CONFIG.switched(fourier="bfloat16")
+    for value in np.linspace(0, 1, 99):
+        turns = 2 * math.pi * torch.tensor(value, dtype=torch.bfloat16)
+        phases = turns * torch.from_numpy(features[0]).to(torch.bfloat16)
+        exact = phases.double()  # torch's cosine in bfloat16 differs from machine to machine
+        expected = torch.cat([exact.cos(), exact.sin()]).to(torch.bfloat16).double().numpy()
+        ours = prompts.fourier(np.array([value]), features, switched)
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_bins_have_their_values():
+    """A coordinate's bin is n / 1024, or n / 1023 by the switch; sizes go from 2^-10 to 1."""
+    config = full()
+    assert [prompts.coord_value(n, config) for n in (0, 512, 1023)] == [0, 0.5, 1023 / 1024]
+    other = config.switched(coord_divisor="bins_minus_one")
+    assert [prompts.coord_value(n, other) for n in (0, 512, 1023)] == [0, 512 / 1023, 1]
+    assert [prompts.size_value(n, config) for n in (0, 1023)] == [1 / 1024, 1]
+    assert prompts.size_value(341, config) == pytest.approx(2 ** (341 / 1023 * 10 - 10))
+    rounded = config.switched(round_values=True)
+    assert prompts.coord_value(1021, rounded) == float(torch.tensor(1021 / 1024).bfloat16())
+    assert prompts.size_value(1000, rounded) == float(
+        torch.tensor(prompts.size_value(1000, config)).bfloat16()
+    )
+
+
+def test_a_size_lies_at_its_bin():
+    """The inverse returns every bin's value to it, and values below 2^-10 to bin 0."""
+    config = full()
+    for index in range(config.region.size_bins):
+        assert prompts.size_position(prompts.size_value(index, config), config) == pytest.approx(
+            index
+        )
+    assert prompts.size_position(0.0, config) == 0
+
+
+def test_bins_are_read_before_the_last_norm():
+    """post_ln affects only token logits; region.ln affects the bins."""
+    hidden = embeddings(1)[0]
+    post_ln = {"text.post_ln.weight": WEIGHTS["text.post_ln.weight"] + 1}
+    own = {"region.ln.weight": WEIGHTS["region.ln.weight"] + 1}
+
+    def decoded(weights):
+        return (
+            text.logits(hidden, weights),
+            prompts.coord_logits(hidden, CONFIG, weights),
+            prompts.size_logits(hidden, CONFIG, weights),
+        )
+
+    def same(changes):
+        pairs = zip(decoded(WEIGHTS), decoded(WEIGHTS | changes), strict=True)
+        return [np.array_equal(before, after) for before, after in pairs]
+
+    assert same(post_ln) == [False, True, True]
+    assert same(own) == [True, False, False]
+
+
+def test_bins_are_a_norm_and_a_product():
+    """Coordinates have one row of bins, sizes two, of which the width's is the first."""
+    hidden = torch.from_numpy(embeddings(1)[0])
+    w = {key: torch.from_numpy(WEIGHTS[key]) for key in WEIGHTS if key.startswith("region.")}
+    normed = torch.nn.functional.layer_norm(
+        hidden, hidden.shape, w["region.ln.weight"], w["region.ln.bias"]
+    )
+    for kind, shape in (("coord", (CONFIG.region.coord_bins,)), ("size", (2, 32))):
+        decoder = f"region.{kind}_decoder"
+        expected = w[f"{decoder}.weight"] @ normed + w[f"{decoder}.bias"]
+        decode = prompts.coord_logits if kind == "coord" else prompts.size_logits
+        ours = decode(hidden.numpy(), CONFIG, WEIGHTS)
+        np.testing.assert_allclose(ours, expected.reshape(shape).numpy(), atol=1e-12)
+
+
+def test_the_region_switches_are_different():
+    """Without its norm, or after post_ln, a coordinate is read from another state."""
+    hidden = embeddings(1)[0]
+    default = prompts.coord_logits(hidden, CONFIG, WEIGHTS)
+    for switches in ({"region_norm": False}, {"region_hidden": "post_ln"}):
+        other = prompts.coord_logits(hidden, CONFIG.switched(**switches), WEIGHTS)
+        assert np.abs(other - default).max() > 1e-2
+
+
+def test_the_published_names():
+    """The full sizes have the preview's 662 tensors, and about 9.27 thousand million weights."""
+    shapes = weight_shapes(full())
+    assert len(shapes) == 662
+    count = {part: sum(name.startswith(part) for name in shapes) for part in ("region", "vision")}
+    assert count == {"region": 12, "vision": 329 + 4}
+    assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(9.27e9, rel=2e-3)
+    some = {
+        "vision.patch_emb.weight": (1152, 588),
+        "vision.proj_mlp.fc1.weight": (8192, 2304),
+        "text.wte": (51200, 2048),
+        "text.blocks.3.mlp.fc1.weight": (8192, 2048),
+        "text.blocks.4.mlp.fc1.weight": (64, 2048, 2048),
+        "text.blocks.23.mlp.fc2.weight": (64, 2048, 1024),
+        "text.blocks.0.attn.tau.wq": (32, 6144),
+        "region.size_features": (2, 256),
+        "region.size_decoder.weight": (2048, 2048),
+    }
+    assert some.items() <= shapes.items()
+
+
+def test_weights_are_checked_both_ways():
+    """Missing, extra and mis-shaped weights are named; region.ln follows its switch."""
+    check_weights(CONFIG, WEIGHTS)
+    fewer = {key: value for key, value in WEIGHTS.items() if not key.startswith("region.ln.")}
+    with pytest.raises(ValueError, match=r"region\.ln\.bias"):
+        check_weights(CONFIG, fewer)
+    check_weights(CONFIG.switched(region_norm=False), fewer)
+    with pytest.raises(ValueError, match="surplus"):
+        check_weights(CONFIG, WEIGHTS | {"surplus": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"text\.wte"):
+        check_weights(CONFIG, WEIGHTS | {"text.wte": WEIGHTS["text.wte"].T})
+
+
+def test_random_weights_are_held_exactly():
+    """A seed gives the same weights, exact in the given precision."""
+    again = random_weights(CONFIG, 0, "float64")
+    assert all(np.array_equal(again[key], WEIGHTS[key]) for key in WEIGHTS)
+    assert not np.array_equal(random_weights(CONFIG, 1, "float64")["text.wte"], WEIGHTS["text.wte"])
+    for value in random_weights(CONFIG, 0, "bfloat16").values():
+        tensor = torch.from_numpy(value)
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor.bfloat16().float(), tensor)

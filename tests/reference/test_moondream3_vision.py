@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.reference.cases import CONFIG, noise, torch_gelu, weights
-from tests.reference.moondream3 import encode_image, full, thin, tiling, vision
+from tests.reference.moondream3 import encode_image, full, thin, vision
 from tests.reference.moondream3.numerics import layer_norm, linear
 from tests.reference.moondream3.weights import random_weights
 
@@ -35,10 +35,10 @@ ROWS = [(size, *row[1:]) for row in TABLE for size in row[0]]
 def test_the_table_of_tilings(size, tiles, resized, grid):
     """Every row of the description's table: tiles, resized image and stitched grid."""
     width, height = size
-    assert tiling.choose_tiling(height, width, FULL) == tiles
+    assert vision.choose_tiling(height, width, FULL) == tiles
     assert tuple(count * FULL.window + FULL.overlap for count in tiles) == resized
     features = np.zeros((tiles[0] * tiles[1], FULL.grid, FULL.grid, 1))
-    assert tiling.stitch(features, tiles, FULL).shape == (*grid, 1)
+    assert vision.stitch(features, tiles, FULL).shape == (*grid, 1)
 
 
 def test_pictures_have_1_to_12_tiles():
@@ -46,7 +46,7 @@ def test_pictures_have_1_to_12_tiles():
     sizes = [1, 378, 379, 400, 500, 644, 645, 900, 1176, 1177, 1500, 2000, 3333, 5000, 7560]
     for height in sizes:
         for width in sizes:
-            rows, columns = tiling.choose_tiling(height, width, FULL)
+            rows, columns = vision.choose_tiling(height, width, FULL)
             assert rows >= 1
             assert columns >= 1
             assert rows * columns <= FULL.max_crops
@@ -54,36 +54,36 @@ def test_pictures_have_1_to_12_tiles():
 
 def test_tiles_that_would_be_too_many_are_taken_from_the_longer_side():
     """Where 2 x 7 tiles suit the sides, 2 x 6 are left."""
-    assert tiling.choose_tiling(379, 1287, FULL) == (2, 6)
-    assert tiling.choose_tiling(1287, 379, FULL) == (6, 2)
+    assert vision.choose_tiling(379, 1287, FULL) == (2, 6)
+    assert vision.choose_tiling(1287, 379, FULL) == (6, 2)
 
 
 def test_a_long_strip_has_more_tiles():
     """The rule rounds a row up to one, which gives a strip more than 12 tiles."""
-    assert tiling.choose_tiling(600, 7561, FULL) == (1, 13)
-    assert tiling.choose_tiling(20000, 600, FULL) == (21, 1)
+    assert vision.choose_tiling(600, 7561, FULL) == (1, 13)
+    assert vision.choose_tiling(20000, 600, FULL) == (21, 1)
 
 
 @pytest.mark.parametrize("size", [(40, 60), (90, 40), (200, 30), (90, 90)])
 def test_stitched_crops_are_the_resized_picture(size):
     """Features of a patch alone are stitched to those of the uncut image."""
     rgb = noise(*size)
-    cut, tiles = tiling.crops(rgb, SMALL)
+    cut, tiles = vision.crops(rgb, SMALL)
     assert tiles != (1, 1)
     pixels = cut[1:].astype(np.float64)
     height, width = (count * SMALL.window + SMALL.overlap for count in tiles)
-    resized = tiling.resize(rgb, height, width).astype(np.float64)
+    resized = vision.resize(rgb, height, width).astype(np.float64)
     whole = vision.patchify(resized, SMALL.patch)
     patches = np.stack([vision.patchify(tile, SMALL.patch) for tile in pixels])
     features = patches.reshape(len(patches), SMALL.grid, SMALL.grid, -1)
-    stitched = tiling.stitch(features, tiles, SMALL)
+    stitched = vision.stitch(features, tiles, SMALL)
     np.testing.assert_array_equal(stitched.reshape(len(whole), -1), whole)
 
 
 def test_outer_tiles_keep_their_outer_margin():
     """Each cell comes from the tile that has it inside, or in its outer margin."""
     tiles = np.broadcast_to(np.arange(6.0)[:, None, None, None], (6, SMALL.grid, SMALL.grid, 1))
-    owners = tiling.stitch(tiles, (2, 3), SMALL)[..., 0]
+    owners = vision.stitch(tiles, (2, 3), SMALL)[..., 0]
     rows = np.repeat([0, 1], [6, 6])  # 7 patches: a margin of 1, 5 inside, a margin of 1
     columns = np.repeat([0, 1, 2], [6, 5, 6])
     np.testing.assert_array_equal(owners, rows[:, None] * 3 + columns)
@@ -92,10 +92,10 @@ def test_outer_tiles_keep_their_outer_margin():
 def test_the_whole_picture_is_the_first_crop():
     """Crop 0 is the image resized to a crop, and with one tile that tile equals it."""
     rgb = noise(30, 20)
-    cut, tiles = tiling.crops(rgb, SMALL)
+    cut, tiles = vision.crops(rgb, SMALL)
     assert tiles == (1, 1)
     assert cut.shape == (2, SMALL.crop, SMALL.crop, 3)
-    np.testing.assert_array_equal(cut[0], tiling.resize(rgb, SMALL.crop, SMALL.crop))
+    np.testing.assert_array_equal(cut[0], vision.resize(rgb, SMALL.crop, SMALL.crop))
     np.testing.assert_array_equal(cut[0], cut[1])
 
 
@@ -118,7 +118,7 @@ def test_pooling_is_a_double_loop_and_torchs(grid):
         for m in range(27):
             left, right = math.floor(m * grid[1] / 27), math.ceil((m + 1) * grid[1] / 27)
             expected[k, m] = features[top:bottom, left:right].mean(axis=(0, 1))
-    ours = tiling.adaptive_pool(features, 27)
+    ours = vision.adaptive_pool(features, 27)
     np.testing.assert_allclose(ours, expected, atol=1e-13)
     channels_first = torch.from_numpy(features).permute(2, 0, 1)
     theirs = torch.nn.functional.adaptive_avg_pool2d(channels_first, 27).permute(1, 2, 0)
@@ -174,10 +174,10 @@ def test_a_crop_goes_through_all_of_the_encoder():
 def test_the_projection_reads_the_whole_before_the_parts():
     """Each cell has the whole image's feature first, then the pooled one of the tiles."""
     rgb = noise(40, 60)
-    cut, tiles = tiling.crops(rgb, SMALL)
+    cut, tiles = vision.crops(rgb, SMALL)
     features = np.stack([vision.encode_crop(crop, CONFIG, WEIGHTS) for crop in cut])
     parts = features[1:].reshape(-1, SMALL.grid, SMALL.grid, SMALL.width)
-    local = tiling.adaptive_pool(tiling.stitch(parts, tiles, SMALL), SMALL.grid)
+    local = vision.adaptive_pool(vision.stitch(parts, tiles, SMALL), SMALL.grid)
     both = np.concatenate([features[0], local.reshape(SMALL.tokens, SMALL.width)], axis=1)
     up = torch_gelu(linear(both, WEIGHTS, "vision.proj_mlp.fc1"))
     expected = linear(up, WEIGHTS, "vision.proj_mlp.fc2")

@@ -1,10 +1,11 @@
-"""One simulated history from a seed."""
+"""One simulated history from a seed: callers, and what each of them saw."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import dataclasses
+import enum
 import random
 from typing import Any
 from unittest import mock
@@ -13,13 +14,202 @@ import structlog
 from legato_engine.client import connection as connection_module
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.recovery import MAX_RESUMPTIONS
-from legato_engine.errors import EngineLost
+from legato_engine.client.request_stream import RequestStream
+from legato_engine.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    EngineStarting,
+    LegatoError,
+    Poisoned,
+    QueueFull,
+)
 from legato_engine.ipc import latency_policy
+from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.types import (
+    CachedImage,
+    FinishReason,
+    QueryResult,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TextDelta,
+)
 
-from tests.simulation.callers import EXPECTED_ERRORS, History, Wish, call, random_request
-from tests.simulation.engine_host import EngineDied, Incarnation, Shape
-from tests.simulation.link import Network, SimulatedTransport
-from tests.simulation.virtual_time import virtual_time
+from tests.fakes import SILENT_EVERY
+from tests.simulation.engine_host import (
+    POISON,
+    PREFIX,
+    EngineDied,
+    Incarnation,
+    Network,
+    Shape,
+    SimulatedTransport,
+    task_of,
+    virtual_time,
+)
+
+# ---------------------------------------------------------------- callers
+# Callers and the history of what each of them saw.
+
+RETRY = 0.02  # seconds
+EXPECTED_ERRORS = (QueueFull, DeadlineExceeded, Poisoned)
+
+
+class Wish(enum.Enum):
+    """What a caller does besides waiting."""
+
+    ANSWER = 0
+    ABORT = 1
+    STOP = 2
+
+
+@dataclasses.dataclass
+class History:
+    """What a caller saw of one request."""
+
+    request: Request
+    wish: Wish
+    texts: list[str] = dataclasses.field(default_factory=list)
+    num_queued: int = 0
+    num_started: int = 0
+    done: Done | None = None
+    error: LegatoError | None = None
+    gone: bool = False  # the caller went away
+    ended_at: float = 0.0
+    num_refused: int = 0  # while no engine was ready
+
+    @property
+    def is_poison(self) -> bool:
+        return self.request.sampling.seed == POISON
+
+    def check(self) -> None:
+        """One end, no event lost, doubled or changed."""
+        assert (self.done is not None) + (self.error is not None) + self.gone == 1, self
+        expected = expected_tokens(self.request)
+        words = [str(token) for token in expected if token % SILENT_EVERY]
+        text = "".join(self.texts)
+        if self.request.deltas:
+            assert "".join(words).startswith(text), f"{self}: expected {words}"
+        if self.done is not None:
+            self._check_done(self.done, expected, text)
+        if isinstance(self.error, Poisoned):
+            assert self.is_poison, "a request that ends no engine is blamed"
+        if self.is_poison and self.done is not None:
+            assert self.done.finish_reason is FinishReason.CANCELLED, "no engine survives it"
+        if isinstance(self.error, DeadlineExceeded):
+            assert self.request.deadline is not None, "a deadline out of nothing"
+
+    def _check_done(self, done: Done, expected: list[int], text: str) -> None:
+        assert isinstance(done.result, QueryResult)
+        tokens = [int(word) for word in done.result.answer.split()]
+        if done.finish_reason is FinishReason.CANCELLED:
+            assert self.wish is Wish.STOP, "stopped without being asked"
+            assert tokens == expected[: len(tokens)], "a stopped request has other tokens"
+        else:
+            assert tokens == expected, f"{self}: expected {expected}"
+        assert done.usage.output_tokens == len(tokens)
+        if self.request.deltas:
+            words = [str(token) for token in tokens if token % SILENT_EVERY]
+            assert text == "".join(words), f"{self}: {tokens}"
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """The tokens of a run without faults, alone."""
+    task = task_of(request)
+    prefix = PREFIX if request.image is not None else 1
+    return task.expected_tokens(prefix + len(task.prompt))
+
+
+def random_request(chance: random.Random, number: int, now: float, *, poisoned: bool) -> Request:
+    image = CachedImage(image_id=f"img_{chance.randrange(4)}") if chance.random() < 0.4 else None
+    deadline = now + chance.uniform(0.001, 3.0) if chance.random() < 0.2 else None
+    streams = chance.random() < 0.6
+    return Request(
+        request_id=RequestKey(f"r{number}", chance.choice(("", "a", "b"))),
+        task=QueryTask(question=f"{chance.randint(1, 12)} {chance.choice('01')}"),
+        image=image,
+        sampling=SamplingParams(
+            seed=POISON if poisoned else chance.randrange(1000), max_tokens=chance.randint(1, 24)
+        ),
+        deadline=deadline,
+        cache_image=chance.random() < 0.8,
+        deltas=streams,
+        progress=streams,
+        priority=chance.choice((0, 0, 0, 5, -5)),
+    )
+
+
+async def call(
+    connection: EngineConnection, request: Request, wish: Wish, patience: float, history: History
+) -> None:
+    """Submit a request and read it to its end; `patience` seconds later act on the wish."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            stream = connection.submit(request)
+            break
+        except (EngineStarting, EngineLost):  # a client retries what is UNAVAILABLE
+            history.num_refused += 1
+            await asyncio.sleep(RETRY)
+        except LegatoError as error:
+            history.error, history.ended_at = error, loop.time()
+            return
+    if wish is Wish.ABORT:
+        timer = loop.call_later(patience, _leave, stream, history)
+    elif wish is Wish.STOP:
+        timer = loop.call_later(patience, stream.stop)
+    else:
+        timer = None
+    try:
+        if request.deltas:
+            await _read(stream, history)
+        else:
+            await _await_done(stream, history)
+    except LegatoError as error:
+        if not history.gone:
+            history.error = error
+    finally:
+        history.ended_at = loop.time()
+        if timer is not None:
+            timer.cancel()
+
+
+def _leave(stream: RequestStream, history: History) -> None:
+    if not stream.ended:
+        history.gone = True
+        stream.abort()
+
+
+async def _await_done(stream: RequestStream, history: History) -> None:
+    try:
+        done = await stream.done()
+    except LegatoError:
+        if history.gone:
+            return
+        raise
+    assert not history.gone
+    history.done = done
+
+
+async def _read(stream: RequestStream, history: History) -> None:
+    async for output in stream:
+        assert history.done is None, "an output after the last"
+        match output:
+            case Queued():
+                history.num_queued += 1
+            case Started():
+                history.num_started += 1
+            case Delta(events=events):
+                for event in events:
+                    assert isinstance(event, TextDelta)
+                    history.texts.append(event.text)
+            case Done():
+                history.done = output
+
+
+# ---------------------------------------------------------------- run
+# One simulated history from a seed.
 
 SHARED = latency_policy.resolve("shared")  # without busy polling, which never sleeps
 

@@ -11,8 +11,8 @@ import time
 import pytest
 from legato_engine.core.engine_core import EngineCore
 
+from tests.simulation.engine_host import NothingLeft, virtual_time
 from tests.simulation.run import Totals, run, run_all
-from tests.simulation.virtual_time import NothingLeft, virtual_time
 
 SEEDS = 10_000
 PART = 500

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -84,3 +85,12 @@ def session_of(kind: str, target: str, *args: Any, **kwargs: Any) -> Iterator[An
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+# ---------------------------------------------------------------- waiting
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return once `condition` holds; the test's own timeout bounds it."""
+    while not condition():
+        time.sleep(0.005)

@@ -11,7 +11,7 @@ import grpc
 import trustme
 from google.rpc import error_details_pb2
 
-from tests.clients.python.failures import Failure
+from tests.clients.python.fake_server import Failure
 
 GOOD = "legato_robot-7_Zm9vYmFyYmF6cXV4cXV1eA"
 """A token that `TokenCheck` accepts first."""

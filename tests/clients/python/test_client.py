@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from legato_client import (
     AsyncClient,
     Box,
@@ -21,6 +25,7 @@ from legato_client import (
     FrameStamp,
     IncompleteStream,
     InvalidArgument,
+    Message,
     Options,
     Point,
     PointTask,
@@ -31,12 +36,15 @@ from legato_client import (
     SegmentTask,
     Started,
     TextDelta,
+    Token,
+    TokenAlternative,
+    TokensDelta,
     Unavailable,
 )
+from legato_client._client_methods import ClientMethods
 from legato_client._version import CONTRACT_REVISION
 
-from tests.clients.python.failures import Failure, failure, retry_info
-from tests.clients.python.fake_server import STREAMS
+from tests.clients.python.fake_server import STREAMS, Failure, events, failure, retry_info
 
 IMAGE = b"picture"
 
@@ -269,3 +277,192 @@ def test_default_target(server, monkeypatch):
     monkeypatch.setenv("LEGATO_SERVER", server.target)
     with Client() as client:
         assert client.detect(IMAGE, "cat").objects
+
+
+# ---------------------------------------------------------------- both faces
+
+CALLS = [name for name in vars(ClientMethods) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", [*CALLS, "session", "encode_image", "lift"])
+@pytest.mark.parametrize("face", [Client, AsyncClient])
+def test_every_call_has_its_face(face, name):
+    """Whatever can be called is a method of both faces, with its parameters and a sentence."""
+    method = getattr(face, name)
+    assert inspect.getdoc(method)
+    shown = list(inspect.signature(method).parameters)
+    assert shown[0] == "self"
+    assert shown[1:] == list(inspect.signature(getattr(Client, name)).parameters)[1:]
+    assert "args" not in shown
+
+
+def test_there_are_calls():
+    """The list above is not empty by mistake."""
+    assert {"detect", "generate", "put_image", "server_info", "abort"} <= set(CALLS)
+
+
+# ---------------------------------------------------------------- tokens
+# Sampled tokens, as both faces of the client give them.
+
+TOKENS = (
+    inference_pb2.Token(
+        token_id=9,
+        text="hi",
+        bytes=b"hi",
+        logprob=-0.5,
+        alternatives=[inference_pb2.TokenAlternative(token_id=8, bytes=b"\xf0", logprob=-1.0)],
+    ),
+    inference_pb2.Token(token_id=5, coordinate=0.0),
+    inference_pb2.Token(token_id=6, size=geometry_pb2.Size(width=0.5, height=0.25)),
+)
+SAME_TOKENS = (
+    Token(
+        9,
+        "hi",
+        logprob=-0.5,
+        alternatives=(TokenAlternative(8, "", -1.0, b"\xf0"),),
+        bytes=b"hi",
+    ),
+    Token(5, "", coordinate=0.0),
+    Token(6, "", size=(0.5, 0.25)),
+)
+
+
+def test_tokens_of_an_answer(client, server):
+    """Tokens come typed, and an absent value or probability is None, not 0."""
+    info = inference_pb2.ResponseInfo(tokens=TOKENS)
+    reply = inference_pb2.CaptionResponse(caption="hi", info=info)
+    server.script["Caption"].append(reply)
+    options = Options(return_tokens=True, top_logprobs=0)
+    assert client.caption(IMAGE, options=options).info.tokens == SAME_TOKENS
+    asked = server.last("Caption").options
+    assert asked.return_tokens
+    assert asked.HasField("top_logprobs")
+    assert client.caption(IMAGE).info.tokens == ()
+
+
+def test_tokens_of_a_stream(client, server):
+    """Tokens come beside text and thoughts, or in events of their own; the end has all of them."""
+    text, *others = TOKENS
+    finished = task_pb2.TaskResult(query=task_pb2.QueryResult(answer="hi"))
+    rows = events(
+        ("reasoning", inference_pb2.ReasoningDelta(text="hi", tokens=[text])),
+        ("text", inference_pb2.TextDelta(text="hi", tokens=[text])),
+        ("tokens", inference_pb2.TokensDelta(tokens=others)),
+        finished=finished,
+    )
+    rows[-1].finished.info.tokens.extend(TOKENS)
+    server.script["Generate"].append(rows)
+    *_, thought, words, rest, last = client.generate(IMAGE, QueryTask("?"))
+    assert (thought.tokens, words.tokens) == (SAME_TOKENS[:1], SAME_TOKENS[:1])
+    assert rest == TokensDelta(SAME_TOKENS[1:])
+    assert last.result.info.tokens == SAME_TOKENS
+
+
+def test_tokens_of_tasks(client, server):
+    """Each of several tasks has its own tokens."""
+    results = [
+        task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption=caption)) for caption in "ab"
+    ]
+    tokens = [inference_pb2.TaskTokens(tokens=TOKENS), inference_pb2.TaskTokens(tokens=TOKENS[:1])]
+    reply = inference_pb2.RunTasksResponse(results=results, tokens=tokens)
+    server.script["RunTasks"].append(reply)
+    first, second = client.run_tasks(IMAGE, [CaptionTask(), CaptionTask()])
+    assert (first.info.tokens, second.info.tokens) == (SAME_TOKENS, SAME_TOKENS[:1])
+
+
+# ---------------------------------------------------------------- chat
+# Conversations, as both faces of the client send them.
+
+HELD_IMAGE = CachedImage("i-7")
+TALK = (
+    Message("system", "Be short."),
+    Message("user", (HELD_IMAGE, "What ", "is it?")),
+    Message("assistant", "A cup."),
+    Message("user", "Of what colour?"),
+)
+
+
+def told(messages):
+    """What a server reads of them: roles, and texts with an image as None."""
+    return [
+        (message.role, [part.text if part.HasField("text") else None for part in message.parts])
+        for message in messages
+    ]
+
+
+SAME = [
+    (task_pb2.CHAT_ROLE_SYSTEM, ["Be short."]),
+    (task_pb2.CHAT_ROLE_USER, [None, "What ", "is it?"]),
+    (task_pb2.CHAT_ROLE_ASSISTANT, ["A cup."]),
+    (task_pb2.CHAT_ROLE_USER, ["Of what colour?"]),
+]
+
+
+def test_chat(client, server):
+    """Messages go in order, and the image that one of them shows is the request's."""
+    answer = client.chat(TALK, reasoning=True, sampling=Sampling(max_tokens=5))
+    assert answer.answer == "two cats"
+    asked = server.last("Query")
+    assert told(asked.messages) == SAME
+    assert asked.image.image_id == "i-7"
+    assert (asked.question, asked.reasoning, asked.sampling.max_tokens) == ("", True, 5)
+
+
+def test_chat_without_a_image(client, server):
+    """A conversation of words alone has no image."""
+    client.chat([Message("user", "Hi")])
+    assert not server.last("Query").HasField("image")
+
+
+def test_chat_streams(client, server):
+    """A conversation is a task of `generate`, with its image inside or beside it."""
+    task = QueryTask(messages=TALK)
+    assert isinstance(client.generate(None, task)[-1], Finished)
+    asked = server.last("Generate")
+    assert told(asked.task.query.messages) == SAME
+    assert asked.image.image_id == "i-7"
+    client.generate(HELD_IMAGE, QueryTask(messages=(Message("user", "Hi"),)))
+    assert server.last("Generate").image.image_id == "i-7"
+
+
+def test_chat_reads_a_file(client, server, tmp_path):
+    """A path is an image; a string is text even if a file is called so."""
+    path = tmp_path / "picture"
+    path.write_bytes(b"bytes")
+    client.chat([Message("user", [Path(path), str(path)])])
+    asked = server.last("Query")
+    assert asked.image.encoded.data == b"bytes"
+    assert told(asked.messages) == [(task_pb2.CHAT_ROLE_USER, [None, str(path)])]
+
+
+def test_one_image_a_conversation(client, server):
+    """A second image is refused before anything is sent, as is an unknown role."""
+    twice = (*TALK, Message("assistant", "Red."), Message("user", (HELD_IMAGE, "And this?")))
+    with pytest.raises(ValueError, match="one image"):
+        client.chat(twice)
+    with pytest.raises(ValueError, match="one image"):
+        client.generate(HELD_IMAGE, QueryTask(messages=TALK))
+    nobody: Any = "judge"
+    with pytest.raises(ValueError, match="role"):
+        client.chat([Message(nobody, "Hi")])
+    assert not server.requests
+
+
+def test_a_shared_image_is_not_inside_a_message(client, server):
+    """Where several tasks share an image, one inside a message is refused, not lost."""
+    with pytest.raises(ValueError, match="beside the tasks"):
+        client.run_tasks(None, [QueryTask(messages=TALK)])
+    with (
+        Client(server.target) as blocking,
+        pytest.raises(ValueError, match="beside the tasks"),
+    ):
+        blocking.session([QueryTask(messages=TALK)]).__enter__()
+    client.run_tasks(HELD_IMAGE, [QueryTask(messages=TALK[2:])])
+    assert len(server.last("RunTasks").tasks[0].query.messages) == 2
+
+
+def test_a_string_is_a_conversation(client, server):
+    """`chat("Hi")` asks that one question."""
+    assert client.chat("Hi").answer
+    assert told(server.last("Query").messages) == [(task_pb2.CHAT_ROLE_USER, ["Hi"])]

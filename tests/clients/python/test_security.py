@@ -25,8 +25,7 @@ from legato_client import (
 )
 from legato_client._grpc.settings import TokenSource, is_local, read_security
 
-from tests.clients.python.failures import failure
-from tests.clients.python.fake_server import FakeServer
+from tests.clients.python.fake_server import FakeServer, failure
 from tests.clients.python.secure_server import GOOD, Certificates, TokenCheck
 
 IMAGE = b"\xff\xd8\xff"

@@ -1,4 +1,4 @@
-"""`legato pull` against a hub on loopback."""
+"""`legato pull` against a hub on loopback, and what is served of it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants, file_download
 from legato_engine.errors import InvalidField
 from legato_engine.hub import download, listing, store
 from legato_engine.hub.store import INDEX, MODELS, Published, Source
+from legato_engine.models import registry
 
-from tests.clients.python.until import until
+from tests.clients.python.face import until
 from tests.engine.hub.fake_hub import COMMIT, FakeHub
+from tests.engine.models import hub_folder
+from tests.engine.models import test_llama as llama
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
 CHUNK = 100_000  # bytes that the library writes at a time
@@ -382,3 +387,26 @@ def test_the_catalogue():
             assert all(len(sha256) == 64 for sha256 in source.sha256.values())
             assert set(source.sha256) <= set(source.files)
     assert set(store.pull_parser().parse_args(["moondream2"]).model) <= set("moondream2")
+
+
+# ---------------------------------------------------------------- what is served
+
+
+def test_a_pulled_model_is_served_without_a_network(hub, tmp_path, monkeypatch):
+    """`--model NAME` alone finds and loads it; no socket is connected."""
+    hub_folder.write(tmp_path / "made", llama.config())
+    for path in (tmp_path / "made").iterdir():
+        hub.files[REPOSITORY][path.name] = path.read_bytes()
+    catalogued = MODELS["smollm2-135m"].sources[0]
+    source = Source(REPOSITORY, COMMIT, catalogued.files)
+    model = Published("smollm2-135m", "llama", (source,), "", 1)
+    pulled(tmp_path / "models" / model.name, model)
+
+    def connect(*_: object) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    bundle = registry.resolve(model.name, models=str(tmp_path / "models"))
+    assert bundle.load(torch.device("cpu"), torch.float32).num_parameters > 0
+    with pytest.raises(InvalidField, match=r"legato pull qwen3-0\.6b"):
+        registry.resolve("qwen3-0.6b", models=str(tmp_path / "models"))

@@ -1,18 +1,22 @@
-"""Leases of images: expiry, owners, quotas and commands."""
+"""Leases of images, byte quotas, the cache of prepared images and pixels in a slab."""
 
+import concurrent.futures
 import hashlib
 import io
+import random
 import threading
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from legato_engine.core.leases import LeaseHandler
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.requests import PendingLease, RequestTable
-from legato_engine.errors import from_value
+from legato_engine.errors import BytesExceeded, from_value
 from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
-from legato_engine.images.memory import ByteQuota, PixelMemory, host_slab
+from legato_engine.images.memory import PAGE, ByteQuota, PixelMemory, host_slab
 from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
 from legato_engine.models.bundle import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
@@ -297,3 +301,210 @@ def test_an_owner_may_have_a_quota_of_its_own(world):
     refused = world.hold(GREEN, owner="small", quota_bytes=PREPARED)
     assert kind(refused) == "BytesExceeded"
     assert isinstance(world.hold(GREEN, owner="usual"), ImageHeld)
+
+
+# ---------------------------------------------------------------- quota
+
+
+def test_a_caller_has_its_own_limit():
+    """Another caller's bytes do not count; the error has limit and actual."""
+    quota = ByteQuota("images", per_caller=10, total=100)
+    quota.reserve("a", 10)
+    quota.reserve("b", 3)
+    with pytest.raises(BytesExceeded) as caught:
+        quota.reserve("b", 8)
+    assert caught.value.metadata == {
+        "quota": "images_bytes_per_caller",
+        "caller": "b",
+        "limit": "10",
+        "actual": "11",
+    }
+    assert quota.reserved["b"] == 3
+
+
+def test_all_callers_have_a_limit_together():
+    """Nothing over the total is reserved; released bytes can be reserved again."""
+    quota = ByteQuota("images", per_caller=10, total=15)
+    quota.reserve("a", 10)
+    with pytest.raises(BytesExceeded) as caught:
+        quota.reserve("b", 6)
+    assert caught.value.metadata["quota"] == "images_bytes_total"
+    quota.release("a", 1)
+    quota.reserve("b", 6)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-9, 9)), max_size=60))
+def test_the_sum_is_what_callers_have(steps):
+    """After any reservations and releases no limit is exceeded and the sum is right."""
+    quota = ByteQuota("images", per_caller=10, total=15)
+    has = dict.fromkeys("abc", 0)
+    for caller, num_bytes in steps:
+        if num_bytes < 0:
+            back = min(-num_bytes, has[caller])
+            quota.release(caller, back)
+            has[caller] -= back
+            continue
+        try:
+            quota.reserve(caller, num_bytes)
+        except BytesExceeded:
+            assert has[caller] + num_bytes > 10 or sum(has.values()) + num_bytes > 15
+        else:
+            has[caller] += num_bytes
+        assert quota.reserved[caller] == has[caller] <= 10
+        assert quota.num_bytes == sum(has.values()) <= 15
+
+
+def test_a_caller_may_have_a_limit_of_its_own():
+    """It replaces the common one, in both directions; the total stays."""
+    quota = ByteQuota("images", per_caller=10, total=30)
+    with pytest.raises(BytesExceeded) as caught:
+        quota.reserve("small", 6, 5)
+    assert caught.value.metadata["limit"] == "5"
+    quota.reserve("large", 20, 20)
+    quota.reserve("usual", 10)
+    with pytest.raises(BytesExceeded):
+        quota.reserve("large", 1, 100)
+
+
+# ---------------------------------------------------------------- cache
+
+
+def test_least_recently_used_goes_first():
+    """The value used last stays longest."""
+    cache = ImageCache[str, str](20)
+    cache.put("a", "A", 10)
+    cache.put("b", "B", 10)
+    assert cache.get("a") == "A"
+    cache.put("c", "C", 10)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("A", None, "C")
+
+
+def test_too_large_a_value_is_not_kept():
+    """A value over the capacity evicts no other."""
+    cache = ImageCache[str, str](20)
+    cache.put("a", "A", 10)
+    cache.put("b", "B", 21)
+    assert len(cache) == 1
+    assert cache.get("b") is None
+
+
+def test_pinned_values_stay():
+    """A pinned value is never evicted; only `remove` frees it."""
+    cache = ImageCache[str, str](20)
+    cache.put("a", "A", 10)
+    cache.pin("a", "A2")
+    cache.pin("large", "L")
+    for name in "bcd":
+        cache.put(name, name, 20)
+    cache.put("a", "A3", 10)
+    assert (cache.get("a"), cache.get("large"), cache.num_bytes, len(cache)) == ("A2", "L", 20, 3)
+    assert cache.remove("a")
+    assert not cache.remove("a")
+    assert cache.get("a") is None
+    assert cache.remove("d")
+    assert cache.num_bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=50))
+def test_bytes_stay_within_capacity(puts):
+    """The byte count is the sum of the values, and never over the capacity."""
+    cache = ImageCache[str, int](40)
+    sizes = {}
+    for key, size in puts:
+        cache.put(str(key), size, size)
+        sizes[str(key)] = size
+        held = [sizes[k] for k in sizes if cache.get(k) == sizes[k]]
+        assert cache.num_bytes == sum(held) <= 40
+
+
+# ---------------------------------------------------------------- pixel memory
+# Pixels in a slab, freed with their last view.
+
+SHAPE = (200, 300, 3)
+SIZE = 200 * 300 * 3
+
+
+def address(pixels_HWC):
+    """Return where the pixels begin."""
+    return pixels_HWC.__array_interface__["data"][0]
+
+
+def test_memory_is_used_again():
+    """The next array that fits takes the freed extent."""
+    memory = PixelMemory(host_slab(1 << 20))
+    first = memory.allocate(SHAPE)
+    where = address(first)
+    del first
+    again = memory.allocate((100, 301, 3))
+    assert address(again) == where
+    assert (again.shape, again.dtype.name) == ((100, 301, 3), "uint8")
+    again[:] = 7  # it may be written
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda pixels: pixels[5:, ::2],
+        lambda pixels: pixels.reshape(-1)[10:20],
+        lambda pixels: np.frombuffer(memoryview(pixels.reshape(-1)), np.uint8),
+    ],
+)
+def test_a_view_holds_its_memory(view):
+    """An extent is not reused while a view of it exists."""
+    memory = PixelMemory(host_slab(1 << 20))
+    pixels = memory.allocate(SHAPE)
+    pixels[:] = 1
+    seen = view(pixels)
+    del pixels
+    other = memory.allocate(SHAPE)
+    other[:] = 2
+    assert (seen == 1).all()
+
+
+def test_a_full_slab_falls_back_to_other_memory():
+    """Without a free extent other memory is used; at the end all of the slab is free."""
+    memory = PixelMemory(host_slab(2 * SIZE))
+    images = [memory.allocate(SHAPE) for _ in range(4)]
+    for value, pixels in enumerate(images):
+        pixels[:] = value
+    assert all((pixels == value).all() for value, pixels in enumerate(images))
+    large = memory.allocate((2000, 1000, 3))
+    assert large.shape == (2000, 1000, 3)
+    del images, pixels, large
+    assert memory.free_bytes == 2 * SIZE
+
+
+def test_free_extents_are_merged():
+    """After arrays of many sizes in any order, one of almost the whole slab fits."""
+    rng, slab = random.Random(0), host_slab(4 << 20)
+    memory = PixelMemory(slab)
+    held: list[tuple[int, Any]] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            value, pixels = held.pop(rng.randrange(len(held)))
+            assert (pixels == value).all()
+            del pixels
+        else:
+            pixels = memory.allocate((rng.randint(1, 300), rng.randint(1, 300), 3))
+            value = rng.randrange(256)
+            pixels[:] = value
+            held.append((value, pixels))
+    del held, pixels
+    whole = memory.allocate((1, (slab.size - PAGE) // 3, 3))
+    assert address(whole) == address(slab)
+
+
+def test_threads_never_get_the_same_memory():
+    """Four threads read back what they wrote."""
+    memory = PixelMemory(host_slab(3 * SIZE))
+
+    def use(value):
+        for _ in range(200):
+            pixels = memory.allocate(SHAPE)
+            pixels[:] = value
+            if not (pixels == value).all():
+                return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(use, range(4)))

@@ -1,7 +1,4 @@
-"""The CUDA sources of the decode step compile at every size, and stay in registers.
-
-The compiler needs no GPU; what the kernels compute is tested on one.
-"""
+"""The CUDA sources of decode and drafting steps compile at every size, and stay in registers."""
 
 from __future__ import annotations
 
@@ -10,7 +7,16 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from legato_engine.kernels.cuda import capability, module, skinny_gemm, tau_decoder, token_rows
+import torch
+from legato_engine.kernels.cuda import (
+    capability,
+    control_flow,
+    draft_layer,
+    module,
+    skinny_gemm,
+    tau_decoder,
+    token_rows,
+)
 from legato_engine.kernels.cuda import decoder as layer_boundary
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
@@ -28,6 +34,8 @@ from legato_engine.kernels.cuda.decoder import (
     fitting_stages,
     head_defines,
 )
+from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
+from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.cuda.sampling import sampling_defines
 from legato_engine.kernels.cuda.skinny_gemm import WeightKind, unpack_defines
 from legato_engine.kernels.cuda.tau_decoder import (
@@ -41,10 +49,16 @@ from legato_engine.kernels.cuda.value_heads import (
     value_argmax_defines,
     value_bins_defines,
 )
+from legato_engine.speculative.policy import (
+    NO_COSTS,
+    AdaptiveBlockPolicy,
+    FixedBlockPolicy,
+    TokenBudgetPolicy,
+)
 
-from tests.engine.kernels.assembly import sections, text_at
+from tests.engine.kernels.assembly import instructions, sections, text_at, under_way
 from tests.engine.kernels.test_compiler import has_nvrtc
-from tests.engine.kernels.test_skinny_gemm import (
+from tests.engine.kernels.test_gemm import (
     CONFIGS,
     EXPERT_DTYPES,
     EXPERT_STATIC,
@@ -59,6 +73,7 @@ from tests.engine.kernels.test_skinny_gemm import (
 )
 
 pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
+
 
 ARCHS = (
     *("sm_80", "sm_90"),
@@ -389,3 +404,101 @@ def test_portable_copies_have_no_policy(cache):
     copies = [line for line in code.splitlines() if "cp.async.cg" in line]
     assert copies
     assert not [line for line in copies if "cache_hint" in line]
+
+
+# ----------------------------------------------------------- launches around a speculating forward
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FixedBlockPolicy(1),
+        FixedBlockPolicy(16),
+        AdaptiveBlockPolicy(),
+        TokenBudgetPolicy(NO_COSTS),
+    ],
+)
+def test_drafting_compiles(policy, arch):
+    """For every rule, and for the smallest and the largest block."""
+    sizes = {"ROWS": 32, "VOCAB": 51200, "GROUP": 8}
+    found = usages(compile_source(SOURCE, {**RuleConstants.of(policy).defines, **sizes}, arch))
+    assert set(found) == {"allot_blocks", "place", "settle"}
+    assert all(usage.stack <= 8 for usage in found.values())  # a barrier of diverged threads
+    assert usages(compile_source(LOOKUP_SOURCE, {}, arch))["lookup"].stack == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_choice_of_a_graph_compiles(arch):
+    """Without a header: the driver provides the function that sets a conditional node."""
+    assert usages(compile_source(control_flow.SWITCH_SOURCE, {}, arch))["choose"].stack == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv_dtype"),
+    [
+        ("cpu", torch.bfloat16, torch.bfloat16),
+        ("cuda", torch.float32, torch.float32),
+        ("cuda", torch.bfloat16, torch.float8_e4m3fn),
+    ],
+)
+def test_other_drafts_are_left_to_torch(device, dtype, kv_dtype):
+    """Another device, other weights, keys and values that are not bf16, and a layer too wide."""
+    sizes = draft_layer.DraftSizes(320, 1280, 5, 1536, 16, 64, 16)
+    assert not draft_layer.supported(sizes, torch.device(device), dtype, kv_dtype)
+    wide, bf16 = dataclasses.replace(sizes, inner=2760), torch.bfloat16
+    assert not draft_layer.supported(wide, torch.device("cuda"), bf16, bf16)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("num_heads", "inner"), [(1, 64), (5, 1280), (16, 2048)])
+def test_a_draft_compiles(num_heads, inner, arch):
+    """For the shipped one, a small one and the widest; four of its rows fit shared memory."""
+    dim = 64 * num_heads
+    assert dim + inner <= draft_layer.WIDEST
+    sizes = draft_layer.DraftSizes(
+        dim, inner, num_heads, vocab_size=1536, page_size=16, max_pages=64, num_angles=16
+    )
+    found = usages(compile_source(draft_layer.SOURCE, sizes.defines, arch))
+    assert set(found) == {f"draft_{name}" for name in ("join", "in", "attend", "out", "head")}
+    assert all(usage.stack == 0 for usage in found.values())
+
+
+# ---------------------------------------------------------------- stages that are released
+# In the assembly no stage of weights is let go while reads of it are under way.
+#
+# The copy engine overwrites a stage as soon as all warps have arrived at its barrier, and nothing
+# but
+# the values orders a warp's reads before its arrival. On a GPU a violation shows in some launches
+# only, and never on the emulated machine, where a read is over when the next instruction begins.
+
+READERS = ["layer_maps.cu", "layer_boundary.cu", "head.cu", "value_bins.cu"]
+DEPENDS = "(read & (gridDim.z - 1)) != 0"
+"""What makes the arrival wait for values."""
+
+
+def examined(source: str) -> dict[str, tuple[int, list[int]]]:
+    """Every kernel of a source, of all its forms for Moondream 2."""
+    return {
+        f"{kernel}, {batch} tokens": under_way(instructions(code, kernel))
+        for constants, batch in forms(source, "moondream2")
+        for code in [module.compile_source(source, constants, "sm_90")]
+        for kernel in KERNELS[source]
+    }
+
+
+@pytest.mark.parametrize("source", READERS)
+def test_a_stage_is_let_go_when_its_values_are_there(source):
+    """Stages of weights are found in every kernel, and none is let go before."""
+    for kernel, (stages, early) in examined(source).items():
+        assert stages > 0, kernel
+        assert not early, kernel
+
+
+def test_a_release_that_waits_for_nothing_is_seen(monkeypatch):
+    """Without the values in it the compiler does put an arrival before what waits for reads."""
+    texts = dict(module.sources())
+    assert texts["stage_ring.cuh"].count(DEPENDS) == 1
+    texts["stage_ring.cuh"] = texts["stage_ring.cuh"].replace(DEPENDS, "false")
+    monkeypatch.setattr(module, "sources", lambda: texts)
+    assert any(early for _, early in examined("layer_boundary.cu").values())

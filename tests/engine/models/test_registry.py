@@ -1,18 +1,25 @@
-"""Models by name."""
+"""Models by name, texts as they are decoded, and calibrated confidences."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
+from legato_engine.models.confidence import Calibration, confidence_info, read_calibrations, score
 from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.registry import may_have_chat_template, resolve, tokenizer_path
+from legato_engine.models.text import Detokenizer
 from legato_engine.types import ImageInfo, QueryTask, Request, RequestKey
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -182,3 +189,148 @@ def test_the_tokenizer_that_will_be_read_is_known_ahead(tmp_path):
     )
     assert tokenizer_path("legato-tiny", "", "") is None
     assert tokenizer_path("llama", str(tmp_path / "model.gguf"), "") is None
+
+
+# ---------------------------------------------------------------- detokenizer
+# Whole characters, nothing lost, nothing after a stop string.
+
+TOKENIZER = StandInTokenizer()
+TEXTS = st.text(alphabet=st.sampled_from("ab \n€é😀x"), max_size=40)
+STOPS = st.lists(st.text(alphabet="ab €", min_size=1, max_size=4), max_size=3)
+
+
+def stream_all(ids, stop=()):
+    """The detokenizer after all ids, and the texts it returned."""
+    stream = Detokenizer(TOKENIZER, stop)
+    shown = [stream.push(token_id) for token_id in ids]
+    return stream, [*shown, stream.close()]
+
+
+@given(TEXTS)
+def test_text_comes_back(text):
+    """Returned texts add up to the text without leading whitespace."""
+    stream, shown = stream_all(TOKENIZER.encode(text))
+    assert "".join(shown) == stream.text == text.lstrip()
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_broken_bytes_never_show(values):
+    """Of any bytes, only complete characters are returned, and no replacement character."""
+    data = bytes(values)
+    stream, shown = stream_all([NUM_SPECIAL + byte for byte in data])
+    assert "".join(shown) == stream.text == data.decode("utf-8", "ignore").lstrip()
+
+
+def test_an_unfinished_character_waits():
+    """A character is returned with its last byte, and dropped if that is missing."""
+    euro = TOKENIZER.encode("€")
+    _, shown = stream_all([*euro, *euro[:2]])
+    assert shown == ["", "", "€", "", "", ""]
+
+
+@given(TEXTS, STOPS)
+def test_text_ends_before_the_first_stop_string(text, stop):
+    """The text ends before the stop string that is complete first."""
+    stream = Detokenizer(TOKENIZER, stop)
+    shown, read = "", b""
+    for token_id in TOKENIZER.encode(text):
+        read += TOKENIZER.piece(token_id)
+        shown += stream.push(token_id)
+        if stream.stopped:
+            break
+    seen = read.decode("utf-8", "ignore").lstrip()
+    cuts = [seen.find(s) for s in stop if s in seen]
+    assert stream.stopped == bool(cuts)
+    shown += stream.close()
+    assert shown == stream.text == (seen[: min(cuts)] if cuts else seen)
+
+
+@given(TEXTS, STOPS)
+def test_little_is_held_back(text, stop):
+    """The text held back is shorter than the longest stop string."""
+    stream = Detokenizer(TOKENIZER, stop)
+    read = ""
+    for letter in text:
+        for token_id in TOKENIZER.encode(letter):
+            stream.push(token_id)
+        if stream.stopped:
+            break
+        read = (read + letter).lstrip()
+        assert len(read) - len(stream.text) <= max((len(s) - 1 for s in stop), default=0)
+
+
+def test_nothing_comes_after_a_stop():
+    """Tokens after a stop string return nothing."""
+    stream, shown = stream_all(TOKENIZER.encode("xabx"), ["ab"])
+    assert stream.stopped
+    assert "".join(shown) == "x"
+
+
+# ---------------------------------------------------------------- confidence
+# Confidences of objects, and the file that calibrates them.
+
+ROOT = Path(__file__).parents[3]
+FILE = {
+    "fitted_on": "scenes",
+    "fitted_at": "2026-11-25",
+    "skills": {"detect": {"temperature": 2.0, "offset": -1.0}},
+}
+
+
+def test_a_score_is_a_product():
+    """Of both numbers of each token; it is not known where one of them is not."""
+    assert score([(0.5, 0.5), (1.0, 0.8), (1.0, 0.5)]) == pytest.approx(0.1)
+    assert score([(0.5, 0.5), None]) is None
+
+
+def test_a_calibration_is_a_line_in_logits():
+    """The identity by default; it keeps the order, and 0 and 1 stay inside."""
+    assert Calibration()(0.3) == pytest.approx(0.3)
+    fitted = Calibration(2.0, -1.0)
+    assert fitted(0.9) == pytest.approx(1 / (1 + math.exp(1 - math.log(9) / 2)))
+    scores = [0.0, 1e-6, 0.2, 0.7, 1.0]
+    assert sorted(map(fitted, scores)) == [fitted(each) for each in scores]
+    assert all(0 < fitted(each) < 1 for each in scores)
+
+
+def test_the_file_beside_the_weights(tmp_path):
+    """It says which skills are calibrated, on what and when; without it none is."""
+    assert read_calibrations(tmp_path) is None
+    (tmp_path / "confidence.json").write_text(json.dumps(FILE))
+    content = read_calibrations(tmp_path)
+    assert content is not None
+    assert content.skills == {"detect": Calibration(2.0, -1.0)}
+    info = confidence_info(("query", "detect", "segment"), content)
+    assert info is not None
+    assert (info.skills, info.calibrated) == (("detect", "segment"), ("detect",))
+    assert (info.fitted_on, info.fitted_at) == ("scenes", 1795564800)
+    uncalibrated = confidence_info(("detect",), None)
+    assert uncalibrated is not None
+    assert uncalibrated.calibrated == ()
+    assert confidence_info(("query",), content) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"skills": {"detect": {"temperature": 0}}},
+        {"skills": {"caption": {}}},
+        {"fitted_at": "soon"},
+        {"scale": 1},
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path, change):
+    """Weights with a file that says something else do not load."""
+    (tmp_path / "confidence.json").write_text(json.dumps(FILE | change))
+    with pytest.raises(InvalidField, match=r"confidence\.json"):
+        read_calibrations(tmp_path)
+
+
+def test_legato_tiny_ships_the_fits_that_helped():
+    """None did: what helps all objects of the held-out scenes spoils those that they show."""
+    record = json.loads((ROOT / "training/results/confidence.json").read_text())["skills"]
+    assert read_calibrations(ROOT / "engine/tiny/legato_tiny") is None
+    for each in record.values():
+        worse = each["shown_ece_after"] > each["shown_ece_before"] + each["gain_error"]
+        assert not each["ships"]
+        assert worse or each["share_better"] < 0.95

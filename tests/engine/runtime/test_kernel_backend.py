@@ -26,8 +26,8 @@ from PIL import Image
 
 from benchmarks.decode.loops import randomly
 from tests.adapters import random_adapter, safetensors_file
-from tests.engine.engine.core.world import CONFIG, World, png
-from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
+from tests.engine.core.test_memory import Alone, run_all, shared
+from tests.engine.core.world import CONFIG, World, png
 from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
 

@@ -1,4 +1,4 @@
-"""A scheduler on a fake device, with its invariants between steps and at rest."""
+"""A scheduler on a fake device, and its invariants between steps and at rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ import msgspec
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.batch import BatchLimits, LaunchKind, Plan, Refinement, StepRecord
+from legato_engine.scheduler.batch import (
+    ALONE,
+    BatchLimits,
+    LaunchKind,
+    Plan,
+    Refinement,
+    ScheduledSequence,
+    StepRecord,
+)
+from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
 from legato_engine.scheduler.interfaces import RowTokens
+from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Sequence
 from legato_engine.speculative.policy import BlockSizes
@@ -19,6 +30,87 @@ from legato_engine.types import RequestKey
 
 from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
+
+# ---------------------------------------------------------------- tasks
+
+LONG_SEED = 1
+"""Both kinds of task read at least 14 tokens with it, after any prefix and prompt used here."""
+
+
+def long_task(*, constrained: bool = False, max_tokens: int = 14) -> FakeTask:
+    """Return a task that reads `max_tokens` tokens."""
+    task = FakeTask(seed=LONG_SEED, max_tokens=max_tokens, constrained=constrained)
+    assert len(task.expected_tokens(2)) == max_tokens
+    return task
+
+
+def stopping_task(length: int, *, constrained: bool) -> FakeTask:
+    """Return a task that stops by itself after `length` tokens."""
+    for seed in range(10_000):
+        task = FakeTask(seed=seed, max_tokens=length + 5, constrained=constrained)
+        if len(task.expected_tokens(2)) == length:
+            return task
+    raise AssertionError("no seed stops there")
+
+
+# ---------------------------------------------------------------- planning
+# Sequences, planners and plans for tests of the planners.
+
+PAGE = 4
+
+
+def make_planner(
+    manager: KVCacheManager, *, max_overtakes: int = 16, limits: BatchLimits = ALONE
+) -> PrefillPlanner:
+    """Return a planner with an empty queue."""
+    queue = WaitingQueue[Sequence](max_overtakes=max_overtakes, priority_seconds=1.0)
+    return PrefillPlanner(manager, queue, limits)
+
+
+def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
+    """Return a sequence of prefix 1 and prompt 3 with `launched` tokens launched."""
+    sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
+    sequence.progress.num_launched = launched
+    sequence.progress.last_position = sequence.prompt_length + launched - 1
+    sequence.inflight_refs = refs
+    sequence.pages.capacity = sequence.max_length
+    sequence.pages.ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
+    return sequence
+
+
+def members_of(*sequences: Sequence) -> RunningSequences:
+    """Return these as the running sequences."""
+    queue = WaitingQueue[Sequence](max_overtakes=0, priority_seconds=1.0)
+    members = RunningSequences(KVCacheManager(17, PAGE, 1), queue)
+    for sequence in sequences:
+        members.add(sequence)
+    return members
+
+
+def sized(seq_id: int, positions: int) -> Sequence:
+    """Return a text-only sequence that needs all its positions at once."""
+    return make_sequence(seq_id, FakeTask(num_prompt=positions - 1, max_tokens=1))
+
+
+def planned(plan: Plan | None) -> list[int]:
+    """Return the ids of the sequences in a plan."""
+    return [] if plan is None else [row.sequence.seq_id for row in plan.rows]
+
+
+def plain(*sequences: Sequence) -> DecodePlanner:
+    """Return a planner without speculation."""
+    return DecodePlanner(KVCacheManager(17, PAGE, 2), members_of(*sequences), None)
+
+
+def decodes_of(*sequences: Sequence) -> tuple[ScheduledSequence, ...]:
+    """Return these as scheduled in a decode."""
+    plan = plain(*sequences).plan()
+    assert plan is not None
+    return plan.rows
+
+
+# ---------------------------------------------------------------- world
+# A scheduler on a fake device, with its invariants between steps and at rest.
 
 
 def shared(

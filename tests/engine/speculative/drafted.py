@@ -1,4 +1,4 @@
-"""Requests that draft in virtual time, to test block size policies without a model."""
+"""Requests that draft in virtual time, and what proposers know of rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import enum
 import random
 from collections.abc import Sequence
 
+import torch
 from legato_engine.speculative.policy import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
     BlockPolicy,
     CostTable,
 )
+from legato_engine.speculative.proposer import RowHistory
 
 H200_MOONDREAM2 = CostTable(
     steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
@@ -96,3 +98,15 @@ class DraftingRun:
             request.num_generated += accepted + 1
             request.block_size_history.append(block)
             self._policy.update(request, accepted, block)
+
+
+# ---------------------------------------------------------------- histories
+# What proposers are told of rows, by hand.
+
+
+def row_history(tokens_RC, position_R):
+    """Rows of which only the tokens are known."""
+    rows = len(tokens_RC)
+    return RowHistory(
+        torch.arange(rows), tokens_RC, position_R, torch.zeros(rows, 1), torch.zeros(rows, 1).long()
+    )

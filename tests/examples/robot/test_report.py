@@ -1,18 +1,22 @@
-"""The figures and the images of a recording."""
+"""Scenes, recordings, scores and reports of the robot's camera."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from legato_client import Box, BoxAxes, Detection, TrackNow
 from PIL import Image
 
 from examples.robot import overlay, report
 from examples.robot.recording import Answer, Drop, Look, Recording, Sent
-from examples.robot.scene import compose
+from examples.robot.scene import NOUNS as ALL_NOUNS
+from examples.robot.scene import Scene, compose
+from examples.robot.scoring import match, mean, overlap, percentile
 
 NOUNS = ("bus", "dog")
 SCENE = compose(NOUNS, 0)
@@ -181,3 +185,209 @@ def test_a_film_has_every_frame(tmp_path: Path) -> None:
         assert getattr(film, "n_frames", 1) == 5
     with pytest.raises(ValueError, match=r"robot\.avi"):
         overlay.write_film(tmp_path / "robot.avi", [], 10)
+
+
+# ---------------------------------------------------------------- recording
+# The books of a session, from both sides.
+
+ASKED = ("dog", "bus")
+
+
+def answer(sequence: int, noun: str, is_last: bool) -> Answer:
+    """An answer without boxes."""
+    return Answer(sequence, noun, (), 1.0, is_last)
+
+
+def books() -> Recording:
+    """Three frames: answered, dropped, answered."""
+    return Recording(
+        ASKED,
+        3,
+        sent=[Sent(n, n / 30, n / 30) for n in (1, 2, 3)],
+        answers=[answer(n, noun, noun == "bus") for n in (1, 3) for noun in ASKED],
+        drops=[Drop(2, "superseded", 1.0, 1)],
+    )
+
+
+def test_whole_books_have_no_fault() -> None:
+    """Every frame answered for every task or dropped once: nothing to say."""
+    assert books().faults() == []
+    assert books().reasons() == {"superseded": 1}
+    assert Recording(ASKED, 0).faults() == []
+
+
+@pytest.mark.parametrize("order", [("dog", "bus"), ("bus", "dog")])
+def test_answers_may_come_in_any_order(order: tuple[str, str]) -> None:
+    """The tasks of a frame may end in any order; only the last one is marked."""
+    whole = books()
+    whole.answers = [answer(n, noun, noun == order[1]) for n in (1, 3) for noun in order]
+    assert whole.faults() == []
+
+
+def break_books(kind: str) -> Recording:
+    """Books with one fault."""
+    broken = books()
+    match kind:
+        case "frame 2: answers [], 0 drops":
+            broken.drops = []
+        case "frame 2: answers [], 2 drops":
+            broken.drops.append(Drop(2, "too_old", 1.0, 2))
+        case "frame 1: answers ['bus'], 0 drops":
+            del broken.answers[0]
+        case "frame 3: answers ['dog', 'bus'], 1 drops":
+            broken.drops.append(Drop(3, "too_old", 1.0, 2))
+        case "frame 1: its last answer is not marked as the last":
+            broken.answers[1] = answer(1, "bus", False)
+        case "frame 9: never sent":
+            broken.drops.append(Drop(9, "too_old", 1.0, 2))
+        case "the server's count of drops is 5, 1 arrived":
+            broken.drops = [Drop(2, "superseded", 1.0, 5)]
+        case "the session was over 2 frames before the clip was":
+            broken.num_frames, broken.left_out = 6, [4]
+        case "it broke":
+            broken.failure = "it broke"
+    return broken
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "frame 2: answers [], 0 drops",
+        "frame 2: answers [], 2 drops",
+        "frame 1: answers ['bus'], 0 drops",
+        "frame 3: answers ['dog', 'bus'], 1 drops",
+        "frame 1: its last answer is not marked as the last",
+        "frame 9: never sent",
+        "the server's count of drops is 5, 1 arrived",
+        "the session was over 2 frames before the clip was",
+        "it broke",
+    ],
+)
+def test_a_breach_is_named(fault: str) -> None:
+    """Each way in which the books may disagree is one fault, and says where."""
+    assert break_books(fault).faults() == [fault]
+
+
+def test_an_answer_given_twice_is_a_breach() -> None:
+    """Two ends of one task on one frame are one too many."""
+    broken = books()
+    broken.answers.insert(0, answer(1, "dog", False))
+    assert broken.faults() == ["frame 1: answers ['dog', 'dog', 'bus'], 0 drops"]
+
+
+# ---------------------------------------------------------------- scene
+# Drawings that move, and the truth about them.
+
+SEEDS = (0, 1, 7)
+TIMES = tuple(k * 0.37 for k in range(40))
+THREE = ("balloon", "bicycle", "dog")
+
+
+def test_a_seed_is_a_scene() -> None:
+    """The same seed gives the same images and truth, another one another scene."""
+    one, same, other = (compose(THREE, seed) for seed in (3, 3, 4))
+    assert one == same
+    assert one.jpeg(1.5) == same.jpeg(1.5)
+    assert one.truth(1.5) != other.truth(1.5)
+
+
+@pytest.mark.parametrize("noun", ALL_NOUNS)
+def test_the_truth_is_where_the_pixels_are(noun: str) -> None:
+    """What differs from the empty ground is what the truth frames, to two pixels, at any time."""
+    scene = compose((noun,), 5)
+    empty = np.asarray(Scene(scene.size, ()).image(0))
+    for t in TIMES[::7]:
+        changed = np.any(np.asarray(scene.image(t)) != empty, axis=2)
+        rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
+        seen = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
+        true = scene.truth(t)[noun].to_pixels(*scene.size)
+        assert np.abs(np.subtract(seen, true)).max() <= 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [(640, 480), (320, 240), (800, 450)])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_things_stay_in_the_image_and_apart(seed: int, size: tuple[int, int], count: int) -> None:
+    """No thing leaves the image and none hides another, so that the truth needs no footnote."""
+    scene = compose(ALL_NOUNS[:count], seed, size)
+    for t in TIMES:
+        boxes = list(scene.truth(t).values())
+        for box in boxes:
+            assert 0 <= box.x_min < box.x_max <= 1
+            assert 0 <= box.y_min < box.y_max <= 1
+        assert all(overlap(a, b) == 0 for a in boxes for b in boxes if a is not b)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_things_move(seed: int) -> None:
+    """A third of a second makes a box worse, so that lateness has a price to measure."""
+    scene = compose(THREE, seed)
+    for noun in THREE:
+        fits = [overlap(scene.truth(t)[noun], scene.truth(t + 0.33)[noun]) for t in TIMES]
+        assert sum(fits) / len(fits) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("nouns", "word"), [(("unicorn",), "unicorn"), (("dog", "dog"), "different"), ((), "one to")]
+)
+def test_a_scene_that_cannot_be_drawn_is_an_error(nouns: tuple[str, ...], word: str) -> None:
+    """The error names what is wrong with the nouns."""
+    with pytest.raises(ValueError, match=word):
+        compose(nouns, 0)
+
+
+# ---------------------------------------------------------------- scoring
+
+UNIT = Box(0, 0, 1, 1)
+LEFT, RIGHT = Box(0, 0, 0.5, 1), Box(0.5, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (UNIT, UNIT, 1.0),
+        (UNIT, LEFT, 0.5),
+        (LEFT, RIGHT, 0.0),
+        (Box(0, 0, 0.5, 0.5), Box(0.25, 0, 0.75, 0.5), 1 / 3),
+        (Box(0.2, 0.2, 0.2, 0.2), Box(0.2, 0.2, 0.2, 0.2), 0.0),
+        (Box(0.9, 0.9, 0.1, 0.1), UNIT, 0.0),
+    ],
+    ids=["same", "half", "side by side", "shifted", "no area", "edges swapped"],
+)
+def test_overlap(one: Box, other: Box, expected: float) -> None:
+    """Intersection over union, the same from both sides, never negative."""
+    assert overlap(one, other) == pytest.approx(expected)
+    assert overlap(other, one) == pytest.approx(expected)
+
+
+def test_a_box_is_matched_once() -> None:
+    """One box on two true ones finds one of them, and the best pair goes first."""
+    assert match([UNIT], [LEFT, UNIT]) == [0.0, 1.0]
+    assert match([LEFT, UNIT], [LEFT]) == [1.0]
+    assert match([RIGHT, LEFT], [LEFT, RIGHT]) == [1.0, 1.0]
+
+
+def test_what_is_not_found_counts_nothing() -> None:
+    """A missed object scores 0; a box on nothing changes no score."""
+    assert match([], [LEFT, RIGHT]) == [0.0, 0.0]
+    assert match([RIGHT], [LEFT]) == [0.0]
+    assert match([LEFT], []) == []
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    """Nearest rank: the least value that the share does not exceed."""
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0, 0.0)] == [
+        50,
+        90,
+        99,
+        100,
+        1,
+    ]
+    assert percentile([3.0], 0.99) == 3.0
+
+
+def test_of_nothing_there_is_no_figure() -> None:
+    """An empty run gives no number that could be taken for one."""
+    assert math.isnan(mean([]))
+    assert math.isnan(percentile([], 0.5))

@@ -1,17 +1,13 @@
-"""The decoder, with a cache of keys and values and without.
+"""The decoder: its cache, its experts and its adapters."""
 
-Shapes: T new positions, S all positions so far, D width, H heads, K dims of a head, V vocabulary.
-"""
-
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reference.moondream3.adapters import change, layer_name
 from tests.reference.moondream3.config import Config, Switches, TextConfig
-from tests.reference.moondream3.fp8 import cached
-from tests.reference.moondream3.moe import moe
+from tests.reference.moondream3.fp8 import cached, expert_matrix
 from tests.reference.moondream3.numerics import (
     Array,
     Weights,
@@ -22,9 +18,126 @@ from tests.reference.moondream3.numerics import (
     linear,
     round_bfloat16,
     sigmoid,
+    softmax,
     split_heads,
     weight,
 )
+
+# ---------------------------------------------------------------- moe
+# The experts of the later layers.
+#
+# Shapes: T positions, D the text model's width, E experts.
+
+
+def route(logits_E: Array, experts_per_token: int) -> tuple[NDArray[np.int64], Array]:
+    """The experts with the largest logits, largest first, and their weights.
+
+    Among equals the lower index wins. The choice comes before the softmax: the weights sum to 1.
+    """
+    chosen = np.argsort(-logits_E, kind="stable")[:experts_per_token]
+    return chosen, softmax(logits_E[chosen])
+
+
+def expert_mlp(x_TD: Array, expert: int, weights: Weights, name: str, adapter: str = "") -> Array:
+    """One expert on T positions: down of gelu(first half of its rows) * (second half + 1).
+
+    An adapter changes up and down; the expert's weight is applied afterwards.
+    """
+    up = x_TD @ expert_matrix(weights, f"{name}.fc1", expert).T
+    first, second = np.split(up + change(x_TD, weights, f"{adapter}.up", expert), 2, axis=-1)
+    hidden = gelu_erf(first) * (second + 1)
+    down = hidden @ expert_matrix(weights, f"{name}.fc2", expert).T
+    return down + change(hidden, weights, f"{adapter}.down", expert)
+
+
+def moe(
+    x_TD: Array, text: TextConfig, weights: Weights, name: str, adapter: str = ""
+) -> tuple[Array, Array]:
+    """The weighted sum of each position's experts [T, D], and the router's logits [T, E].
+
+    `adapter` is the name of the layer's changes, which need not be there.
+    """
+    logits_TE = linear(x_TD, weights, f"{name}.router")
+    shares_TE = np.zeros_like(logits_TE)
+    for position, logits_E in enumerate(logits_TE):
+        chosen, shares = route(logits_E, text.experts_per_token)
+        shares_TE[position, chosen] = shares
+    out_TD = np.zeros_like(x_TD)
+    for expert in range(text.experts):
+        rows = np.flatnonzero(shares_TE[:, expert])
+        if len(rows):
+            mlp = expert_mlp(x_TD[rows], expert, weights, name, adapter)
+            out_TD[rows] += shares_TE[rows, expert, None] * mlp
+    return out_TD, logits_TE
+
+
+def router_margin(logits_TE: Array, experts_per_token: int) -> float:
+    """How far, at the closest position, the last chosen logit is from the first that is not."""
+    descending = -np.sort(-logits_TE, axis=-1)
+    return float((descending[:, experts_per_token - 1] - descending[:, experts_per_token]).min())
+
+
+# ---------------------------------------------------------------- adapters
+# Adapters: low-rank changes of a fine-tune, by their published names.
+#
+# `dense.{i}` belong to layer i, `moe.{i}` to the i-th layer with experts; each has `up_a`,
+# `up_b`,
+# `down_a` and `down_b`. The product of a map's input with `a` and `b` is added to its output,
+# unscaled.
+#
+# Shapes: T positions, R ranks, I and O a map's inputs and outputs.
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def change(x_TI: Array, weights: Weights, name: str, expert: int | None = None) -> Array | float:
+    """[T, O]: what the adapter adds to the map `name` of x; nothing if it has no such map."""
+    if f"{name}_a" not in weights:
+        return 0.0
+    a_RI, b_OR = weight(weights, f"{name}_a"), weight(weights, f"{name}_b")
+    if expert is not None:
+        a_RI, b_OR = a_RI[expert], b_OR[expert]
+    return (b_OR @ (a_RI @ x_TI.T)).T
+
+
+def layer_name(layer: int, text: TextConfig) -> str:
+    """The name of a layer's changes."""
+    if layer < text.dense_layers:
+        return f"dense.{layer}"
+    return f"moe.{layer - text.dense_layers}"
+
+
+def adapter_shapes(config: Config, rank: int) -> Shapes:
+    """All tensors of an adapter; active experts share the rank."""
+    text, shapes = config.text, Shapes()
+    share = rank // text.experts_per_token
+    for layer in range(text.layers):
+        name = layer_name(layer, text)
+        own, lead = rank, list[int]()
+        up, down = (text.width, text.inner), (text.inner, text.width)
+        if layer >= text.dense_layers:
+            own, lead = share, [text.experts]
+            up, down = (text.width, 2 * text.expert_inner), (text.expert_inner, text.width)
+        for part, (inputs, outputs) in (("up", up), ("down", down)):
+            shapes[f"{name}.{part}_a"] = (*lead, own, inputs)
+            shapes[f"{name}.{part}_b"] = (*lead, outputs, own)
+    return shapes
+
+
+def random_adapter(config: Config, rank: int, seed: int) -> dict[str, NDArray[np.generic]]:
+    """Changes about as large as what they change, in float32."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(np.float32)
+        for name, shape in adapter_shapes(config, rank).items()
+    }
+
+
+# ---------------------------------------------------------------- text
+# The decoder, with a cache of keys and values and without.
+#
+# Shapes: T new positions, S all positions so far, D width, H heads, K dims of a head, V
+# vocabulary.
 
 Positions = NDArray[np.int64]
 Trace = list[dict[str, Array]]

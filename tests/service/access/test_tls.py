@@ -18,8 +18,17 @@ from legato_service.access.credentials import Credentials, FileRejected, parse
 from legato_service.access.principal import Quotas
 from legato_service.access.tls import ServerCertificate
 
-from tests.service.access.certificates import HOST, Authority, Files, Pair, channel, replace
-from tests.service.access.tokens import Token, call_empty, write
+from tests.service.access.credentials import (
+    HOST,
+    Authority,
+    Files,
+    Pair,
+    Token,
+    call_empty,
+    channel,
+    replace,
+    write,
+)
 from tests.service.harness import Running, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")

@@ -1,21 +1,29 @@
-"""However a request ends, the engine aborts it once."""
+"""However a request ends, the engine aborts it once; timers of deadlines and waits."""
 
 import asyncio
+import math
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Coroutine
+from contextlib import closing
 
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.errors import Busy
+from legato_engine.errors import Busy, DeadlineExceeded
+from legato_engine.types import QueryTask, Request, RequestKey
+from legato_service.requests.registry import Deadlines
+from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 from tests.grammar import Grammar, check
 from tests.service.fakes import FakeEngine, answer, begin, delta, hold, started, words
 from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
+from tests.simulation.engine_host import virtual_time
 
 QUERY = inference_pb2.QueryRequest(image=image_message(), question="How many?")
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -273,3 +281,130 @@ async def _feed_all(grammar, call):
 async def _read_all(call):
     async for _ in call:
         pass
+
+
+# ---------------------------------------------------------------- deadlines
+# One timer for the deadlines of all requests.
+
+
+def watched(order):
+    """Return a watched stream that records its end."""
+    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
+    return RequestStream(request, on_abort=order.append, on_stop=order.append)
+
+
+async def exceeded(stream):
+    """Wait for the stream to end by its deadline."""
+    with pytest.raises(DeadlineExceeded):
+        await anext(stream)
+
+
+async def test_each_deadline_is_met_in_its_turn():
+    """Earlier deadlines expire first, in whatever order they were set; others are left alone."""
+    order: list[RequestStream] = []
+    deadlines, now = Deadlines(), time.monotonic()
+    late, early, forgotten, endless = (watched(order) for _ in range(4))
+    for stream, deadline in (
+        (late, now + 0.2),
+        (forgotten, now + 0.01),
+        (endless, math.inf),
+        (early, now + 0.05),
+    ):
+        deadlines.watch(stream, deadline)
+    deadlines.forget(forgotten)
+    await exceeded(late)
+    assert order == [early, late]
+    assert time.monotonic() >= now + 0.2
+
+
+async def test_a_deadline_is_watched_after_all_others_have_passed():
+    """A timer without deadlines left is set again for a new one."""
+    order: list[RequestStream] = []
+    deadlines = Deadlines()
+    for _ in range(2):
+        stream = watched(order)
+        deadlines.watch(stream, time.monotonic())
+        await exceeded(stream)
+    assert len(order) == 2
+
+
+async def test_forgetting_twice_is_harmless():
+    """A stream may be forgotten after its deadline, or without having been watched."""
+    deadlines = Deadlines()
+    stream = watched([])
+    deadlines.watch(stream, time.monotonic())
+    await exceeded(stream)
+    deadlines.forget(stream)
+    deadlines.forget(watched([]))
+
+
+# ---------------------------------------------------------------- reusable timeout
+
+
+def run(scenario: Coroutine[object, object, None]) -> None:
+    """Run to its end, in virtual time: what passes between two steps is not the machine's."""
+    with virtual_time() as loop:
+        loop.run_until_complete(scenario)
+
+
+def test_each_wait_has_its_own_end():
+    """Each wait has its own end, whatever earlier waits had."""
+
+    async def scenario():
+        with closing(ReusableTimeout()) as timeout:
+            for _ in range(2):
+                with pytest.raises(TimeoutError), timeout.until(time.monotonic() + 0.02):
+                    await asyncio.Event().wait()
+                with timeout.until(time.monotonic() + 60):
+                    await asyncio.sleep(0.03)
+            with timeout.until(math.inf):
+                await asyncio.sleep(0)
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+
+    run(scenario())
+
+
+def test_a_short_wait_may_follow_a_long_one():
+    """A short wait after a long one ends at its own moment."""
+
+    async def scenario():
+        with closing(ReusableTimeout()) as timeout:
+            with timeout.until(time.monotonic() + 60):
+                await asyncio.sleep(0)
+            end = time.monotonic() + 0.02
+            with pytest.raises(TimeoutError), timeout.until(end):
+                await asyncio.sleep(30)
+            assert time.monotonic() == pytest.approx(end)
+
+    run(scenario())
+
+
+def test_time_between_waits_is_not_bounded():
+    """Work outside of a wait is not bounded by the wait before."""
+
+    async def scenario():
+        with closing(ReusableTimeout()) as timeout:
+            with timeout.until(time.monotonic() + 0.02):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+
+    run(scenario())
+
+
+def test_a_cancellation_stays_a_cancellation():
+    """Only the end of a wait becomes a TimeoutError."""
+
+    async def wait():
+        with closing(ReusableTimeout()) as timeout, timeout.until(time.monotonic() + 60):
+            await asyncio.Event().wait()
+
+    async def scenario():
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(scenario())

@@ -25,7 +25,7 @@ from legato_engine.errors import InvalidField, InvalidRequest, PromptTooLong
 from legato_service.rpc.limits import FOREIGN_MAX_BYTES, kind_of
 
 from tests.contract import schema
-from tests.fuzz.mutation import mutate
+from tests.fuzz.messages import mutate
 from tests.fuzz.seeds import messages as seeds
 from tests.service.harness import refusal, running, until
 

@@ -1,11 +1,16 @@
-"""The middleware of every call: metadata, malformed bytes, and one log record."""
+"""The middleware of every call: metadata, malformed bytes, ids and log records."""
+
+from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,17 @@ import grpc
 import pytest
 import structlog
 from legato.v1 import inference_pb2, server_pb2, task_pb2
+from legato_engine import errors
 from legato_service import listeners
+from legato_service import logs as configuration
 from legato_service.arguments import parse
+from legato_service.logs import timestamp
 from legato_service.rpc import call as trace_context
+from legato_service.rpc.call import Call
+from legato_service.rpc.call_log import CallLog
 
 from tests.faults.attacks import Http2
-from tests.service.fakes import FakeEngine, begin
+from tests.service.fakes import FakeEngine, answer, begin
 from tests.service.harness import image_message, refusal, running, until
 
 QUERY = "/legato.v1.InferenceService/Query"
@@ -392,3 +402,284 @@ async def test_connections_beyond_the_limit_are_closed(monkeypatch):
             await asyncio.to_thread(each.read)
             each.close()
         await server.inference.Query(QUESTION, wait_for_ready=True)
+
+
+# ---------------------------------------------------------------- metadata
+# Metadata: read once, checked, passed to the engine and to the log.
+
+HOW_MANY = inference_pb2.QueryRequest(question="How many?")
+TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
+STREAM = inference_pb2.GenerateRequest(task=TASK)
+ALL = (
+    ("legato-priority", "-7"),
+    ("legato-tenant", "arm.1"),
+    ("legato-client", "python/0.1"),
+    ("x-request-id", "proxy-1"),
+)
+
+
+def ask(server, rpc, metadata):
+    """Start a call of any kind, to be awaited."""
+    if rpc == "Query":
+        return server.inference.Query(HOW_MANY, metadata=metadata)
+    if rpc == "RunTasks":
+        several = inference_pb2.RunTasksRequest(tasks=[TASK, TASK])
+        return server.inference.RunTasks(several, metadata=metadata)
+    return server.inference.Generate(STREAM, metadata=metadata).read()
+
+
+@pytest.mark.parametrize("rpc", ["Query", "RunTasks", "Generate"])
+async def test_priority_and_tenant_reach_the_engine(rpc):
+    """Every request of the call carries them, whatever the RPC; without metadata the defaults."""
+    async with running() as server:
+        await ask(server, rpc, ALL)
+        assert server.engine.requests
+        for request in server.engine.requests:
+            assert (request.priority, request.tenant) == (-7, "arm.1")
+        server.engine.requests.clear()
+        await ask(server, rpc, ())
+        for request in server.engine.requests:
+            assert (request.priority, request.tenant) == (0, "")
+
+
+async def test_metadata_is_in_the_log_line():
+    """The record of a call has the values of its metadata, and no empty fields."""
+    with structlog.testing.capture_logs() as logs:
+        async with running() as server:
+            await ask(server, "Query", ALL)
+            await ask(server, "Query", ())
+    record, silent = lines_of(logs)
+    assert (record["tenant"], record["priority"], record["client"]) == ("arm.1", -7, "python/0.1")
+    assert record["request_id"] == "proxy-1"
+    assert not {"tenant", "priority", "client", "trace_id", "previous_attempts"} & set(silent)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("legato-priority", "101"),
+        ("legato-priority", "-101"),
+        ("legato-priority", "1.5"),
+        ("legato-priority", ""),
+        ("legato-priority", "+1"),
+        ("legato-priority", "1000000000000000000000"),
+        ("legato-tenant", ""),
+        ("legato-tenant", "a b"),
+        ("legato-tenant", "x" * 65),
+        ("legato-client", "x" * 129),
+        ("x-request-id", "a/b"),
+        ("x-request-id", "x" * 65),
+    ],
+)
+async def test_malformed_metadata_is_refused_by_its_key(key, value):
+    """INVALID_FIELD names the metadata key, and the engine gets no request."""
+    async with running() as server:
+        failed = await refusal(ask(server, "Query", ((key, value),)))
+        assert not server.engine.requests
+    assert failed.reason == "INVALID_FIELD"
+    assert failed.details["BadRequest"].field_violations[0].field == f"metadata.{key}"
+    assert failed.details["ErrorInfo"].metadata["field"] == f"metadata.{key}"
+
+
+async def test_a_repeated_key_is_refused():
+    """A key with two values is ambiguous."""
+    twice = (("legato-tenant", "a"), ("legato-tenant", "b"))
+    async with running() as server:
+        failed = await refusal(ask(server, "Query", twice))
+    assert failed.details["BadRequest"].field_violations[0].field == "metadata.legato-tenant"
+
+
+async def test_the_limits_of_metadata_are_accepted():
+    """The least and the greatest of every key pass."""
+    edges = (
+        (("legato-priority", "-100"), ("legato-tenant", "a"), ("legato-client", "")),
+        (("legato-priority", "100"), ("legato-tenant", "x" * 64), ("legato-client", "x" * 128)),
+    )
+    async with running() as server:
+        for metadata in edges:
+            assert (await ask(server, "Query", metadata)).answer
+        assert [request.priority for request in server.engine.requests] == [-100, 100]
+
+
+async def test_metadata_is_read_for_every_rpc():
+    """An RPC that does not use the engine refuses malformed metadata too, and echoes the id."""
+    async with running() as server:
+        call = server.info.GetServerInfo(
+            server_pb2.GetServerInfoRequest(), metadata=(("x-request-id", "mine"),)
+        )
+        await call
+        assert dict(await call.trailing_metadata())["x-request-id"] == "mine"
+
+
+async def test_an_exceeded_quota_is_described():
+    """RESOURCE_EXHAUSTED carries the quota, its owner and the retry delay."""
+    engine_error = errors.QuotaExceeded(
+        "at most 2 requests of a tenant may wait",
+        quota="waiting_per_tenant",
+        tenant="arm.1",
+        limit=2,
+        actual=2,
+        retry_after_ms=500,
+    )
+
+    def refuse(engine, stream):
+        engine.fail(stream, engine_error)
+
+    async with running(FakeEngine(refuse)) as server:
+        failed = await refusal(ask(server, "Query", ALL))
+    assert failed.reason == "QUOTA_EXCEEDED"
+    assert failed.details["QuotaFailure"].violations[0].subject == "tenant:arm.1"
+    assert failed.details["ErrorInfo"].metadata["limit"] == "2"
+    assert 400 <= failed.details["RetryInfo"].retry_delay.ToMilliseconds() <= 600
+    assert 400 <= int(failed.trailers["grpc-retry-pushback-ms"]) <= 600
+
+
+async def test_a_high_priority_is_judged_by_the_engine():
+    """The service's estimate is for the end of the queue, so it refuses no higher priorities."""
+    engine = FakeEngine()
+    engine.estimated_wait = 90.0
+    async with running(engine) as server:
+        high = (("legato-priority", "1"),)
+        assert (await server.inference.Query(HOW_MANY, timeout=5, metadata=high)).answer
+        failed = await refusal(server.inference.Query(HOW_MANY, timeout=5))
+    assert failed.reason == "DEADLINE_UNREACHABLE"
+
+
+async def test_retries_are_counted():
+    """The attempts that gRPC counts are in the log record."""
+
+    def fail_once(engine, stream):
+        if len(engine.requests) == 1:
+            engine.fail(stream, errors.EngineLost("died", retry_after_ms=1))
+        else:
+            answer(engine, stream)
+
+    policy = {
+        "maxAttempts": 2,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.01s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+    options = [("grpc.service_config", json.dumps(config))]
+    with structlog.testing.capture_logs() as logs:
+        async with running(FakeEngine(fail_once), options) as server:
+            await server.inference.Query(HOW_MANY)
+    first, second = lines_of(logs)
+    assert "previous_attempts" not in first
+    assert second["previous_attempts"] == 1
+
+
+# ---------------------------------------------------------------- call
+# The ids that the service gives to requests.
+
+FORK = """
+import os
+from legato_service.rpc.call import Call
+
+Call("/a.B/C")
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, ",".join(Call("/a.B/C").request_id for _ in range(100)).encode())
+    os._exit(0)
+os.wait()
+print(os.read(read, 10_000).decode())
+print(",".join(Call("/a.B/C").request_id for _ in range(100)))
+"""
+
+
+def test_every_call_has_an_id_of_its_own() -> None:
+    ids = [Call("/a.B/C").request_id for _ in range(1000)]
+    assert len(set(ids)) == 1000
+    assert {len(each) for each in ids} == {32}
+
+
+def test_a_forked_process_gives_other_ids() -> None:
+    """Ids are drawn in advance, and what was drawn stays with the parent."""
+    told = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, check=True
+    ).stdout
+    theirs, ours = (line.split(",") for line in told.splitlines())
+    assert len(theirs) == len(ours) == 100
+    assert not set(theirs) & set(ours)
+
+
+# ---------------------------------------------------------------- call log
+# Log records of calls, written in batches.
+
+
+async def test_records_keep_their_order_and_time():
+    """A record has the time and the place of its call's end, however late it is written."""
+    call_log = CallLog()
+    with structlog.testing.capture_logs() as logs:
+        bounds = [time.time_ns()]
+        for number in range(3):
+            call_log.record(Call(QUERY, request_id=str(number)), "OK")
+            bounds.append(time.time_ns())
+        assert not logs
+        call_log.flush()
+    assert [line["request_id"] for line in logs] == ["0", "1", "2"]
+    for line, earliest, latest in zip(logs, bounds, bounds[1:], strict=False):
+        assert timestamp(earliest) <= line["timestamp"] <= timestamp(latest)
+
+
+async def test_a_record_is_written_once():
+    """A second flush does not repeat records."""
+    call_log = CallLog()
+    with structlog.testing.capture_logs() as logs:
+        for name in ("a", "b"):
+            call_log.record(Call(QUERY, request_id=name), "OK")
+            call_log.flush()
+    assert [line["request_id"] for line in logs] == ["a", "b"]
+
+
+async def test_nothing_waits_after_closing():
+    """Closing writes waiting records; later ones are written at once."""
+    call_log = CallLog()
+    with structlog.testing.capture_logs() as logs:
+        call_log.record(Call(QUERY, request_id="before"), "OK")
+        call_log.close()
+        call_log.record(Call(QUERY, request_id="after"), "CANCELLED")
+        assert [line["request_id"] for line in logs] == ["before", "after"]
+
+
+async def test_an_ended_call_holds_no_image():
+    """The bytes of a request are freed at its end, and do not wait for the record."""
+    call = Call(QUERY)
+    call.received = b"picture"
+    CallLog().record(call, "OK")
+    assert call.received == b""
+
+
+async def test_health_checks_are_at_debug_level():
+    """Calls of every second are at debug level; the others are not."""
+    call_log = CallLog()
+    with structlog.testing.capture_logs() as logs:
+        call_log.record(Call("/grpc.health.v1.Health/Check"), "OK")
+        call_log.record(Call(QUERY), "OK")
+        call_log.flush()
+    assert [line["log_level"] for line in logs] == ["debug", "info"]
+
+
+class Nowhere:
+    """Takes lines and keeps none."""
+
+    def later(self, *lines):
+        """Forget them."""
+
+
+def test_batches_of_any_size_leave_no_memory():
+    """CPython keeps thousands of tuples of each size that were made longer and then cut."""
+    logger = configuration.JsonLogger(Nowhere(), [], {})
+    record = configuration.LogRecord("rpc_ended", "info", "now")
+    chance = random.Random(1)
+
+    def growth():
+        before = sys.getallocatedblocks()
+        for _ in range(2000):
+            configuration.write(logger, [record] * chance.randint(1, 9))
+        return sys.getallocatedblocks() - before
+
+    growth()
+    assert min(growth() for _ in range(3)) < 200  # other threads of the process may allocate, too

@@ -10,7 +10,7 @@ from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from legato_client.calibration import scored
 from legato_client.calibration.fit import Fit
 
-from tests.clients.python.failures import failure, retry_info
+from tests.clients.python.fake_server import failure, retry_info
 
 IMAGES = 30
 

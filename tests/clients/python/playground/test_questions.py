@@ -1,23 +1,73 @@
-"""Questions about an image, from the page's requests to the server and back."""
+"""The page: its files, and questions and sessions from its requests to the server and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
+import re
+import shutil
+import struct
+import subprocess
+import time
+from pathlib import Path
 
 import httpx
 import pytest
-from legato.v1 import error_pb2
-from legato_client import Client, DetectTask, LegatoError, Options, PointTask, Unavailable
+from google.protobuf import json_format
+from legato.v1 import error_pb2, inference_pb2
+from legato_client import (
+    Box,
+    CaptionTask,
+    Client,
+    DetectTask,
+    LegatoError,
+    Message,
+    Options,
+    Point,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    Task,
+    Unavailable,
+)
+from legato_client._proto import requests
 from legato_client._types.server import ConfidenceInfo, ModelInfo, model_document
 from legato_client.web.playground import routes
+from legato_client.web.playground.routes import STATIC
 from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.playground.tasks import read_task
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests.clients.python.playground.conftest import lines
-from tests.clients.python.playground.questions import TASKS
 from tests.e2e.server import until
 from tests.service.harness import image_bytes
+
+QUOTES = "a \"quoted\" 'text' with \\n, $HOME, `date`, $(date), %d\nand 日本語 in {two} lines"
+TASKS: list[Task] = [
+    DetectTask("dog"),
+    DetectTask(QUOTES, max_objects=2, sampling=Sampling(temperature=0.7, seed=3)),
+    DetectTask("cup", min_confidence=0.35, order="confidence"),
+    PointTask("cup", min_confidence=0.9, order="confidence"),
+    PointTask("gaze", spatial_refs=(Point(0.25, 0.125),)),
+    SegmentTask("tree", spatial_refs=(Box(0.1, 0.2, 0.3, 0.4), Point(0.5, 0.6))),
+    CaptionTask("short", Sampling(max_tokens=5, top_p=0.9, top_k=4, stop=("dog", "$HOME `x` \\n"))),
+    QueryTask("What is this?", reasoning=True, task_id="what"),
+    QueryTask(
+        messages=(
+            Message("system", "Be brief."),
+            Message("user", QUOTES),
+            Message("assistant", "Two."),
+            Message("user", "Why?"),
+        )
+    ),
+]
+
+
+# ---------------------------------------------------------------- questions
+# Questions about an image, from the page's requests to the server and back.
 
 ENDLESS = {"query": {"question": "why?"}, "sampling": {"max_tokens": 7000}}
 
@@ -207,3 +257,294 @@ def test_a_lost_server_is_told_in_words():
     assert told["detail"].startswith("failed to connect")
     loading = routes.failure_json(Unavailable("loading", reason="ENGINE_STARTING"))
     assert loading["message"] == "loading"
+
+
+# ---------------------------------------------------------------- live
+
+OPENING = {"tasks": [{"task_id": "dog", "detect": {"object": "dog"}}]}
+
+
+@pytest.fixture
+def session(site):
+    origin = Origin(f"http://{site}")
+    with connect(f"ws://{site}/playground/session", origin=origin, close_timeout=100) as socket:
+        yield socket
+
+
+def frame(sequence, image=None, captured=None):
+    now = time.time() * 1000 if captured is None else captured
+    return struct.pack("<dI", now, sequence) + (image_bytes() if image is None else image)
+
+
+def receive(session):
+    return json.loads(session.recv(timeout=100))
+
+
+def until_told(session, kind):
+    while (message := receive(session))["type"] != kind:
+        assert message["type"] != "failed", message
+    return message
+
+
+def test_frames_are_answered_and_counted(session):
+    """Each with its sequence; finishing ends the session when all are answered."""
+    session.send(json.dumps(OPENING))
+    opened = receive(session)
+    assert (opened["type"], opened["model"]) == ("opened", "null")
+    assert opened["credits"] > 0
+    for sequence in (3, 8):
+        session.send(frame(sequence))
+        message = until_told(session, "result")
+        assert (message["sequence"], message["task_id"], message["last"]) == (sequence, "dog", True)
+        assert len(message["outcome"]["objects"]) == 3
+    session.send('{"finish": true}')
+    ended = until_told(session, "ended")
+    counted = {"sent": 2, "answered": 2, "dropped": 0, "skipped": 0}
+    assert {name: ended["stats"][name] for name in counted} == counted
+
+
+def test_objects_are_followed_and_filtered(session):
+    """A tracked task names its objects from frame to frame; unsure ones are left out."""
+    task = {"task_id": "dog", "detect": {"object": "dog", "min_confidence": 0.5, "tracking": {}}}
+    session.send(json.dumps({"tasks": [task]}))
+    assert receive(session)["type"] == "opened"
+    seen = []
+    for sequence in (1, 2):
+        session.send(frame(sequence))
+        objects = until_told(session, "result")["outcome"]["objects"]
+        assert [each["confidence"] for each in objects] == [0.75, 0.9375]
+        seen.append([each["track_id"] for each in objects])
+    assert seen[0] == seen[1]
+    assert len(set(seen[0]) - {""}) == 2
+    session.send('{"finish": true}')
+    until_told(session, "ended")
+
+
+def test_the_newest_frame_wins(session):
+    """While a frame is worked on for a second, others replace each other or are left out."""
+    long = {"query": {"question": "why?"}, "sampling": {"max_tokens": 500}}
+    session.send(json.dumps({"tasks": [long], "policy": "latest_wins"}))
+    assert receive(session)["type"] == "opened"
+    for sequence in range(1, 41):
+        session.send(frame(sequence))
+    session.send('{"finish": true}')
+    ended = until_told(session, "ended")
+    stats = ended["stats"]
+    assert stats["sent"] + stats["skipped"] == 40
+    assert stats["answered"] + stats["dropped"] == stats["sent"]
+    assert stats["answered"] >= 1
+    assert stats["dropped"] + stats["skipped"] > 0
+
+
+def test_a_bad_image_fails_its_frame_only(session):
+    """The next one is answered."""
+    session.send(json.dumps(OPENING))
+    assert receive(session)["type"] == "opened"
+    session.send(frame(1, b"no image"))
+    outcome = until_told(session, "result")["outcome"]
+    assert (outcome["type"], outcome["reason"]) == ("failed", "IMAGE_UNDECODABLE")
+    session.send(frame(2))
+    assert until_told(session, "result")["outcome"]["type"] == "detect"
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        {},
+        {"tasks": []},
+        {"tasks": [{}]},
+        {"tasks": OPENING["tasks"] * 2},
+        OPENING | {"policy": "oldest_wins"},
+        OPENING | {"policy": ["latest_wins"]},
+        OPENING | {"max_frame_age": -1},
+        OPENING | {"max_frame_age": 1e308},
+        OPENING | {"max_frame_age": "soon"},
+        OPENING | {"tempo": 3},
+        [],
+    ],
+)
+def test_a_wrong_opening_is_refused(session, opening):
+    """With a failure of the same form as any other."""
+    session.send(json.dumps(opening))
+    failure = receive(session)
+    assert (failure["type"], failure["code"]) == ("failed", "INVALID_ARGUMENT")
+
+
+WRONG = {
+    "short": b"short",
+    "long": bytes(routes.MAX_FRAME_BYTES + 1),
+    "unnumbered": frame(0),
+    "before 1970": frame(1, captured=-1.0),
+    "at no time": frame(1, captured=float("nan")),
+    "unknown": "{}",
+}
+
+
+@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
+def test_a_wrong_message_ends_the_session(session, message):
+    """It says what was wrong."""
+    session.send(json.dumps(OPENING))
+    assert receive(session)["type"] == "opened"
+    session.send(message)
+    failure = receive(session)
+    assert (failure["type"], failure["code"]) == ("failed", "INVALID_ARGUMENT")
+
+
+def test_leaving_ends_the_session(site, server):
+    """The server holds none soon after the page is gone."""
+    with connect(f"ws://{site}/playground/session", close_timeout=100) as socket:
+        socket.send(json.dumps(OPENING))
+        assert receive(socket)["type"] == "opened"
+        until(lambda: server.load().sessions == 1)
+    until(lambda: server.load().sessions == 0)
+
+
+# ---------------------------------------------------------------- snippets
+# The programs that the page shows are programs that work.
+
+each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+SECURED = Connection(
+    "h.example:443", encrypted=True, authorities=True, certificate=True, token=True
+)
+
+
+@each_task
+def test_the_page_s_json_is_the_contract_s(task):
+    """A task survives the way from the client's values to JSON and back."""
+    message = requests.generate(None, task, Options()).task
+    assert read_task(json_format.MessageToDict(message)) == task
+    assert read_task(json_format.MessageToDict(message, preserving_proto_field_name=True)) == task
+
+
+@each_task
+def test_the_command_sends_the_request(task, tmp_path):
+    """What the shell gives grpcurl is the request, byte for byte in each text."""
+    (tmp_path / "street.jpg").write_bytes(image_bytes())
+    options = Options(model="null")
+    command = code(Connection("127.0.0.1:50051"), "street.jpg", task, options).grpcurl
+    sent = run_shell(command, tmp_path)
+    expected = requests.generate(None, task, options)
+    expected.image.encoded.data = image_bytes()
+    assert json_format.Parse(sent, inference_pb2.GenerateRequest()) == expected
+
+
+def test_filters_orders_and_alternatives_are_in_the_programs():
+    """In each language, as that language writes them."""
+    task = DetectTask("cup", min_confidence=0.35, order="confidence")
+    made = code(Connection("127.0.0.1:50051"), "street.jpg", task, Options(top_logprobs=3))
+    assert 'DetectTask("cup", min_confidence=0.35, order="confidence")' in made.python
+    assert "Options(top_logprobs=3)" in made.python
+    assert "legato.WithMinConfidence(0.35), legato.WithOrder(legato.OrderConfidence)" in made.go
+    assert "legato.WithAlternatives(3)" in made.go
+    assert '"min_confidence": 0.35, "order": "OBJECT_ORDER_CONFIDENCE"' in made.grpcurl
+    assert '"top_logprobs": 3' in made.grpcurl
+
+
+def run_shell(command: str, folder: Path) -> str:
+    """The standard input of the command's grpcurl."""
+    script = f"grpcurl() {{ cat; }}\n{command}"
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_the_command_of_a_question_without_a_image(tmp_path):
+    """It has no image at all."""
+    command = code(Connection("127.0.0.1:50051"), None, QueryTask("why?"), Options()).grpcurl
+    assert json.loads(run_shell(command, tmp_path)) == {"task": {"query": {"question": "why?"}}}
+
+
+@each_task
+def test_the_go_program_has_the_texts_and_the_right_form(task):
+    """As gofmt reads it, where there is one; its strings are those of the task."""
+    program = code(Connection("127.0.0.1:50051"), "street.jpg", task, Options(model="m")).go
+    assert 'legato.File("street.jpg")' in program
+    texts = [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', program)]
+    if isinstance(task, DetectTask):
+        assert task.object in texts
+    gofmt = shutil.which("gofmt")
+    if gofmt:
+        done = subprocess.run([gofmt], input=program, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == program
+
+
+def test_a_secured_server_is_reached_without_telling_a_secret():
+    """Files have names to fill in, and the token stays in the environment."""
+    made = code(SECURED, None, QueryTask("why?"), Options())
+    assert 'ca="ca.pem", cert="client.pem", key="client-key.pem"' in made.python
+    assert "LEGATO_TOKEN" in made.python
+    assert 'legato.WithToken(os.Getenv("LEGATO_TOKEN"))' in made.go
+    assert '-cacert ca.pem -cert client.pem -key client-key.pem -H "authorization: Bearer' in (
+        made.grpcurl
+    )
+    plain = code(Connection("h:1", encrypted=True), None, QueryTask("why?"), Options())
+    assert "tls=True" in plain.python
+    assert "-plaintext" not in plain.grpcurl
+
+
+@pytest.mark.parametrize("name", ["a b.jpg", "$(reboot).jpg", "-x.jpg", "../x.jpg", "é.jpg", ""])
+def test_a_file_name_that_needs_quotes_is_replaced(name):
+    """It would be another file's name in one language or the other."""
+    made = code(Connection("h:1"), name, CaptionTask(), Options())
+    assert "base64 -w0 image.jpg" in made.grpcurl
+    assert '"image.jpg"' in made.python
+
+
+# ---------------------------------------------------------------- files of the page
+
+SCRIPTS = sorted(STATIC.glob("*.js"))
+TEXTS = [*SCRIPTS, *STATIC.glob("*.css"), *STATIC.glob("*.html")]
+PAGE = (STATIC / "index.html").read_text()
+LATE = {"timeline.js"}  # loaded when its tab is shown, which says so if it is missing
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_no_file_names_another_host(path):
+    """The page works without a network; the name of SVG's namespace is no address."""
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"https?://|[\"'(]//|@import|wss?://(?!\$)", text)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_imports_what_exists(path):
+    """Each name that is imported is exported there."""
+    text = path.read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text)
+    for names, module in re.findall(r'import \{([^}]*)\} from "\./([^"]+)"', text):
+        exported = (STATIC / module).read_text()
+        for name in filter(None, (each.strip() for each in names.split(","))):
+            assert re.search(rf"export (async )?(function\*?|class|const) {name}\b", exported), name
+    for module in re.findall(r'import\("\./([^"]+)"\)', text):
+        assert module in LATE or (STATIC / module).is_file()
+
+
+def test_scripts_look_for_elements_that_exist():
+    """An id that is looked for is in the page, or made by a script."""
+    texts = "".join(path.read_text() for path in SCRIPTS)
+    looked_for = set(re.findall(r'byId\("([^"]+)"\)', texts))
+    known = set(re.findall(r'id="([^"]+)"', PAGE)) | set(re.findall(r'id: "([^"]+)"', texts))
+    assert looked_for
+    assert looked_for <= known
+
+
+def test_the_page_s_files_exist():
+    """Scripts, styles, the icon; styles and scripts are never inline."""
+    named = re.findall(r'(?:src|href)="/static/([^"]+)"', PAGE)
+    assert {"app.js", "theme.js", "base.css", "page.css", "icon.svg"} <= set(named)
+    assert all((STATIC / name).is_file() for name in named)
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", PAGE)
+
+
+def test_the_images_come_with_their_licence():
+    """And each that a script names is there."""
+    for folder in ("samples", "drawings"):
+        assert "MIT License" in (STATIC / folder / "LICENSE-fluent-emoji").read_text()
+    samples = re.findall(r'file: "([^"]+)"', (STATIC / "picture.js").read_text())
+    nouns = re.findall(r'noun: "([^"]+)"', (STATIC / "scene.js").read_text())
+    assert len(samples) == 3
+    assert all((STATIC / "samples" / name).is_file() for name in samples)
+    assert {f"{noun}.webp" for noun in nouns} == {
+        path.name for path in (STATIC / "drawings").glob("*.webp")
+    }

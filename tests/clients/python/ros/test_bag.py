@@ -1,17 +1,24 @@
-"""Bags are read and written; rosbags writes what is read, and reads what is written."""
+"""ROS 2 bags, their images and their bytes, against rosbags."""
 
 from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from legato_client import Box, Detection, DetectResult, SegmentResult, Unavailable
-from legato_client._types.results import ImageInfo, Outline, ResponseInfo
+from legato_client import Box, Detection, DetectResult, SegmentResult, Unavailable, ros2
+from legato_client._images.pillow import open_upright
+from legato_client._images.sources import to_image
+from legato_client._types.results import FrameStamp, ImageInfo, Outline, ResponseInfo
+from legato_client.ros import cdr, images
 from legato_client.ros.bag import Bag, BagAnswerer, BagError, Topics
 from PIL import Image
 
+from tests.clients.python.images.test_sources import seen
 from tests.clients.python.ros import bags
+from tests.clients.python.ros.bags import typestore
 
 TOPIC, OUT, OTHER = "/camera/image_raw", "/legato/detections", "/note"
 SECOND = 10**9
@@ -158,3 +165,107 @@ def test_a_wrong_topic_is_refused_with_the_right_ones(tmp_path):
     torn.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(BagError, match="torn"):
         Bag(torn, TOPIC)
+
+
+# ---------------------------------------------------------------- pictures
+# Images of ROS 2 as images of the client.
+
+RED = (255, 0, 0)
+
+
+def image(encoding: str, data: bytes, step: int, size: tuple[int, int] = (2, 2)) -> SimpleNamespace:
+    width, height = size
+    return SimpleNamespace(encoding=encoding, data=data, step=step, width=width, height=height)
+
+
+PIXELS = {  # encoding: the bytes of two pixels in a row, and their colours
+    "rgb8": (b"\xff\0\0\1\2\3", (RED, (1, 2, 3))),
+    "bgr8": (b"\0\0\xff\3\2\1", (RED, (1, 2, 3))),
+    "8UC3": (b"\0\0\xff\3\2\1", (RED, (1, 2, 3))),
+    "rgba8": (b"\xff\0\0\x07\1\2\3\xff", (RED, (1, 2, 3))),
+    "bgra8": (b"\0\0\xff\x07\3\2\1\xff", (RED, (1, 2, 3))),
+    "8UC4": (b"\0\0\xff\x07\3\2\1\xff", (RED, (1, 2, 3))),
+    "mono8": (b"\0\x7f", ((0, 0, 0), (127, 127, 127))),
+    "8UC1": (b"\0\x7f", ((0, 0, 0), (127, 127, 127))),
+    "yuv422_yuy2": (bytes((81, 90, 81, 240)), (RED, RED)),
+    "yuyv": (bytes((81, 90, 81, 240)), (RED, RED)),
+    "yuv422": (bytes((90, 81, 240, 81)), (RED, RED)),
+    "uyvy": (bytes((90, 81, 240, 81)), (RED, RED)),
+    "nv12": (b"\x51\x51", (RED, RED)),  # a row of chroma follows those of luma
+}
+
+
+@pytest.mark.parametrize("encoding", list(images._FORMATS))
+def test_every_encoding_has_its_own_colours(encoding):
+    """Drawn on here and decoded by the server, with rows that are padded."""
+    row, colours = PIXELS[encoding]
+    padded = row + b"\x55\x55"
+    data = 2 * padded + (bytes((90, 240)) + b"\x55\x55" if encoding == "nv12" else b"")
+    frame = images.raw(image(encoding, data, len(padded)))
+    shown, served = np.asarray(open_upright(frame)), seen(to_image(frame))
+    exact = encoding[:3] not in ("yuv", "yuy", "uyv", "nv1")
+    for pixels in (shown, served):
+        assert pixels.shape == (2, 2, 3)
+        assert np.abs(pixels.astype(int) - colours).max() <= (0 if exact else 4)
+
+
+@pytest.mark.parametrize("encoding", ["16UC1", "bayer_rggb8", "32FC1", ""])
+def test_other_encodings_are_refused(encoding):
+    """The message names those that are taken."""
+    with pytest.raises(ValueError, match="encoding is one of rgb8, bgr8"):
+        images.raw(image(encoding, bytes(64), 8))
+
+
+def test_too_few_bytes_are_refused():
+    """As by every raw frame."""
+    with pytest.raises(ValueError, match="need 12 bytes, got 11"):
+        images.raw(image("rgb8", bytes(11), 6))
+
+
+def test_depth_is_no_image():
+    """Its file has a header of its own."""
+    assert images.compressed(SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=b"x"))
+    with pytest.raises(ValueError, match="depth"):
+        images.compressed(SimpleNamespace(format="16UC1; compressedDepth png", data=b"x"))
+
+
+# ---------------------------------------------------------------- cdr
+# Bytes of messages, against those of rosbags.
+
+STORE = typestore()
+STAMP = FrameStamp("camera_optical", 1_700_000_000_123_456_789, 1)
+STAMPED_INFO = ResponseInfo("", "m", "stop", image=ImageInfo("", 640, 480, False), stamp=STAMP)
+
+
+def array(*labels: str) -> ros2.Detection2DArray:
+    """One box for each label."""
+    found = tuple(
+        Detection(Box(0.1 * n, 0.2, 0.3, 0.4), label, 0.5, f"{n}") for n, label in enumerate(labels)
+    )
+    return ros2.detections(DetectResult(found, STAMPED_INFO))
+
+
+@pytest.mark.parametrize("labels", [(), ("cup",), ("a", "red ball", "日本")])
+def test_arrays_are_those_of_rosbags(labels):
+    """Read by rosbags they have every field, and rosbags writes the same bytes again."""
+    expected = array(*labels)
+    data = cdr.detection_array(expected)
+    read = STORE.deserialize_cdr(data, cdr.DETECTIONS)
+    assert (read.header.stamp.sec, read.header.stamp.nanosec) == (1_700_000_000, 123_456_789)
+    assert read.header.frame_id == "camera_optical"
+    for each, one in zip(read.detections, expected.detections, strict=True):
+        assert each.id == one.id
+        assert each.results[0].hypothesis.class_id == one.results[0].hypothesis.class_id
+        assert each.results[0].pose.pose.orientation.w == 1
+        assert each.bbox.center.position.x == one.bbox.center.position.x
+        assert each.bbox.size_y == one.bbox.size_y
+    assert STORE.serialize_cdr(read, cdr.DETECTIONS) == data
+
+
+def test_compressed_images_are_those_of_rosbags():
+    """As above."""
+    data = cdr.compressed_image(ros2.header(STAMP), "jpeg", bytes(range(255)))
+    read = STORE.deserialize_cdr(data, cdr.COMPRESSED_IMAGE)
+    assert read.format == "jpeg"
+    assert np.array_equal(read.data, np.arange(255, dtype=np.uint8))
+    assert STORE.serialize_cdr(read, cdr.COMPRESSED_IMAGE) == data

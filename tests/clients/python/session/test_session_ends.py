@@ -20,9 +20,8 @@ from legato_client import (
     Unavailable,
 )
 
-from tests.clients.python.failures import Failure, failure
-from tests.clients.python.fake_sessions import Conversation, ignore
-from tests.clients.python.until import until
+from tests.clients.python.face import until
+from tests.clients.python.fake_server import Conversation, Failure, failure, ignore
 
 JPEG = b"picture"
 CAPTION = CaptionTask(task_id="a")

@@ -23,8 +23,7 @@ from mcp import Client, MCPError, StdioServerParameters, types
 from mcp.client.streamable_http import streamable_http_client
 from PIL import Image
 
-from tests.clients.python.failures import failure
-from tests.clients.python.fake_server import FakeServer
+from tests.clients.python.fake_server import FakeServer, failure
 from tests.clients.python.web.serving import PATIENCE, http_server, send
 from tests.service.harness import image_bytes
 

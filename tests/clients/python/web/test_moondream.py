@@ -13,8 +13,7 @@ import pytest
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from PIL import Image
 
-from tests.clients.python.failures import failure
-from tests.clients.python.fake_server import INFO
+from tests.clients.python.fake_server import INFO, failure
 from tests.clients.python.web.serving import DATA_URL, IMAGE
 
 BOX = {"x_min": 0.25, "y_min": 0.5, "x_max": 0.75, "y_max": 1.0}

@@ -1,20 +1,23 @@
-"""OpenAI's own client in front of a Legato server."""
+"""OpenAI's own client in front of a Legato server, and the OpenAPI document."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import textwrap
 import urllib.parse
 
 import grpc
+import msgspec
 import openai
 import pytest
 from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, task_pb2
+from legato_client.web import openapi
+from legato_client.web.operations import OperationRoute
 
-from tests.clients.python.failures import failure
-from tests.clients.python.fake_server import STREAMS, events
+from tests.clients.python.fake_server import STREAMS, events, failure
 from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, IMAGE
 
 
@@ -699,3 +702,54 @@ def test_a_refusal_of_the_server_names_the_body_s_field(web, field, param, path,
     web.fake.script["Query"].append(refusal)
     reply = web.post(path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+# ---------------------------------------------------------------- openapi
+
+PATHS = {
+    "/v1/chat/completions": ["post"],
+    "/v1/responses": ["post"],
+    "/v1/models": ["get"],
+    "/v1/models/{name}": ["get"],
+    "/v1/caption": ["post"],
+    "/v1/query": ["post"],
+    "/v1/detect": ["post"],
+    "/v1/point": ["post"],
+    "/v1/segment": ["post"],
+}
+
+
+def test_every_operation_is_described(web):
+    """The document that is served has each path with its summary, body and answers."""
+    document = web.get("/openapi.json").json
+    assert {path: list(each) for path, each in document["paths"].items()} == PATHS
+    for path, (method,) in PATHS.items():
+        entry = document["paths"][path][method]
+        assert entry["summary"]
+        assert ("requestBody" in entry) == (method == "post")
+        assert {"200", "default"} == set(entry["responses"])
+    ids = [each["operationId"] for path in document["paths"].values() for each in path.values()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_reference_leads_somewhere(web):
+    """Each schema that is referred to is there, and each that is there is referred to."""
+    document = web.get("/openapi.json").json
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert named == set(document["components"]["schemas"])
+
+
+def test_bodies_are_those_of_the_code():
+    """A schema has the fields of the type that is parsed, with their bounds."""
+    served = [each for each in openapi.routes() if isinstance(each, OperationRoute)]
+    schemas = openapi.make_document(served)["components"]["schemas"]
+    for each in served:
+        body = each.operation.body
+        if body is not None:
+            schema = schemas[body.__name__]
+            assert issubclass(body, msgspec.Struct)
+            assert set(schema["properties"]) == set(body.__struct_fields__)
+            assert schema["additionalProperties"] is False
+    most = schemas["ChatBody"]["properties"]["max_tokens"]
+    assert {"type": "integer", "minimum": 1, "maximum": 2**32 - 1} in most["anyOf"]
+    assert {"ChatChunk", "TextEvent", "BoxEvent", "PathEvent", "OutlineEvent"} < set(schemas)

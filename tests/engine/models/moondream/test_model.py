@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from legato_engine.kernels.cpu.library import library
+from legato_engine.models import registry
 from legato_engine.models.moondream.frontend import MoondreamFrontend, Prompts
+from legato_engine.models.moondream.region import sizes_of
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.models.moondream.vision import patches, stitch
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, PrefillSpan
 from legato_engine.types import Box, Point, PromptToken
 
 from tests.engine.models.paged_session import PagedSession
-from tests.engine.models.reference_moondream import ReferenceMoondream
+from tests.engine.models.reference_moondream import ReferenceMoondream, pooled
 
 COORD, SIZE, EOS = 5, 6, 0
 DETECT_CYCLE = (Allow.DETECT_Y, Allow.DETECT_Y, Allow.DETECT_SIZE)
@@ -337,3 +343,107 @@ def test_caching_writes_what_a_prefill_writes(either_model):
         ours, theirs = (getattr(each.kv, name).float() for each in (cached, prefilled))
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
         assert not torch.equal(ours[-1, 1].nan_to_num(), torch.zeros_like(ours[-1, 1]))
+
+
+# ---------------------------------------------------------------- region
+
+NUM_BINS = 1024
+
+
+def test_a_size_does_not_depend_on_the_batch():
+    """Every bin has the same size alone and at any place among others, bit for bit."""
+    bin_T2 = torch.arange(NUM_BINS).reshape(-1, 2)
+    together_T2 = sizes_of(bin_T2, NUM_BINS)
+    for start in (0, 1, 3):
+        assert torch.equal(sizes_of(bin_T2[start:], NUM_BINS), together_T2[start:])
+    for bin_2, size_2 in zip(bin_T2, together_T2, strict=True):
+        assert torch.equal(sizes_of(bin_2[None], NUM_BINS)[0], size_2)
+    assert together_T2[0, 0] == 2.0**-10
+    assert together_T2[-1, 1] == 1.0
+
+
+# ---------------------------------------------------------------- vision
+# Patches, stitching and pooling against loops.
+
+
+def test_patch_values_run_by_channel_row_column():
+    """Value c * 196 + y * 14 + x of patch (gy, gx) is the pixel it covers."""
+    pixels_NHWC = torch.randn(2, 28, 42, 3)
+    out_NTP = patches(pixels_NHWC, 14)
+    assert out_NTP.shape == (2, 6, 588)
+    for gy, gx, c, y, x in [(0, 0, 0, 0, 0), (1, 2, 2, 13, 5), (0, 1, 1, 3, 12), (1, 0, 0, 7, 0)]:
+        value = pixels_NHWC[1, gy * 14 + y, gx * 14 + x, c]
+        assert out_NTP[1, gy * 3 + gx, c * 196 + y * 14 + x] == value
+
+
+@pytest.mark.parametrize("tiling", [(1, 2), (2, 1), (2, 3), (3, 4)])
+def test_stitching_drops_inner_margins(tiling):
+    """Every cell of the grid comes from the one tile that owns it."""
+    rows, columns = tiling
+    grid, margin = 9, 2
+    core = grid - 2 * margin
+    tiles_NGGD = torch.randn(rows * columns, grid, grid, 2)
+    out_YWD = stitch(tiles_NGGD, tiling, margin)
+    assert out_YWD.shape == (rows * core + 2 * margin, columns * core + 2 * margin, 2)
+    for y in range(out_YWD.shape[0]):
+        for x in range(out_YWD.shape[1]):
+            i = min(max((y - margin) // core, 0), rows - 1)
+            j = min(max((x - margin) // core, 0), columns - 1)
+            expected = tiles_NGGD[i * columns + j, y - i * core, x - j * core]
+            assert torch.equal(out_YWD[y, x], expected)
+
+
+@pytest.mark.parametrize("tiling", [(2, 2), (1, 4), (3, 1)])
+def test_reconstruction_pools_the_stitched_grid(tiny_model, tiny_config, tiling):
+    """Pooling windows go from floor to ceiling."""
+    vision = tiny_model._network.vision
+    grid, dim = tiny_config.vision.grid, tiny_config.vision.dim
+    tiles_NTD = torch.randn(tiling[0] * tiling[1], grid * grid, dim)
+    out_TD = vision.reconstruct(tiles_NTD, tiling)
+    stitched = stitch(tiles_NTD.reshape(-1, grid, grid, dim), tiling, 1)
+    expected_TD = pooled(stitched, grid).reshape(grid * grid, dim)
+    torch.testing.assert_close(out_TD, expected_TD)
+
+
+def test_crops_never_mix(tiny_model):
+    """A crop's features do not depend on other crops."""
+    pixels = torch.randint(0, 256, (3, 56, 56, 3), dtype=torch.uint8)
+    together = tiny_model._network.vision.encode(pixels)
+    torch.testing.assert_close(together[1:2], tiny_model._network.vision.encode(pixels[1:2]))
+
+
+def test_a_second_encoder_leaves_the_tile_counters_of_the_first(tiny_model):
+    """The graphs that it captured clear and count in that memory."""
+    network = tiny_model._network
+    for part in (network.vision, network.text):
+        part.count_apart()
+        first = part._counters
+        part.count_apart()
+        assert part._counters is first
+        part._counters = None  # of a GPU's kernels alone
+
+
+# ---------------------------------------------------------------- vision by the CPU's kernels
+
+
+def encoder(kernels):
+    bundle: Any = registry.resolve("random-tiny")
+    model: Any = bundle.load(torch.device("cpu"), torch.float32, cpu_kernels=kernels)
+    return model._network.vision, bundle.config.vision
+
+
+@pytest.mark.skipif(library("auto") is None, reason="no C++ compiler or no AVX2 here")
+def test_images_have_the_embeddings_of_torch():
+    """Of one crop and of several."""
+    ours, config = encoder("auto")
+    theirs, _ = encoder("torch")
+    assert ours.runs_by_library
+    assert not theirs.runs_by_library
+    size = config.crop_size
+    generator = torch.Generator().manual_seed(0)
+    for tiling in ((1, 1), (1, 2)):
+        count = 1 if tiling == (1, 1) else 1 + tiling[0] * tiling[1]
+        pixels = torch.randint(0, 256, (count, size, size, 3), generator=generator).byte()
+        with torch.inference_mode():
+            found, expected = ours(pixels, tiling), theirs(pixels, tiling)
+        assert (found - expected).norm() / expected.norm() < 1e-5
