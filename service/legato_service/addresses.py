@@ -79,8 +79,9 @@ def _reason(address: str) -> str:
             probe.bind(name)
             probe.listen()
     except OSError as error:
-        problem = "in use by another process" if error.errno == errno.EADDRINUSE else error.strerror
-        return f": {problem}"
+        if error.errno == errno.EADDRINUSE:
+            return ": in use by another process (`ss -ltnp` names it); stop it or take another port"
+        return f": {error.strerror}"
     return ""
 
 

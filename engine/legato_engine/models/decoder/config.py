@@ -244,6 +244,9 @@ def _scaling(rope: Mapping[str, Any]) -> Scaling | None:
 def _model_type(folder: Path) -> object:
     try:
         fields = json.loads((folder / "config.json").read_bytes())
+    except NotADirectoryError:
+        problem = f"{folder} is a file, neither a folder with config.json nor in GGUF"
+        raise InvalidField(problem, field="weights") from None
     except OSError as error:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None

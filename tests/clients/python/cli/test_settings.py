@@ -212,7 +212,7 @@ NUMBERS = {
 }
 """Parsers of numbers."""
 UNITS = {
-    *("N", "SECONDS", "DAYS", "MS", "BYTES", "PIXELS", "TOKENS", "FPS", "RATE", "FACTOR"),
+    *("N", "SECONDS", "DAYS", "MS", "BYTES", "PIXELS", "TOKENS", "FPS", "HZ", "RATE", "FACTOR"),
     *("C", "S", "T", "P", "0..1", "QUALITY"),
 }
 """Metavars of numbers: a unit, or what a number without a unit is."""
