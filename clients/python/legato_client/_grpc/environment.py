@@ -14,6 +14,7 @@ import os
 _SETTINGS = {
     "GRPC_EXPERIMENTS": "-event_engine_client",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "500",
+    "GRPC_VERBOSITY": "ERROR",  # without it, failed handshakes are printed beside our own error
 }
 
 _missing = {name: value for name, value in _SETTINGS.items() if name not in os.environ}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from legato_client.cli import main
@@ -111,6 +114,19 @@ def test_an_unknown_authority(legato, server):
     code, _, err = legato("info", "--server", server.target, "--tls")
     assert code == 4
     assert "authority that is not known here: name its PEM file with --ca" in err
+
+
+def test_no_line_of_grpc_is_beside_the_error(server):
+    """A program prints what went wrong once, in its own words."""
+    command = [sys.executable, "-m", "legato_client.cli", "info", "--server", server.target]
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [*command, "--tls"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 4
+    assert "authority that is not known here" in done.stderr
+    assert "ssl_transport_security" not in done.stderr
 
 
 def test_a_certificate_for_another_name(legato, tmp_path):
