@@ -100,7 +100,7 @@ class Totals:
 
     @property
     def age_limit_problem(self) -> str:
-        """Why most frames are too old, or an empty text if most are not."""
+        """Return why most frames are too old, or an empty text if most are not."""
         too_old = self.dropped.get("too_old", 0)
         if self.max_age is None:
             return ""

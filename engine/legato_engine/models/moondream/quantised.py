@@ -49,7 +49,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a checkpoint was quantised; `group_size` 0: a scale for each row.
+    """Quantisation of a checkpoint; `group_size` 0: a scale for each row.
 
     `maps` are the kinds of its maps, each with the norm before it folded in; `source` the SHA-256
     of the files that it was made from.
