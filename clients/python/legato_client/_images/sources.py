@@ -6,14 +6,17 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import errno
 import io
 import os
 import secrets
+import stat
 import struct
 import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -423,3 +426,56 @@ def _png(image: PILImage.Image) -> bytes:
     buffer = io.BytesIO()
     upright(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
+
+
+# ---------------------------------------------------------------- folders
+
+
+class OutsideFoldersError(PermissionError):
+    """A path leads out of the folders that may be read."""
+
+
+class AllowedFolders:
+    """Folders below which a caller may name files.
+
+    Raises:
+        ValueError: one of them does not exist.
+    """
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = [Path(each).resolve() for each in folders]
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise ValueError(f"--allow-path takes a folder, not {str(folder)!r}")
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Read a file; a relative name is below the first folder.
+
+        Raises:
+            OutsideFoldersError: it is not below one of the folders.
+            OSError: it cannot be read, is no file, or has more bytes (EFBIG).
+        """
+        base = self._folders[0] if self._folders else Path()
+        try:
+            path = (base / name).resolve()
+        except (ValueError, RuntimeError) as error:
+            raise OSError(errno.EINVAL, f"no path: {error}") from None
+        self._check_inside(path)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise OSError(errno.EINVAL, "is not a file")
+            with contextlib.suppress(FileNotFoundError):
+                # A folder of the path may have become a link since it was checked.
+                self._check_inside(Path(f"/proc/self/fd/{opened}").readlink())
+            with open(opened, "rb", closefd=False) as file:
+                data = file.read(max_bytes + 1)
+        finally:
+            os.close(opened)
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes")
+        return data
+
+    def _check_inside(self, path: Path) -> None:
+        if not any(path.is_relative_to(folder) for folder in self._folders):
+            raise OutsideFoldersError(errno.EACCES, "outside of the folders that may be read")

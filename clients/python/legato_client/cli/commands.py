@@ -13,6 +13,7 @@ from legato_client.cli import (
     bag,
     calibrate,
     chat,
+    compat,
     completion,
     demo,
     forward,
@@ -34,7 +35,7 @@ from legato_client.cli.settings import CommandError
 
 _OWN = (
     demo, ask, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
-    mcp, playground, completion,
+    mcp, compat, playground, completion,
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ GROUPS = (
         "server",
         "start a server, and interfaces of a running one",
         "legato serve --model moondream2 --listen 127.0.0.1:50051",
-        ("serve", "playground", "http", "mcp", "demo"),
+        ("serve", "playground", "http", "mcp", "compat", "demo"),
     ),
     arguments.CommandGroup(
         "weights",

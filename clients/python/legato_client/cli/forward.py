@@ -19,6 +19,7 @@ from legato_client.cli.settings import HELP, CommandError
 
 _PARTS = {
     "cli": ('"{root}[cli]"',),
+    "compat": ('"{root}[compat]"',),
     "mcp": ('"{root}[mcp]"',),
     "web": ('"{root}[web]"',),
     "dds": ('"{root}[dds]"',),
@@ -47,7 +48,12 @@ def require(what: str, extra: str, *modules: str) -> None:
         raise CommandError(f"{what} {verb} {names}: {hint(extra)}")
 
 
-_DISTRIBUTIONS = {"PIL": "Pillow", "av": "PyAV", "mcap_ros2": "mcap-ros2-support"}
+_DISTRIBUTIONS = {
+    "PIL": "Pillow",
+    "av": "PyAV",
+    "grpc_tools": "grpcio-tools",
+    "mcap_ros2": "mcap-ros2-support",
+}
 
 
 def _clone() -> Path | None:

@@ -1,4 +1,4 @@
-"""Options and process of the commands that serve HTTP."""
+"""Options of the commands that serve other interfaces, and the process of those of HTTP."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def add_options(
     listen: str = DEFAULT,
     offer_require_token: bool = True,
     aliases: bool = True,
+    protocol: str = "HTTP",
 ) -> None:
     """Add options of the process and of its connection to the server.
 
@@ -41,7 +42,7 @@ def add_options(
     no model.
     """
     parser.set_defaults(command=command)
-    group = parser.add_argument_group("HTTP")
+    group = parser.add_argument_group(protocol)
     group.add_argument(
         "--listen",
         metavar="HOST:PORT",
@@ -94,9 +95,7 @@ def run(
     forward.require(f"`legato {args.command}`", "web", *NEEDS)
     from legato_client.web import server
 
-    listen = _listen(args)
-    if listen.require_token:
-        _check_that_tokens_matter(args)
+    listen = listen_of(args)
     backend = backend_of(args, terminal, lend=not listen.require_token)
     app = server.make_app(make_routes(backend, listen), backend, listen, make_middleware())
 
@@ -128,7 +127,13 @@ def backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> B
         return server.Backend.of(connect, args.timeout, aliases)
 
 
-def _listen(args: argparse.Namespace) -> Listen:
+def listen_of(args: argparse.Namespace) -> Listen:
+    """Return the address and its protection, checked.
+
+    Raises:
+        CommandError: an option is wrong, or the server behind takes calls without a token although
+            they are required.
+    """
     listen = Listen(
         address=args.listen,
         allow_remote=args.allow_remote,
@@ -138,6 +143,8 @@ def _listen(args: argparse.Namespace) -> Listen:
     )
     with arguments.readable_options():
         listen.check()
+    if listen.require_token:
+        _check_that_tokens_matter(args)
     return listen
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import io
-import os
-import stat
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -32,6 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 from legato_client import draw
 from legato_client._errors import LegatoError
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES
+from legato_client._images.sources import AllowedFolders, OutsideFoldersError
 from legato_client._types.results import Result
 from legato_client._types.tasks import (
     CaptionTask,
@@ -181,10 +180,7 @@ class ImageSources:
     """
 
     def __init__(self, folders: Sequence[str], urls: Sequence[str]) -> None:
-        self._folders = [Path(each).resolve() for each in folders]
-        for folder in self._folders:
-            if not folder.is_dir():
-                raise ValueError(f"--allow-path takes a folder, not {str(folder)!r}")
+        self._folders = AllowedFolders(folders)
         for url in urls:
             found = urlsplit(url)
             if found.scheme not in ("http", "https") or not found.hostname or found.query:
@@ -221,41 +217,19 @@ class ImageSources:
         return await bodies.decoded(url, name), name
 
     def _read(self, given: str) -> bytes:
-        base = self._folders[0] if self._folders else Path()
         try:
-            path = (base / given).resolve()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise RejectedRequest(f"no path: {error}", field="image_path") from None
-        self._check_inside(path)
-        try:
-            opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-            raise RejectedRequest(problem, field="image_path") from None
-        try:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise RejectedRequest("is not a file", field="image_path")
-            with contextlib.suppress(FileNotFoundError):
-                # A folder of the path may have become a link since it was checked.
-                self._check_inside(Path(f"/proc/self/fd/{opened}").readlink())
-            with open(opened, "rb", closefd=False) as file:
-                data = file.read(MAX_MESSAGE_BYTES + 1)
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-            raise RejectedRequest(problem, field="image_path") from None
-        finally:
-            os.close(opened)
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise _too_large("image_path")
-        return data
-
-    def _check_inside(self, path: Path) -> None:
-        if not any(path.is_relative_to(folder) for folder in self._folders):
+            return self._folders.read(given, MAX_MESSAGE_BYTES)
+        except OutsideFoldersError:
             raise RejectedRequest(
                 "outside of the folders that `legato mcp --allow-path` names",
                 field="image_path",
                 code="forbidden",
-            )
+            ) from None
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise _too_large("image_path") from None
+            problem = f"cannot be read: {error.strerror}"
+            raise RejectedRequest(problem, field="image_path") from None
 
     def _is_allowed(self, url: str) -> bool:
         try:

@@ -638,6 +638,7 @@ def test_a_reader_may_leave(words):
         (["ros2", "--image", "/a", "--task", "detect:a"], "cyclonedds", "dds"),
         (["detect", "IMAGE", "cat", "--output", "a.png"], "PIL", "cli"),
         (["playground"], "starlette", "web"),
+        (["compat", "a.toml"], "grpc_tools", "compat"),
         (["completion", "bash"], "shtab", "cli"),
     ],
 )
