@@ -12,27 +12,33 @@ import pytest
 from legato_client import (
     Answer,
     AsyncClient,
+    CachedImage,
     CaptionTask,
     Client,
+    Detection,
     DetectTask,
     FrameDelta,
     FrameDropped,
     FrameResult,
     FrameStamp,
+    ImageInfo,
     ImageInput,
     ImageNotFound,
     InvalidArgument,
     Preempted,
+    QueryResult,
     RawFrame,
+    Sampling,
     Session,
     SharedFrames,
+    Tracking,
 )
 
 from examples.robot import report
 from examples.robot.drive import Clip, play
 from examples.robot.recording import Recording
 from examples.robot.scene import compose
-from tests.e2e.scenes import overlap, two_shapes
+from tests.e2e.scenes import LONG_ANSWER, overlap, two_shapes
 from tests.e2e.server import Server
 
 SCENE = two_shapes()
@@ -210,6 +216,46 @@ def take_frame(session: Session) -> list[Answer]:
         if isinstance(answer, FrameResult) and answer.last_for_frame:
             break
     return answers
+
+
+def test_a_question_meanwhile(client: Client) -> None:
+    """Frames are answered, none is dropped and the track stays while a question is answered.
+
+    It is about an answered frame, by its id.
+    """
+    answers: list[QueryResult] = []
+    with client.session([DetectTask(NOUN, tracking=Tracking())], policy="every_frame") as session:
+
+        def found() -> Detection:
+            session.send(JPEG)
+            (result,) = take_frame(session)
+            assert isinstance(result, FrameResult)
+            seen.append(result.image)
+            (detection,) = result.result.objects  # type: ignore[union-attr] # a DetectTask's
+            return detection
+
+        seen: list[ImageInfo | None] = []
+        before = found()
+        image = seen[0]
+        assert image is not None
+
+        def ask() -> None:
+            sampling = Sampling(temperature=100.0, seed=3, max_tokens=LONG_ANSWER.max_tokens)
+            answers.append(client.query(CachedImage(image.image_id), "hello", sampling=sampling))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        meanwhile = [found() for _ in range(3)]
+        assert not answers, "the question was answered before the frames"
+        asking.join()
+        stats = session.stats
+    assert {each.track_id for each in meanwhile} == {before.track_id}
+    assert (stats.answered, stats.dropped) == (4, 0)
+    assert answers[0].info.image is not None
+    assert answers[0].info.image.cache_hit
+    assert client.query(JPEG, "How many circles are there?").answer == (
+        client.query(CachedImage(image.image_id), "How many circles are there?").answer
+    )
 
 
 # ---------------------------------------------------------------- the robot's camera
