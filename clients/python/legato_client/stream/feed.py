@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from legato_client._client import Client
@@ -22,6 +22,7 @@ from legato_client._errors import (
 )
 from legato_client._session.blocking_session import Session
 from legato_client._types.results import (
+    Box,
     Detection,
     DetectResult,
     FrameStamp,
@@ -34,7 +35,11 @@ from legato_client._types.tasks import DetectTask, Task, Tracking
 from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, Mailbox
 
 _CREDIT_POLL_S = 0.2  # poll interval while out of credits
+_SAME_OBJECT = 0.3  # IoU with a prediction from which on an object is taken for the same
+_TINY_AREA = 1e-12
 Outcomes = Mapping[str, Result | LegatoError]
+Predict = Callable[[int], Sequence[TrackNow]]
+"""Function that predicts tracked objects at a time in nanoseconds since the epoch."""
 
 
 class AnsweredFrame:
@@ -51,13 +56,78 @@ class AnsweredFrame:
         self.age = age
 
 
+class TrackNames:
+    """Names of the tracks of one session, which each session numbers from 1.
+
+    A track whose object is found where `earlier`, the session before, expects one of the same task
+    continues that track and gets its name. The others get the session's `number` as a prefix, so
+    that no name is used twice. Thread-safe.
+    """
+
+    def __init__(self, number: int, earlier: Predict | None) -> None:
+        self._prefix = f"{number + 1}-" if number else ""
+        self._lock = threading.Lock()  # guards the rest
+        self._names: dict[str, str] = {}  # those decided while there are earlier tracks to continue
+        self.earlier = earlier
+
+    def rename(
+        self, found: Sequence[Detection], task_id: str, captured_ns: int
+    ) -> tuple[Detection, ...]:
+        """Name the tracks of a task's objects, found in a frame of that time."""
+        with self._lock:
+            unnamed = [each for each in found if each.track_id and each.track_id not in self._names]
+            candidates = self._candidates(captured_ns)
+            pairs = (
+                (_overlap(track.box, each.box), track.track_id, each.track_id)
+                for track in candidates
+                for each in unnamed
+                if track.task_id == task_id
+            )
+            for overlap, name, own in sorted(pairs, reverse=True):
+                if overlap >= _SAME_OBJECT and own not in self._names and not self._is_taken(name):
+                    self._names[own] = name
+            if self.earlier is not None:  # a name never changes
+                for each in unnamed:
+                    self._names.setdefault(each.track_id, self._prefix + each.track_id)
+            return tuple(dataclasses.replace(f, track_id=self._name(f.track_id)) for f in found)
+
+    def not_continued(self, at_ns: int) -> list[TrackNow]:
+        """Predict the earlier tracks that no own one continues so far."""
+        with self._lock:
+            return self._candidates(at_ns)
+
+    def _candidates(self, at_ns: int) -> list[TrackNow]:
+        if self.earlier is None:
+            return []
+        tracks = self.earlier(at_ns)
+        if not tracks:
+            self.earlier = None  # all have ended, and with them what they keep alive
+        return [track for track in tracks if not self._is_taken(track.track_id)]
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self._names.values()
+
+    def _name(self, own: str) -> str:
+        return own and self._names.get(own, self._prefix + own)
+
+
+def _overlap(one: Box, other: Box) -> float:
+    """Compute intersection over union."""
+    across = min(one.x_max, other.x_max) - max(one.x_min, other.x_min)
+    down = min(one.y_max, other.y_max) - max(one.y_min, other.y_min)
+    shared = max(across, 0.0) * max(down, 0.0)
+    one_area, other_area = (
+        (each.x_max - each.x_min) * (each.y_max - each.y_min) for each in (one, other)
+    )
+    return shared / max(one_area + other_area - shared, _TINY_AREA)
+
+
 class FeedSession:
     """Session with a thread that reads its answers; another thread sends.
 
     It `is_leaving` once it should get no more frames, announced by the server if it `was_warned`,
     and `is_over` once it has ended; `take_unanswered` then returns the frames without an outcome.
-    `on_change` is called at both. Each session numbers its tracks from 1: those of all but the
-    first session get its `number` as a prefix, so that no name is used twice.
+    `on_change` is called at both. Its `names` continue the tracks of the session before.
     """
 
     def __init__(
@@ -67,8 +137,7 @@ class FeedSession:
         on_answer: Callable[[AnsweredFrame], None],
         on_change: Callable[[], None],
         on_outcome: Callable[[], None],
-        *,
-        number: int,
+        names: TrackNames,
     ) -> None:
         """Open the session; `on_outcome` is called at each outcome. Raises LegatoError."""
         self._session = session.__enter__()
@@ -76,7 +145,8 @@ class FeedSession:
         self._on_answer = on_answer
         self._on_change = on_change
         self._on_outcome = on_outcome
-        self._track_prefix = f"{number + 1}-" if number else ""
+        self._names = names
+        self._has_answered = False
         self._lock = threading.Lock()  # guards the two below
         self._open: dict[int, CapturedFrame] = {}
         self._results: dict[int, dict[str, Result | LegatoError]] = {}
@@ -92,12 +162,21 @@ class FeedSession:
     def model(self) -> str:
         return self._session.terms.model
 
+    @property
+    def predictions(self) -> Predict | None:
+        """Return what a session that follows continues: before an answer, what this one does."""
+        return self.now if self._has_answered else self._names.earlier
+
     def now(self, at_ns: int) -> tuple[TrackNow, ...]:
-        """Predict the tracked objects, as `Session.now`."""
-        return tuple(
-            dataclasses.replace(track, last=self._named(track.last))
-            for track in self._session.now(at_ns)
-        )
+        """Predict the tracked objects, with those of the session before that are not found yet."""
+        tracks: list[TrackNow] = []
+        by_frame: dict[tuple[str, float], list[TrackNow]] = {}
+        for each in self._session.now(at_ns):
+            by_frame.setdefault((each.task_id, each.age), []).append(each)
+        for (task_id, age), group in by_frame.items():
+            found = self._names.rename([t.last for t in group], task_id, at_ns - round(age * 1e9))
+            tracks += map(_with_last, group, found)
+        return (*tracks, *self._names.not_continued(at_ns))
 
     def wait_for_room(self) -> bool:
         """Wait a moment for a credit; return whether there is one."""
@@ -173,7 +252,8 @@ class FeedSession:
     def _add_result(self, answer: FrameResult) -> None:
         with self._lock:
             results = self._results.setdefault(answer.sequence, {})
-            results[answer.task_id] = self._with_prefix(answer.outcome)
+            results[answer.task_id] = self._renamed(answer)
+            self._has_answered = True
             if not answer.last_for_frame:
                 return
             del self._results[answer.sequence]
@@ -186,14 +266,12 @@ class FeedSession:
         self._counters.count_answered(age, failed)
         self._on_answer(AnsweredFrame(frame, results, answer.image, age))
 
-    def _with_prefix(self, outcome: Result | LegatoError) -> Result | LegatoError:
-        if not self._track_prefix or not isinstance(outcome, DetectResult):
+    def _renamed(self, answer: FrameResult) -> Result | LegatoError:
+        outcome, frame = answer.outcome, self._open.get(answer.sequence)
+        if frame is None or not isinstance(outcome, DetectResult):
             return outcome
-        return dataclasses.replace(outcome, objects=tuple(map(self._named, outcome.objects)))
-
-    def _named(self, found: Detection) -> Detection:
-        name = found.track_id and self._track_prefix + found.track_id
-        return dataclasses.replace(found, track_id=name)
+        objects = self._names.rename(outcome.objects, answer.task_id, frame.captured_ns)
+        return dataclasses.replace(outcome, objects=objects)
 
     def _drop(self, answer: FrameDropped) -> None:
         with self._lock:
@@ -202,6 +280,10 @@ class FeedSession:
         if frame is not None:
             self._on_outcome()
             self._counters.count_dropped(answer.reason, self._session.stats.response_time)
+
+
+def _with_last(track: TrackNow, last: Detection) -> TrackNow:
+    return dataclasses.replace(track, last=last)
 
 
 # ---------------------------------------------------------------- feed
@@ -279,6 +361,7 @@ class Feed:
         self._resend: collections.deque[CapturedFrame] = collections.deque()
         self._num_opened = 0  # sessions
         self._sessions: list[FeedSession] = []  # the last one gets the frames
+        self._newest: FeedSession | None = None  # also when it has ended
         self._answer_lock = threading.Lock()
         self._problem: OSError | None = None
         self.model = ""
@@ -293,8 +376,11 @@ class Feed:
             self._counters.count("replaced", unsent)
 
     def now(self, at_ns: int) -> tuple[TrackNow, ...]:
-        """Predict the tracked objects of the current session; `at_ns` counts from the epoch."""
-        return tuple(track for session in self._sessions[-1:] for track in session.now(at_ns))
+        """Predict the tracked objects, also while no session is open.
+
+        `at_ns` counts from the epoch.
+        """
+        return () if self._newest is None else self._newest.now(at_ns)
 
     def finish(self) -> None:
         """Stop offering; `run` returns once every offered frame has its outcome."""
@@ -340,6 +426,7 @@ class Feed:
 
     def _open_session(self) -> FeedSession | None:
         """Open a session; return None after a transient error. Raises permanent errors."""
+        earlier = self._newest.predictions if self._newest is not None else None
         try:
             session = FeedSession(
                 self._client.session(**self._settings.session_arguments()),
@@ -347,7 +434,7 @@ class Feed:
                 self._deliver,
                 self._mailbox.nudge,
                 self._backoff.note_success,
-                number=self._num_opened,
+                TrackNames(self._num_opened, earlier),
             )
         except LegatoError as error:
             if not isinstance(error, _RETRYABLE) or not (self._waits or self.model):
@@ -356,6 +443,7 @@ class Feed:
             return None
         self._num_opened += 1
         self._sessions.append(session)
+        self._newest = session
         self._backoff.note_reached()
         if self.model:
             self._counters.count("reconnects")

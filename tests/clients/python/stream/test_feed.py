@@ -205,6 +205,43 @@ def test_tracks_of_two_sessions_are_not_confused(play, server):
     assert (detection.task_id, caption.task_id) == ("a", "b")
 
 
+def tracked(name: str, left: float) -> geometry_pb2.DetectedObject:
+    """A cup that stands still, a tenth of the image wide."""
+    box = geometry_pb2.Box(x_min=left, y_min=0.4, x_max=left + 0.1, y_max=0.5)
+    at = geometry_pb2.BoxAxes(center_x=left + 0.05, center_y=0.45, width=0.1, height=0.1)
+    motion = geometry_pb2.Motion(position=at)
+    return geometry_pb2.DetectedObject(label="cup", track_id=name, box=box, motion=motion)
+
+
+def test_a_track_outlives_its_session(play, server):
+    """Lost tracks are predicted, and another session continues those whose objects are there."""
+    sessions = [
+        [tracked("1", 0.1), tracked("2", 0.3), tracked("3", 0.8)],
+        [tracked("1", 0.32), tracked("2", 0.55), tracked("3", 0.12)],
+        [tracked("1", 0.1), tracked("2", 0.55)],
+    ]
+
+    def answer(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        objects = sessions[len(server.sessions.conversations) - 1]
+        conversation.accept(frame.stamp.sequence)
+        detect = task_pb2.DetectResult(objects=objects)
+        conversation.result(frame, task_pb2.TaskResult(task_id="a", detect=detect), True)
+        conversation.fail(GONE)
+
+    server.sessions.on_frame = answer
+    played = play(tasks={"a": DetectTask("cup")}, track=True)
+    expected = (["1", "2", "3"], ["2", "2-2", "1"], ["1", "2-2"])
+    for number, names in enumerate(expected):
+        played.offer()
+        until(functools.partial(is_answered, played, number))
+        assert [each.track_id for each in played.answered[-1].outcomes["a"].objects] == names
+        seen = played.feed.now(played.answered[-1].frame.captured_ns)
+        assert {"1", "2", "3"} <= {each.track_id for each in seen}
+        until(lambda: len(server.sessions.conversations) == number + 2)  # noqa: B023 - runs here
+    much_later = time.time_ns() + 60 * 10**9
+    assert played.feed.now(much_later) == ()
+
+
 def test_a_lost_server_is_looked_for_again_and_again(play, server):
     """Each attempt that fails is followed by another, without an image."""
     played = play()
