@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.interfaces import LaunchTimes, RowTokens
-from legato_engine.sequence import SampledToken
+from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.sequence import RowTokens, SampledToken
 from legato_engine.sequence import Sequence as EngineSequence
 
 from tests.fakes import sample_token

@@ -230,10 +230,10 @@ def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     from legato_engine.kernels.step import KINDS, StepMap
     from legato_engine.layers.linear import Linear
     from legato_engine.models.decoder.families import DecoderBundle
+    from legato_engine.models.decoder.gguf import gguf_tokenizer
     from legato_engine.models.decoder.model import DecoderModel, load_weights
     from legato_engine.models.decoder.tokenizer import TextTokenizer
-    from legato_engine.models.gguf.reader import read_gguf
-    from legato_engine.models.gguf.tokenizer import gguf_tokenizer
+    from legato_engine.models.gguf import read_gguf
     from legato_engine.models.registry import DEFAULT, resolve
 
     bundle = resolve(DEFAULT, str(weights), max_context=1024)

@@ -22,7 +22,7 @@ from legato_engine.bench.options import add_model_arguments
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.device.base import Device
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (

@@ -17,11 +17,11 @@ from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks import DetectSkill, Listing, TaskSetup
 from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
-from legato_engine.scheduler.interfaces import Clock, LaunchTimes, RowTokens
+from legato_engine.scheduler.interfaces import Clock, LaunchTimes
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
-from legato_engine.sequence import Descriptor, SampledToken, Task
+from legato_engine.sequence import Descriptor, RowTokens, SampledToken, Task
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.policy import block_sizes
+from legato_engine.speculation import block_sizes
 from legato_engine.types import (
     Certainty,
     Event,

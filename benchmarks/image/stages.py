@@ -20,7 +20,7 @@ from legato_engine.images.decoding import content_key, decode_encoded, image_id
 from legato_engine.images.memory import PixelMemory, Pixels, host_slab
 from legato_engine.kernels.images import CutPlan
 from legato_engine.models import registry
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling

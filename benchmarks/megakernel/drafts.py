@@ -34,7 +34,7 @@ from legato_engine.kernels.step import StepCache
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout
 from legato_engine.runtime.descriptors import DESCRIPTOR, STARTS, WORDS
-from legato_engine.speculative.policy import (
+from legato_engine.speculation import (
     INITIAL_RATE,
     BlockPolicy,
     FixedBlockPolicy,

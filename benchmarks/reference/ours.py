@@ -13,7 +13,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import SampledToken, Task

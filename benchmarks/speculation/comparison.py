@@ -17,8 +17,8 @@ from legato_engine.config import SPECULATION_OFF
 from legato_engine.core.assembly import Assembly, with_speculation
 from legato_engine.core.garbage import freeze_loaded
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.proposer import UNKNOWN, Proposer
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.proposer import UNKNOWN, Proposer
 
 from benchmarks.speculation.oracle import OracleProposer, known_history
 from benchmarks.speculation.run import Figures, Run

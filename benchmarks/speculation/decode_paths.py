@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 from legato_engine.config import SPECULATION_OFF
 from legato_engine.core.assembly import Assembly, with_speculation
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.policy import TokenBudgetPolicy
-from legato_engine.speculative.proposer import Proposer
+from legato_engine.speculation import TokenBudgetPolicy
 
 from benchmarks.decode.loops import Decodes, recorded
 from benchmarks.speculation.comparison import oracle_for

@@ -28,8 +28,8 @@ from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload
 from legato_engine.config import SPECULATION_OFF
 from legato_engine.core.assembly import Assembly, assemble
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.proposer import Proposer
 
 from benchmarks import record, shared_options
 from benchmarks.speculation.decode_paths import PATHS, Paths, answer, both_paths, oracle, teach

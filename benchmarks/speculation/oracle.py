@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from legato_engine.config import MAX_BLOCK_SIZE
-from legato_engine.speculative.proposer import UNKNOWN, RowHistory
+from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.types import PromptToken
 
 Rate = float | Sequence[float]

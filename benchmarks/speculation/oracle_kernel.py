@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.speculative.proposer import RowHistory
+from legato_engine.kernels.proposer import RowHistory
 
 SOURCE = "oracle.cu"
 FOLDER = Path(__file__).parent

@@ -18,7 +18,7 @@ import numpy as np
 from legato_engine.bench.workload import fixed_length
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (

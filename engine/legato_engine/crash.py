@@ -36,8 +36,8 @@ from legato_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from legato_engine.scheduler.batch import Launch
+    from legato_engine.scheduler.interfaces import Step
     from legato_engine.sequence import Sequence
-    from legato_engine.telemetry import Step
 
 NUM_LAUNCHES = 256
 _REQUESTS = 1024
@@ -132,7 +132,7 @@ _KINDS = ("encode", "prefill", "decode", "refine")
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-class Recorder:
+class FlightRecorder:
     """Writer of a recording that survives the process; belongs to the scheduler's thread.
 
     A call takes microseconds.

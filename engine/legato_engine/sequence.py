@@ -6,11 +6,13 @@ import dataclasses
 import enum
 from collections import abc
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from legato_engine.grammar import Grammar
+from legato_engine.errors import InvalidField
 from legato_engine.types import (
     Certainty,
     Event,
@@ -24,6 +26,9 @@ from legato_engine.types import (
     TokenInfo,
     TokensDelta,
 )
+
+if TYPE_CHECKING:
+    import llguidance
 
 
 class SampledToken(NamedTuple):
@@ -87,6 +92,48 @@ class Constraint(NamedTuple):
     suppressed: tuple[int, ...] = ()
     then: int | None = None
     on: int | None = None
+
+
+class Grammar:
+    """State of an answer that must match, advanced token by token.
+
+    Shape legend: W words of 32 tokens.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, field: str) -> None:
+        self._matcher = matcher
+        self._field = field
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the answer matches and nothing can follow."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def fill(self, words_W: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may follow, and clear all others.
+
+        A grammar that turns out to be too complex sets all; `accept` then raises.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+        if self._matcher.is_error():
+            words_W.fill(-1)
+
+    def allows(self, token_id: int) -> bool:
+        return bool(self._matcher.validate_tokens([token_id]) == 1)
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token that `fill` allowed.
+
+        Raises:
+            InvalidField: The grammar is too complex to go on.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise grammar_refused(self._field, self._matcher.get_error())
+
+
+def grammar_refused(field: str, problem: str) -> InvalidField:
+    first = problem.strip().splitlines()[0] if problem.strip() else "not valid"
+    return InvalidField(first[:300], field=f"response_format.{field}")
 
 
 def with_token(events: abc.Sequence[Event], token: TokenInfo) -> list[Event]:
@@ -188,6 +235,17 @@ class Descriptor(NamedTuple):
     current_block_size: int
     idle_steps: int  # consecutive verifications without draft tokens
     flags: int
+
+
+class RowTokens(NamedTuple):
+    """Accepted draft tokens, then the model's next token.
+
+    Empty for a zombie whose last token came with an earlier launch.
+    """
+
+    tokens: tuple[SampledToken, ...]
+    num_drafted: int = 0  # chosen by the device; a proposer may have no guess
+    learnt: Descriptor | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import json
 import os
 import pathlib
@@ -33,7 +32,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
-from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.scheduler.interfaces import LaunchTimes, Step
 
 LANES = (
     "cpu plan",
@@ -55,14 +54,6 @@ _ARROW = {
 """The spans at which an arrow through a launch starts, passes and ends."""
 
 TraceEvent = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A committed launch."""
-
-    record: StepRecord
-    times: LaunchTimes
 
 
 StepListener = Callable[[Step], None]

@@ -11,7 +11,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.cuda.module import compile_source
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.types import PromptToken
 
 from benchmarks import speculation

@@ -24,9 +24,9 @@ from legato_engine.kernels.cuda.attention import (
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MOST_TOKENS, LayerBoundary
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
 from legato_engine.kernels.cuda.skinny_gemm import WeightKind
+from legato_engine.kernels.proposer import UNKNOWN, LookupProposer
 from legato_engine.models.moondream.presets import legato_tiny_config
-from legato_engine.speculative.policy import TokenBudgetPolicy
-from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
+from legato_engine.speculation import TokenBudgetPolicy
 
 from tests.emulator.module import EmulatedKernel, EmulatedModule
 from tests.emulator.small import CPU

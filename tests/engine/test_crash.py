@@ -20,14 +20,13 @@ from legato_engine.crash import (
     STEP_TIMES,
     CrashFiles,
     Death,
-    Recorder,
+    FlightRecorder,
     RowShape,
     read,
 )
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
-from legato_engine.scheduler.interfaces import LaunchTimes
+from legato_engine.scheduler.interfaces import LaunchTimes, Step
 from legato_engine.sequence import HostInputs, Sequence
-from legato_engine.telemetry import Step
 from legato_engine.types import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
 
 from tests.work import lines_run
@@ -84,7 +83,7 @@ def path(tmp_path):
 
 def test_shapes_are_read_back(path):
     """Of requests and launches; ended and committed ones are marked."""
-    recorder = Recorder(path)
+    recorder = FlightRecorder(path)
     one, two = sequence(0), sequence(1, image=False)
     recorder.submitted(one)
     recorder.submitted(two)
@@ -111,7 +110,7 @@ def test_shapes_are_read_back(path):
 
 def test_the_latest_launches_stay(path):
     """Older ones are overwritten."""
-    recorder = Recorder(path)
+    recorder = FlightRecorder(path)
     each = sequence(0)
     for number in range(NUM_LAUNCHES + 40):
         recorder.launching(launch(number, [each]), number)
@@ -121,7 +120,7 @@ def test_the_latest_launches_stay(path):
 
 def test_a_launch_of_many_rows_is_recorded_in_part(path):
     """The count is that of all."""
-    recorder = Recorder(path)
+    recorder = FlightRecorder(path)
     recorder.launching(launch(0, [sequence(number) for number in range(100)]), 0)
     (shape,) = read(path).launches
     assert shape.num_rows == 100
@@ -130,7 +129,7 @@ def test_a_launch_of_many_rows_is_recorded_in_part(path):
 
 def test_no_content_is_recorded(path):
     """Neither ids nor texts of a request."""
-    recorder = Recorder(path)
+    recorder = FlightRecorder(path)
     recorder.submitted(sequence(0))
     recorder.launching(launch(0, [sequence(0)]), 0)
     assert b"secret" not in path.read_bytes()
@@ -140,7 +139,7 @@ def test_a_killed_process_leaves_its_recording(path):
     """Nothing is written at an end."""
     program = (
         "import os, sys, pathlib; from tests.engine import test_crash as t;"
-        "r = t.Recorder(pathlib.Path(sys.argv[1])); r.submitted(t.sequence(3));"
+        "r = t.FlightRecorder(pathlib.Path(sys.argv[1])); r.submitted(t.sequence(3));"
         "r.launching(t.launch(0, [t.sequence(3)]), 5); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -164,7 +163,7 @@ def test_what_cannot_be_read_is_empty(path):
 
 def test_a_launch_costs_little(path):
     """Sixteen rows, the default batch, take a few lines of Python each: some microseconds."""
-    recorder = Recorder(path)
+    recorder = FlightRecorder(path)
     launched = launch(0, [sequence(number) for number in range(16)])
     with lines_run() as count:
         recorder.launching(launched, 0)
@@ -179,7 +178,7 @@ def test_a_launch_costs_little(path):
 def files(tmp_path):
     """Files of an engine with one request in flight."""
     made = CrashFiles(tmp_path / "engine")
-    recorder = Recorder(made.recording)
+    recorder = FlightRecorder(made.recording)
     recorder.submitted(sequence(0))
     recorder.launching(launch(0, [sequence(0)]), 0)
     recorder.add(step(launch(0, [sequence(0)])))

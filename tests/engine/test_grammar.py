@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.core.requests import make_sequence, replay
 from legato_engine.errors import InvalidField
-from legato_engine.grammar import GrammarCompiler
+from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.types import (
     FinishReason,

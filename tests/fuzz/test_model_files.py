@@ -29,7 +29,7 @@ from legato_engine.hub import download, store
 from legato_engine.hub.store import INDEX, Published, Source
 from legato_engine.models import untrusted
 from legato_engine.models.checkpoint import headers, opened
-from legato_engine.models.gguf.reader import read_gguf
+from legato_engine.models.gguf import read_gguf
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.registry import resolve

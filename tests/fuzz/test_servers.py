@@ -26,7 +26,7 @@ from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.memory import PixelMemory, host_slab
-from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage
 from legato_service.images.intake import ImageIntake, stage

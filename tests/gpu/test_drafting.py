@@ -16,6 +16,7 @@ from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.kernels.cuda.drafting import LookupKernel
+from legato_engine.kernels.proposer import UNKNOWN, LookupProposer, RowHistory
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft
 from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
@@ -25,7 +26,7 @@ from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, STARTS, UND
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
 from legato_engine.sequence import Descriptor
-from legato_engine.speculative.policy import (
+from legato_engine.speculation import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
     BlockPolicy,
@@ -33,7 +34,6 @@ from legato_engine.speculative.policy import (
     FixedBlockPolicy,
     TokenBudgetPolicy,
 )
-from legato_engine.speculative.proposer import UNKNOWN, LookupProposer, RowHistory
 from torch import nn
 
 from benchmarks.speculation.oracle import OracleProposer

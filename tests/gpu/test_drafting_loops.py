@@ -19,7 +19,7 @@ from legato_engine.kernels.decode_loop import (
 )
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.sequence import Constraint
-from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
+from legato_engine.speculation import CostTable, TokenBudgetPolicy
 
 from benchmarks.decode.loops import question, randomly
 from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach

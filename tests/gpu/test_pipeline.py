@@ -15,7 +15,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.batch import LaunchKind, Plan, StepRecord
 from legato_engine.scheduler.decode import DecodePlanner

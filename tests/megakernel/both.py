@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from legato_engine.kernels.megakernel.kernel import RING_STAGES
 from legato_engine.kernels.megakernel.sizes import ModelSizes
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.speculation import BlockPolicy
 
 from benchmarks.megakernel.drafts import DraftingRows
 from benchmarks.megakernel.kernel import Rules

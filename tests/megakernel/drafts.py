@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from legato_engine.kernels.megakernel.kernel import RING_STAGES
 from legato_engine.kernels.megakernel.sizes import ModelSizes
-from legato_engine.speculative.policy import (
+from legato_engine.speculation import (
     AdaptiveBlockPolicy,
     BlockPolicy,
     CostTable,

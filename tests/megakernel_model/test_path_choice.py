@@ -17,6 +17,7 @@ from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.decode_loop import BatchKind, Build, MegakernelOffer, MegakernelSteps
 from legato_engine.kernels.megakernel.offer import PACKAGES, builds_for, code_files, code_hash
+from legato_engine.kernels.proposer import LookupProposer
 from legato_engine.runtime import calibration
 from legato_engine.runtime import loops as decode_loop
 from legato_engine.runtime.autotune import ALL, NONE, Kept, PathTable, StepTimes, measure
@@ -25,8 +26,7 @@ from legato_engine.runtime.calibration import LoopTimes
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.speculative.policy import BlockPolicy, block_policy
-from legato_engine.speculative.proposer import LookupProposer
+from legato_engine.speculation import BlockPolicy, block_policy
 
 from tests.loop_answers import Ask, results
 from tests.megakernel_model.test_resident_loops import Fake, Launches, answers

@@ -38,7 +38,7 @@ from legato_engine.kernels.megakernel.sizes import (
     ValueDims,
     ring_problem,
 )
-from legato_engine.speculative.policy import (
+from legato_engine.speculation import (
     NO_COSTS,
     AdaptiveBlockPolicy,
     BlockPolicy,

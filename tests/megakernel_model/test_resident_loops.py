@@ -18,6 +18,7 @@ from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
 from legato_engine.kernels.decode_loop import BatchKind, MegakernelRows
 from legato_engine.kernels.megakernel.kernel import values_obstacle
 from legato_engine.kernels.megakernel.offer import KernelTarget, unsupported_reason
+from legato_engine.kernels.proposer import LookupProposer, Proposer, RowHistory
 from legato_engine.runtime.autotune import ALL
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.buffers import TokenRing
@@ -28,7 +29,6 @@ from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.staging import Changes, bucket_for
 from legato_engine.scheduler.batch import Plan, StepRecord
 from legato_engine.scheduler.output import OutputProcessor
-from legato_engine.speculative.proposer import LookupProposer, Proposer, RowHistory
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results

@@ -41,7 +41,7 @@ from legato_engine.ipc.messages import (
     encode,
 )
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.batch import Launch
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler

@@ -28,8 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from legato_engine.models.gguf.reader import read_gguf
-from legato_engine.models.gguf.tokenizer import gguf_tokenizer
+from legato_engine.models.decoder.gguf import gguf_tokenizer
+from legato_engine.models.gguf import read_gguf
 
 from benchmarks import record
 from benchmarks.provenance import ROOT

@@ -12,7 +12,7 @@ from legato_engine.bench.workload import fixed_length
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
 from legato_engine.errors import TaskUnsupported
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.batch import LaunchKind, Plan, StepRecord
 from legato_engine.scheduler.interfaces import Pause, sleep
 from legato_engine.scheduler.output import SilentSink

@@ -14,13 +14,12 @@ from PIL import Image
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
 from legato_engine.errors import InvalidField
-from legato_engine.grammar import Grammar
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.batch import LaunchKind
+from legato_engine.scheduler.interfaces import Step
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.sequence import Constraint, SampledToken, Sequence, Task
+from legato_engine.sequence import Constraint, Grammar, SampledToken, Sequence, Task
 from legato_engine.telemetry import (
-    Step,
     StepFeed,
     Timeline,
     predicted_speedup,

@@ -20,7 +20,6 @@ from legato_engine.core.output import OutputSink
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.refinements import Refinements
 from legato_engine.core.requests import RequestTable, make_sequence
-from legato_engine.crash import Recorder
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -30,23 +29,24 @@ from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_qu
 from legato_engine.ipc.messages import EngineOutput, ModelInfo
 from legato_engine.kernels.accelerated import missing_kernels
 from legato_engine.kernels.cpu.library import take_threads
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
 from legato_engine.models.base import MaskRefiner, Model
-from legato_engine.models.bundle import ModelBundle, ModelFrontend, PreparedImage
 from legato_engine.models.checkpoint import dtype_name
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.models.paged_attention import KVCache
+from legato_engine.models.registry import ModelBundle
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.warm_up import warm_runner
 from legato_engine.scheduler.batch import ALONE, StepRecord
-from legato_engine.scheduler.interfaces import Clock, Pause, sleep
+from legato_engine.scheduler.interfaces import Clock, Pause, Recorder, sleep
 from legato_engine.scheduler.output import SilentSink, Sink
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.shm import BlobReader
-from legato_engine.speculative.policy import block_sizes
-from legato_engine.speculative.proposer import Proposer
+from legato_engine.speculation import block_sizes
 from legato_engine.types import (
     CachedImage,
     CaptionTask,

@@ -38,7 +38,7 @@ from legato_engine.errors import (
     exhaustion,
 )
 from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
-from legato_engine.models.bundle import ModelFrontend
+from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence, SequenceStatus, Task
 from legato_engine.types import CachedImage, QueryTask, Request, RequestKey, TokenInfo

@@ -18,7 +18,7 @@ from legato_engine.ipc.messages import (
     ImageDropped,
     ImageHeld,
 )
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.types import RequestKey
 
 _log = structlog.get_logger()

@@ -23,7 +23,7 @@ from legato_engine.images.headers import ImageHeader, inspect
 from legato_engine.images.memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.ipc.messages import ImageTotals
-from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader
 from legato_engine.types import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 

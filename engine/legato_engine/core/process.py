@@ -28,7 +28,7 @@ from legato_engine.client.engine_client import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
 from legato_engine.core.garbage import freeze_loaded
 from legato_engine.core.quarantine import Quarantine
-from legato_engine.crash import CrashFiles, Recorder
+from legato_engine.crash import CrashFiles, FlightRecorder
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -332,7 +332,7 @@ def _open(
     connections: ServiceConnections,
     wake_fd: int,
     telemetry: Telemetry,
-    recorder: Recorder | None,
+    recorder: FlightRecorder | None,
 ) -> tuple[Core, ModelInfo]:
     if config.model == null_model.NAME:
         core = NullEngine(config, blobs=blobs, send=connections.post, timeline=telemetry.stream)
@@ -365,11 +365,11 @@ def _open(
     ), assembly.info
 
 
-def _recorder(files: CrashFiles | None) -> Recorder | None:
+def _recorder(files: CrashFiles | None) -> FlightRecorder | None:
     if files is None:
         return None
     try:
-        return Recorder(files.recording)
+        return FlightRecorder(files.recording)
     except OSError as error:
         _log.warning("crash_recording_off", error=str(error))
         return None

@@ -14,7 +14,7 @@ import structlog
 from legato_engine.core.requests import PendingRefinement, RequestTable, ScheduledRequest
 from legato_engine.ipc.messages import Done, EngineOutput
 from legato_engine.models.base import MaskRefiner
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.batch import Refinement
 from legato_engine.types import (
     FinishReason,

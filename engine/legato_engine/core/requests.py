@@ -16,7 +16,7 @@ from legato_engine.core.preprocessor import Lazy, PendingImage, PreprocessedImag
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.base import Adapter
-from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.batch import Refinement
 from legato_engine.sequence import (
     NO_PAYLOAD,

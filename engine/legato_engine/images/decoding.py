@@ -113,7 +113,7 @@ def image_id(key: str) -> str:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB. `legato_client._images.pillow.upright` must give the same pixels."""
+    """Convert to 8-bit RGB. `legato_client._images.sources.upright` must give the same pixels."""
     if image.mode.startswith("I"):
         samples_HW = np.asarray(image).clip(0, 0xFFFF)
         grey_HW = (samples_HW >> 8).astype(np.uint8)

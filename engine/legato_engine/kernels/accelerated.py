@@ -14,8 +14,8 @@ from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, Look
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens, Sampler
 from legato_engine.kernels.decode_loop import AnyLoop
-from legato_engine.speculative.policy import BlockPolicy
-from legato_engine.speculative.proposer import LookupProposer, Proposer
+from legato_engine.kernels.proposer import LookupProposer, Proposer
+from legato_engine.speculation import BlockPolicy
 
 __all__ = [
     "DraftKernels",

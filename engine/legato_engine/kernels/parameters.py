@@ -1,14 +1,11 @@
-"""Weights of a decoder as its checkpoint stores them."""
+"""Weights of a decoder, as its checkpoint stores them or packed for decode steps."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from legato_engine.kernels.cuda.packed_layers import QuantisedLayer
 
 E4M3 = torch.float8_e4m3fn
 
@@ -142,6 +139,22 @@ class TauWeights:
     position_PH: torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Weights of a layer: packed maps, with the norm folded into the first.
+
+    Tensors are bf16 except `folded_in` and the scales of rows (some weight kinds only): float32.
+    """
+
+    weights_in: torch.Tensor
+    folded_in: torch.Tensor
+    weights_out: torch.Tensor
+    proj_bias: torch.Tensor
+    fc2_bias: torch.Tensor
+    scales_in: torch.Tensor | None = None
+    scales_out: torch.Tensor | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """A layer whose attention and MLP read the same norm and are added to the residual stream."""
@@ -151,4 +164,4 @@ class DecoderLayer:
     proj: Affine
     mlp: DenseMlp | ExpertMlp
     tau: TauWeights | None = None
-    quantised: QuantisedLayer | None = None  # which the other weights, but the norm, are part of
+    packed: LayerWeights | None = None  # which the other weights, but the norm, are part of

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.layers.lora import AdapterBank, AdapterWeights
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
 from legato_engine.sequence import Constraint
-from legato_engine.speculative.proposer import Proposer
 from legato_engine.types import Outline
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
     from legato_engine.kernels.decode_loop import MegakernelOffer
-    from legato_engine.speculative.policy import BlockPolicy
+    from legato_engine.speculation import BlockPolicy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

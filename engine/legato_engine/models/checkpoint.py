@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.gguf import checkpoint as gguf
-from legato_engine.models.gguf.reader import is_gguf
+from legato_engine.models.gguf import ROPE_FACTORS, GgufFile, is_gguf, read_gguf
 from legato_engine.models.untrusted import refusing
 
 _SINGLE_FILE = "model.safetensors"
@@ -104,7 +105,7 @@ def opened(file: Path) -> Iterator[Fill]:
     if file.suffix in _PICKLED:
         yield functools.partial(_copy, _unpickled(file).__getitem__)
     elif is_gguf(file):
-        yield functools.partial(gguf.fill, file)
+        yield functools.partial(fill_from_gguf, file)
     else:
         with _open(file) as handle:
             yield functools.partial(_copy, handle.get_tensor)
@@ -144,7 +145,7 @@ def _headers(file: Path) -> Iterator[Header]:
             yield Header(name, file, tuple(tensor.shape), tensor.dtype)
         return
     if is_gguf(file):
-        for name, shape in gguf.shapes(file).items():
+        for name, shape in _gguf_shapes(file).items():
             yield Header(name, file, shape, torch.float32)
         return
     with _open(file) as handle:
@@ -470,3 +471,78 @@ def _require_finite(tensor: torch.Tensor, header: Header) -> None:
             "damaged, or its numbers are too large for the dtype",
             field="weights",
         )
+
+
+# ---------------------------------------------------------------- GGUF
+
+# The tensors of a GGUF file by their names, shapes and order in a Hugging Face checkpoint.
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_GGUF_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+
+
+def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by their names in a checkpoint; unknown names stay."""
+    return {
+        _name_of_gguf(name): stored.shape
+        for name, stored in read_gguf(path).tensors.items()
+        if name != ROPE_FACTORS
+    }
+
+
+def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
+    """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
+    file = read_gguf(path)
+    stored = next(stored for stored in file.tensors if _name_of_gguf(stored) == name)
+    takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
+    direct = takes_numbers and target.is_contiguous()
+    out = target if direct else torch.empty(target.shape)
+    with refusing(f"{stored} in {path.name}", "weights"):
+        _read_gguf(file, stored, out.numpy())
+    if not direct:
+        target.copy_(out.to(target.device))
+
+
+def _read_gguf(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
+    """Undo the order of Llama's queries and keys.
+
+    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
+    """
+    part = stored.split(".")[-2]
+    if file.architecture != "llama" or part not in _GGUF_HEADS:
+        file.read(stored, out)
+        return
+    heads = file.size(_GGUF_HEADS[part], file.size("attention.head_count"))
+    pairs = np.empty_like(out)
+    file.read(stored, pairs)
+    halves = out.reshape(heads, 2, -1, *out.shape[1:])
+    halves[...] = pairs.reshape(heads, -1, 2, *out.shape[1:]).swapaxes(1, 2)
+
+
+@functools.cache
+def _name_of_gguf(stored: str) -> str:
+    base, _, kind = stored.rpartition(".")
+    if base in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[base]}.{kind}"
+    layer = _GGUF_LAYER.fullmatch(base)
+    if layer and layer[2] in _GGUF_LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{_GGUF_LAYER_NAMES[layer[2]]}.{kind}"
+    return stored

@@ -18,9 +18,8 @@ from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.staging import Changes
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
-from legato_engine.scheduler.interfaces import RowTokens
-from legato_engine.sequence import NO_PAYLOAD, Descriptor, SampledToken
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.sequence import NO_PAYLOAD, Descriptor, RowTokens, SampledToken
+from legato_engine.speculation import BlockPolicy
 
 
 class Needs(NamedTuple):

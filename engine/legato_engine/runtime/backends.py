@@ -8,6 +8,7 @@ import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.decode_loop import MegakernelOffer, MegakernelSteps
+from legato_engine.kernels.proposer import LookupProposer
 from legato_engine.models.base import StepKernels
 from legato_engine.runtime.autotune import ALL, Choice, Kept, measure
 from legato_engine.runtime.backend import Backend
@@ -15,7 +16,6 @@ from legato_engine.runtime.calibration import LoopTimes, own_hash
 from legato_engine.runtime.decode_slot import DraftState, Resources
 from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.speculative.proposer import LookupProposer
 
 _log = structlog.get_logger()
 

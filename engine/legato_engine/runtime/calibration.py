@@ -22,7 +22,7 @@ from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.staging import bucket_for
 from legato_engine.scheduler.interfaces import LoopPoll, sleep
 from legato_engine.sequence import Descriptor
-from legato_engine.speculative.policy import INITIAL_RATE, CostTable
+from legato_engine.speculation import INITIAL_RATE, CostTable
 
 Progress = Callable[[float], None]
 

@@ -16,6 +16,7 @@ import torch
 
 from legato_engine.device.base import Device, Stream
 from legato_engine.kernels.accelerated import draft_kernels
+from legato_engine.kernels.proposer import UNKNOWN, Proposer, RowHistory
 from legato_engine.layers.lora import AdaptedRows, AdapterBank
 from legato_engine.models.base import Model
 from legato_engine.models.paged_attention import KVCache
@@ -23,8 +24,7 @@ from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, si
 from legato_engine.runtime.descriptors import NO_DRAFTS, WORDS
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
-from legato_engine.speculative.policy import AcceptanceCounts, BlockPolicy, TokenBudgetPolicy
-from legato_engine.speculative.proposer import UNKNOWN, Proposer, RowHistory
+from legato_engine.speculation import AcceptanceCounts, BlockPolicy, TokenBudgetPolicy
 
 MAX_PASSES = 14
 """Host sides of the staged steps.

@@ -14,13 +14,13 @@ from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.accelerated import DraftKernels, LookupKernel, RowTensors
 from legato_engine.kernels.decode_loop import DONE, MegakernelDrafts
+from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.models.base import Model
 from legato_engine.models.paged_attention import DecodeBatch
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import DraftState, Layout, Resources
 from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.kv_pool import allocate
-from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 CATCH_UP = 8
 _PAGE_SIZE = 16

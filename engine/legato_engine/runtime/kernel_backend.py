@@ -41,7 +41,7 @@ from legato_engine.runtime.torch_backend import (
 )
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.speculation import BlockPolicy
 
 FEW_GROUPS = (1, 2)
 """Token groups that steps are laid out for, plus one per token."""

@@ -11,6 +11,7 @@ import torch
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
 from legato_engine.kernels.decode_loop import MegakernelOffer
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import MaskRefiner, Model
 from legato_engine.models.paged_attention import KVCache
@@ -30,11 +31,11 @@ from legato_engine.runtime.loops import DecodeLoops
 from legato_engine.runtime.sampler import MaskStep, constraint_table, successor_table
 from legato_engine.runtime.staging import StepStaging, upload_step
 from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, ScheduledSequence
-from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
+from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause
 from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.scheduler import NUM_SLOTS
-from legato_engine.speculative.policy import BlockPolicy, TokenBudgetPolicy
-from legato_engine.speculative.proposer import Proposer
+from legato_engine.sequence import RowTokens
+from legato_engine.speculation import BlockPolicy, TokenBudgetPolicy
 
 
 def allocate(

@@ -22,7 +22,7 @@ from legato_engine.runtime.descriptors import (
     VERIFIED,
 )
 from legato_engine.sequence import Descriptor
-from legato_engine.speculative.policy import PROBE_EVERY, BlockPolicy, TokenBudgetPolicy
+from legato_engine.speculation import PROBE_EVERY, BlockPolicy, TokenBudgetPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import DraftTensors

@@ -13,6 +13,7 @@ import torch
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import MegakernelOffer
+from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.models.base import Adapter
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
 from legato_engine.runtime.backend import Needs
@@ -24,8 +25,7 @@ from legato_engine.runtime.sampler import LogprobStep, greedy, sample
 from legato_engine.runtime.staging import Changes, bucket_for, preparation, stage_step, stage_tokens
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey
-from legato_engine.speculative.policy import INITIAL_RATE, BlockPolicy
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculation import INITIAL_RATE, BlockPolicy
 
 
 class DecodeStep:

@@ -16,6 +16,7 @@ from legato_engine.config import (
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.accelerated import lookup_proposer
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
 from legato_engine.models.base import MaskRefiner, Model
@@ -24,8 +25,7 @@ from legato_engine.runtime.calibration import Progress
 from legato_engine.runtime.drafting import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.speculative.policy import TokenBudgetPolicy, block_policy
-from legato_engine.speculative.proposer import Proposer
+from legato_engine.speculation import TokenBudgetPolicy, block_policy
 
 _WARM = 0.2  # the share of a warm-up before costs are measured
 

@@ -10,7 +10,7 @@ from legato_engine.kv_cache.manager import NO_PREFILL_WORK, KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
-from legato_engine.speculative.policy import PRESSURE_RATIO, BlockSizes
+from legato_engine.speculation import PRESSURE_RATIO, BlockSizes
 
 
 class RunningSequences:

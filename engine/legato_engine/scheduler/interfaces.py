@@ -1,4 +1,4 @@
-"""Interfaces of the scheduler to its clock and its runner."""
+"""Interfaces of the scheduler to its clock, its runner and what observes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import enum
 import time
 from collections import abc
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from legato_engine.scheduler.batch import Launch
-from legato_engine.sequence import Descriptor, SampledToken
+from legato_engine.scheduler.batch import Launch, StepRecord
+from legato_engine.sequence import RowTokens, Sequence
 
 
 class Clock:
@@ -38,15 +38,12 @@ class LaunchTimes:
     copy_end: int
 
 
-class RowTokens(NamedTuple):
-    """Accepted draft tokens, then the model's next token.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A committed launch."""
 
-    Empty for a zombie whose last token came with an earlier launch.
-    """
-
-    tokens: tuple[SampledToken, ...]
-    num_drafted: int = 0  # chosen by the device; a proposer may have no guess
-    learnt: Descriptor | None = None
+    record: StepRecord
+    times: LaunchTimes
 
 
 Pause = Callable[[float], bool]
@@ -124,4 +121,16 @@ class LoopRunner(Protocol):
 
     def stop_loop(self, launch: Launch) -> None:
         """Stop a loop after its current step."""
+        ...
+
+
+class Recorder(Protocol):
+    """Writer of a recording that survives the process: `crash.FlightRecorder`."""
+
+    def submitted(self, sequence: Sequence) -> None: ...
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+    def launching(self, launch: Launch, at: int) -> None:
+        """Record a launch before its forward pass; `at` is in nanoseconds."""
         ...

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence, StepRecord
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
-from legato_engine.scheduler.interfaces import LoopPoll, LoopRunner, Pause, RowTokens
+from legato_engine.scheduler.interfaces import LoopPoll, LoopRunner, Pause
 from legato_engine.scheduler.output import OutputProcessor
-from legato_engine.sequence import Sequence
-from legato_engine.speculative.policy import PRESSURE_RATIO
+from legato_engine.sequence import RowTokens, Sequence
+from legato_engine.speculation import PRESSURE_RATIO
 
 MAX_STEPS = 256
 """Maximum steps of a loop."""

@@ -11,10 +11,10 @@ import structlog
 from legato_engine.errors import InternalError, LegatoError, NumericError
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, ScheduledSequence, StepRecord
-from legato_engine.scheduler.interfaces import Clock, RowTokens
+from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.queue import Admission
-from legato_engine.sequence import SampledToken, Sequence, SequenceStatus
-from legato_engine.speculative.policy import BlockSizes
+from legato_engine.sequence import RowTokens, SampledToken, Sequence, SequenceStatus
+from legato_engine.speculation import BlockSizes
 from legato_engine.types import Event, FinishReason
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 
 from legato_engine import failpoints
-from legato_engine.crash import Recorder
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -34,6 +33,7 @@ from legato_engine.scheduler.interfaces import (
     LoopPoll,
     LoopRunner,
     Pause,
+    Recorder,
     Runner,
     sleep,
 )
@@ -42,7 +42,7 @@ from legato_engine.scheduler.output import OutputProcessor, Sink
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.queue import Admission, WaitingQueue
 from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
-from legato_engine.speculative.policy import BlockSizes
+from legato_engine.speculation import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
 
 FREE = 0

@@ -19,7 +19,7 @@ from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import inspect
 from legato_engine.images.memory import PixelMemory, host_slab
 from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped, Started
-from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
     CachedImage,

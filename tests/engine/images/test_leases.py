@@ -18,7 +18,7 @@ from legato_engine.errors import BytesExceeded, from_value
 from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
 from legato_engine.images.memory import PAGE, ByteQuota, PixelMemory, host_slab
 from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
-from legato_engine.models.bundle import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
 from PIL import Image

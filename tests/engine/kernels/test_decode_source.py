@@ -49,7 +49,7 @@ from legato_engine.kernels.cuda.value_heads import (
     value_argmax_defines,
     value_bins_defines,
 )
-from legato_engine.speculative.policy import (
+from legato_engine.speculation import (
     NO_COSTS,
     AdaptiveBlockPolicy,
     FixedBlockPolicy,

@@ -7,9 +7,9 @@ import torch
 from legato_engine.core.requests import make_sequence
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.runtime.drafting import CATCH_UP, DraftModel
-from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
 
 from benchmarks.speculation.run import Run

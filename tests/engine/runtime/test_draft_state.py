@@ -5,12 +5,12 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.decode_loop import DONE
+from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout, RowState
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
 from legato_engine.runtime.drafting import DraftSnapshot
-from legato_engine.speculative.policy import FixedBlockPolicy
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculation import FixedBlockPolicy
 
 ROWS, BLOCK, CONTEXT, VOCABULARY = 3, 3, 20, 50
 TOKENS = 8

@@ -32,7 +32,7 @@ from legato_engine.runtime.loops import PollTimer
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.scheduler.interfaces import LoopPoll, sleep
 from legato_engine.sequence import Constraint, Sequence
-from legato_engine.speculative.policy import CostTable, TokenBudgetPolicy
+from legato_engine.speculation import CostTable, TokenBudgetPolicy
 
 from benchmarks.decode.loops import Decodes, picture, question, randomly, recorded, skilled
 from benchmarks.speculation.decode_paths import Answers as DraftedAnswers

@@ -14,12 +14,12 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble, with_speculation
 from legato_engine.device.cpu import CpuDevice
+from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime import calibration
 from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, size_of
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.staging import Pass, ScheduledPrompt, cut_passes, stage_pass, stage_step
 from legato_engine.scheduler.batch import ScheduledSequence
-from legato_engine.speculative.proposer import UNKNOWN
 
 # ---------------------------------------------------------------- passes
 # The cut of a launch into passes, and their staging.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence
-from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause, RowTokens
+from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause
 from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.output import NOT_FINITE
-from legato_engine.sequence import NO_PAYLOAD, SampledToken, TokenKey
+from legato_engine.sequence import NO_PAYLOAD, RowTokens, SampledToken, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 
 from tests.engine.scheduler.world import num_images

@@ -14,11 +14,10 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.runtime.backend import have_common_pages
 from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences, preemption_rank
-from legato_engine.scheduler.interfaces import RowTokens
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.scheduler.scheduler import Pipeline, Planner, Scheduler
-from legato_engine.sequence import Sequence, SequenceStatus
-from legato_engine.speculative.policy import BlockSizes
+from legato_engine.sequence import RowTokens, Sequence, SequenceStatus
+from legato_engine.speculation import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
 
 from tests.engine.scheduler.reading_runner import PAGE as READ_PAGE

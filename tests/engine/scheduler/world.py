@@ -20,12 +20,11 @@ from legato_engine.scheduler.batch import (
     StepRecord,
 )
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences
-from legato_engine.scheduler.interfaces import RowTokens
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
-from legato_engine.sequence import Sequence
-from legato_engine.speculative.policy import BlockSizes
+from legato_engine.sequence import RowTokens, Sequence
+from legato_engine.speculation import BlockSizes
 from legato_engine.types import RequestKey
 
 from tests.fake_runner import FakeRunner

@@ -8,13 +8,13 @@ import random
 from collections.abc import Sequence
 
 import torch
-from legato_engine.speculative.policy import (
+from legato_engine.kernels.proposer import RowHistory
+from legato_engine.speculation import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
     BlockPolicy,
     CostTable,
 )
-from legato_engine.speculative.proposer import RowHistory
 
 H200_MOONDREAM2 = CostTable(
     steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6

@@ -21,6 +21,7 @@ from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import sources
+from legato_engine.kernels.proposer import UNKNOWN, LookupProposer
 from legato_engine.runtime.descriptors import (
     DESCRIPTOR,
     KV_PRESSURE,
@@ -28,9 +29,8 @@ from legato_engine.runtime.descriptors import (
     UNDER_PRESSURE,
     VERIFIED,
 )
-from legato_engine.scheduler.interfaces import RowTokens
-from legato_engine.sequence import Descriptor, SampledToken
-from legato_engine.speculative.policy import (
+from legato_engine.sequence import Descriptor, RowTokens, SampledToken
+from legato_engine.speculation import (
     INITIAL_RATE,
     AdaptiveBlockPolicy,
     CostTable,
@@ -40,7 +40,6 @@ from legato_engine.speculative.policy import (
     block_sizes,
     update_block_size,
 )
-from legato_engine.speculative.proposer import UNKNOWN, LookupProposer
 
 from tests.engine.speculative.drafted import (
     H200_MOONDREAM2,

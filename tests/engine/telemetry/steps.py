@@ -1,8 +1,7 @@
 """Steps with round times."""
 
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
-from legato_engine.scheduler.interfaces import LaunchTimes
-from legato_engine.telemetry import Step
+from legato_engine.scheduler.interfaces import LaunchTimes, Step
 
 from tests.fakes import make_sequence
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any, cast
+from typing import Any
 
-from PIL import Image, ImageMath, ImageOps
+from PIL import Image
 
-from legato_client._images.sources import CachedImage, ImageInput, RawFrame, SharedFrame
+from legato_client._images.sources import CachedImage, ImageInput, RawFrame, SharedFrame, upright
 
-_MAX_SAMPLE = 0xFFFF
 _PACKED = {  # format: mode, and the order of its bytes in a row
     "rgb8": ("RGB", "RGB"),
     "bgr8": ("RGB", "BGR"),
@@ -42,51 +41,6 @@ def open_upright(image: ImageInput) -> Image.Image:
         frame = image if isinstance(image, RawFrame) else RawFrame.from_array(source)
         return _from_frame(frame).convert("RGB")
     return upright(source).convert("RGB")
-
-
-def upright(image: Image.Image) -> Image.Image:
-    """Return an image of mode L or RGB: turned by its EXIF orientation, alpha composited on white.
-
-    Samples of 16 bits (modes I;16 and I) keep their high byte. `legato_engine.images.decoding` does
-    the same to a file.
-
-    Raises:
-        ValueError: The samples have no known range: mode F, or values that 16 bits cannot hold.
-    """
-    turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I"):
-        return _high_bytes(turned)
-    if turned.mode == "F":
-        raise ValueError(
-            "a Pillow image of mode F has no range of values that is black to white: "
-            "scale it to 0..255 and convert it to mode L"
-        )
-    if turned.mode == "La":  # Pillow converts it to LA only
-        turned = turned.convert("LA")
-    if not turned.has_transparency_data:
-        return turned if turned.mode in ("L", "RGB") else turned.convert("RGB")
-    turned = turned.convert("RGBA")
-    shown = Image.new("RGB", turned.size, "white")
-    shown.paste(turned, mask=turned)
-    return shown
-
-
-def _high_bytes(image: Image.Image) -> Image.Image:
-    samples = image.convert("I")
-    low, high = cast(tuple[int, int], samples.getextrema())  # single channel
-    if low < 0 or high > _MAX_SAMPLE:
-        raise ValueError(
-            f"a Pillow image of mode {image.mode} has values of 0 to {_MAX_SAMPLE}, "
-            f"not {low} to {high}: scale it to 0..255 and convert it to mode L"
-        )
-    shown = samples.point(lambda sample: sample * (1 / 256)).convert("L")
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        mask = ImageMath.lambda_eval(
-            lambda names: (names["samples"] == transparent) * 255, samples=samples
-        )
-        shown.paste(255, mask=mask.convert("L"))
-    return shown
 
 
 def _from_frame(frame: RawFrame) -> Image.Image:

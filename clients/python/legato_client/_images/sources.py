@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from legato.v1 import media_pb2
 
@@ -39,6 +39,7 @@ _FORMATS: dict[str, tuple[media_pb2.PixelFormat.ValueType, int]] = {  # and byte
     "nv12": (media_pb2.PIXEL_FORMAT_NV12, 1),
     "yuyv": (media_pb2.PIXEL_FORMAT_YUYV, 2),
 }
+_MAX_SAMPLE = 0xFFFF
 FORMAT_OF_CHANNELS: dict[int, PixelFormat] = {1: "mono8", 3: "rgb8", 4: "rgba8"}
 
 
@@ -421,11 +422,58 @@ def _encoded(data: bytes) -> media_pb2.Image:
 
 
 def _png(image: PILImage.Image) -> bytes:
-    from legato_client._images.pillow import upright  # needs Pillow
-
     buffer = io.BytesIO()
     upright(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def upright(image: PILImage.Image) -> PILImage.Image:
+    """Return an image of mode L or RGB: turned by its EXIF orientation, alpha composited on white.
+
+    Samples of 16 bits (modes I;16 and I) keep their high byte. `legato_engine.images.decoding` does
+    the same to a file.
+
+    Raises:
+        ValueError: The samples have no known range: mode F, or values that 16 bits cannot hold.
+    """
+    from PIL import Image, ImageOps
+
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I"):
+        return _high_bytes(turned)
+    if turned.mode == "F":
+        raise ValueError(
+            "a Pillow image of mode F has no range of values that is black to white: "
+            "scale it to 0..255 and convert it to mode L"
+        )
+    if turned.mode == "La":  # Pillow converts it to LA only
+        turned = turned.convert("LA")
+    if not turned.has_transparency_data:
+        return turned if turned.mode in ("L", "RGB") else turned.convert("RGB")
+    turned = turned.convert("RGBA")
+    shown = Image.new("RGB", turned.size, "white")
+    shown.paste(turned, mask=turned)
+    return shown
+
+
+def _high_bytes(image: PILImage.Image) -> PILImage.Image:
+    from PIL import ImageMath
+
+    samples = image.convert("I")
+    low, high = cast(tuple[int, int], samples.getextrema())  # single channel
+    if low < 0 or high > _MAX_SAMPLE:
+        raise ValueError(
+            f"a Pillow image of mode {image.mode} has values of 0 to {_MAX_SAMPLE}, "
+            f"not {low} to {high}: scale it to 0..255 and convert it to mode L"
+        )
+    shown = samples.point(lambda sample: sample * (1 / 256)).convert("L")
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        mask = ImageMath.lambda_eval(
+            lambda names: (names["samples"] == transparent) * 255, samples=samples
+        )
+        shown.paste(255, mask=mask.convert("L"))
+    return shown
 
 
 # ---------------------------------------------------------------- folders

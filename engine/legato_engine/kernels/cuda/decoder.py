@@ -23,6 +23,7 @@ from legato_engine.kernels.cuda.attention import (
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Kernel, Module
 from legato_engine.kernels.cuda.skinny_gemm import WeightKind
+from legato_engine.kernels.parameters import LayerWeights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,22 +60,6 @@ class DecoderSizes:
     def parts(self) -> int:
         """Parts of the inputs of a layer's output map."""
         return skinny_gemm.num_parts(self.mixed_dim, self.dim)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of a layer: packed maps, with the norm folded into the first.
-
-    Tensors are bf16 except `folded_in` and the scales of rows (some weight kinds only): float32.
-    """
-
-    weights_in: torch.Tensor
-    folded_in: torch.Tensor
-    weights_out: torch.Tensor
-    proj_bias: torch.Tensor
-    fc2_bias: torch.Tensor
-    scales_in: torch.Tensor | None = None
-    scales_out: torch.Tensor | None = None
 
 
 class Form(NamedTuple):

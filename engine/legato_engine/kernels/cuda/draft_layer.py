@@ -12,7 +12,7 @@ import torch
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.parameters import Affine
-from legato_engine.speculative.proposer import RowHistory
+from legato_engine.kernels.proposer import RowHistory
 
 SOURCE = "draft_layer.cu"
 _ROWS, _WARPS, _READERS = 4, 8, 32

@@ -14,7 +14,8 @@ import torch
 
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.speculative.policy import (
+from legato_engine.kernels.proposer import RowHistory
+from legato_engine.speculation import (
     LONGER,
     NO_COSTS,
     AdaptiveBlockPolicy,
@@ -23,7 +24,6 @@ from legato_engine.speculative.policy import (
     TokenBudgetPolicy,
     f32,
 )
-from legato_engine.speculative.proposer import RowHistory
 
 SOURCE = "draft_tokens.cu"
 LOOKUP_SOURCE = "ngram_lookup.cu"

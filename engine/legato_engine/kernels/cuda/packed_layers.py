@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights, LayerWeights
+from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights
 from legato_engine.kernels.cuda.skinny_gemm import (
     MapCodes,
     PackedMap,
@@ -23,7 +23,7 @@ from legato_engine.kernels.cuda.skinny_gemm import (
     pair_rotated,
 )
 from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, TauLayer
-from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp, LayerWeights
 
 
 def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> LayerWeights:
@@ -31,8 +31,8 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
 
     `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
     """
-    if layer.quantised is not None:
-        return layer.quantised.weights
+    if layer.packed is not None:
+        return layer.packed
     assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
     weights, folded = folded_first(layer, layer.mlp)
     if rotated:

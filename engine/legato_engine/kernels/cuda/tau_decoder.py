@@ -15,13 +15,18 @@ from legato_engine.kernels.cuda.decoder import (
     CudaDecoder,
     DecoderSizes,
     HeadWeights,
-    LayerWeights,
     Part,
     Stages,
     fitting_stages,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
-from legato_engine.kernels.parameters import ExpertMap, ExpertSlots, ExpertWeights, TauWeights
+from legato_engine.kernels.parameters import (
+    ExpertMap,
+    ExpertSlots,
+    ExpertWeights,
+    LayerWeights,
+    TauWeights,
+)
 
 MAX_EXPERTS = 64
 MAX_ACTIVE = 8

@@ -50,7 +50,7 @@ from legato_engine.kernels.megakernel.sizes import (
     ring_problem,
 )
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.speculation import BlockPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.decode_loop import MegakernelDrafts, MegakernelRows

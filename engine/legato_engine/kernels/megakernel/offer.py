@@ -46,7 +46,7 @@ from legato_engine.kernels.megakernel.sizes import (
     ModelSizes,
 )
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.speculation import BlockPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.decode_loop import MegakernelRows

@@ -18,7 +18,6 @@ from legato_engine.kernels.step import KINDS
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.mlp import MLP
-from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.checkpoint import Progress, require_layers
 from legato_engine.models.decoder.config import (
     DecoderConfig,
@@ -33,6 +32,12 @@ from legato_engine.models.decoder.config import (
     refuse_others,
 )
 from legato_engine.models.decoder.frontend import ChatTemplate, Plain, TextFrontend, TextSetup
+from legato_engine.models.decoder.gguf import (
+    gguf_settings,
+    gguf_tokenizer,
+    hub_config,
+    with_factors,
+)
 from legato_engine.models.decoder.model import (
     DecoderModel,
     DecoderNetwork,
@@ -40,9 +45,8 @@ from legato_engine.models.decoder.model import (
     random_weights,
 )
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.gguf.config import gguf_settings, hub_config, with_factors
-from legato_engine.models.gguf.reader import is_gguf, read_gguf
-from legato_engine.models.gguf.tokenizer import gguf_tokenizer
+from legato_engine.models.gguf import is_gguf, read_gguf
+from legato_engine.models.registry import ModelBundle, ModelSource
 from legato_engine.models.untrusted import refusing
 
 DEFAULT_CONTEXT = 8192
@@ -316,3 +320,25 @@ def _third(config: HubConfig) -> DecoderConfig:
         norm_eps=config.rms_norm_eps,
     )
     return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
+
+
+# ---------------------------------------------------------------- GGUF
+
+_BY_ARCHITECTURE = {
+    "llama": ("llama", find_llama),
+    "qwen2": ("qwen", find_qwen),
+    "qwen3": ("qwen", find_qwen),
+}
+"""Families by the architecture that a GGUF file names, which is transformers' model type."""
+
+
+def find_gguf(source: ModelSource) -> ModelBundle:
+    """Find the model of a GGUF file.
+
+    Raises:
+        InvalidField: the file is damaged, or its architecture is not implemented.
+    """
+    file = read_gguf(Path(source.weights))
+    hub_config(file, _BY_ARCHITECTURE)
+    name, find = _BY_ARCHITECTURE[file.architecture]
+    return find(dataclasses.replace(source, name=name))

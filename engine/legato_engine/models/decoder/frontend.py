@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import structlog
 
 from legato_engine.errors import InvalidField, TaskUnsupported
-from legato_engine.grammar import Grammar, GrammarCompiler, Vocabulary
-from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.grammar import GrammarCompiler, Vocabulary
 from legato_engine.models.text import (
     SamplingDefaults,
     TextOutput,
@@ -21,7 +21,7 @@ from legato_engine.models.text import (
     resolve_sampling,
     token_budget,
 )
-from legato_engine.sequence import Constraint, SampledToken, with_token
+from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
 from legato_engine.types import (
     SKILL_OF_TASK,
     ConfidenceInfo,

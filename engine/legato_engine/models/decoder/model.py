@@ -29,10 +29,10 @@ from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
 from legato_engine.models.base import Model
-from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.checkpoint import Destination, Header, headers, opened
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.frontend import FREE
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import (
     DecodeBatch,
     KVCache,

@@ -51,7 +51,7 @@ from legato_engine.models.moondream.config import Gelu, MoondreamConfig
 from legato_engine.models.moondream.region import Region, coord_reach, size_reach
 from legato_engine.models.moondream.text import Text, TextBlock, affine
 from legato_engine.models.paged_attention import KVCache
-from legato_engine.speculative.policy import BlockPolicy
+from legato_engine.speculation import BlockPolicy
 
 
 def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:

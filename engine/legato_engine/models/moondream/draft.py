@@ -22,11 +22,11 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels import activations, ops, reference
 from legato_engine.kernels.accelerated import DraftSizes, DraftWeights, draft_layer_proposer
 from legato_engine.kernels.parameters import Affine
+from legato_engine.kernels.proposer import Proposer, RowHistory
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.models.untrusted import refusing
-from legato_engine.speculative.proposer import Proposer, RowHistory
 
 _INNER = "fc1.weight"  # [F, D]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from legato_engine.errors import InvalidField, ModelNotFound
-from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.confidence import read_calibrations
 from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer, Tokenizer
+from legato_engine.models.registry import ModelBundle, ModelSource
 
 if TYPE_CHECKING:
     import torch  # loaded by `load` alone
@@ -62,7 +62,7 @@ class MoondreamBundle:
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
         from legato_engine.kernels.cpu.library import library
-        from legato_engine.models.moondream import quantised, weights
+        from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
         codes = ""
@@ -71,7 +71,7 @@ class MoondreamBundle:
                 self.config, _SEED, device, dtype, memory=memory, progress=progress
             )
         else:
-            codes = quantised.kind_of(self.weights, self.config, weight_dtype)
+            codes = weights.quantised_kind(self.weights, self.config, weight_dtype)
             network = weights.load_weights(
                 self.config,
                 self.weights,

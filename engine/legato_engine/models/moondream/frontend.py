@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from legato_engine.errors import InvalidField, TaskUnsupported
-from legato_engine.grammar import GrammarCompiler
-from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.confidence import Calibration, CalibrationFile, confidence_info
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.preprocess import (
     CroppedImage,

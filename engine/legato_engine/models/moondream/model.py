@@ -17,6 +17,7 @@ from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
 from legato_engine.kernels.images import MAX_WORDS
+from legato_engine.kernels.proposer import Proposer
 from legato_engine.kernels.reference import existence
 from legato_engine.kernels.step import KINDS
 from legato_engine.layers.linear import pack_linears
@@ -29,7 +30,7 @@ from legato_engine.models.base import (
     Pinned,
     StepKernels,
 )
-from legato_engine.models.bundle import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.decode_step import MoondreamStep, expert_dtype, has_kernels
@@ -45,7 +46,6 @@ from legato_engine.models.moondream.tasks import constraint_table
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
-from legato_engine.speculative.proposer import Proposer
 
 _LEVELS = 256
 _VALUES_PER_LOAD = 8  # unaligned rows of patches would be copied first

@@ -23,95 +23,28 @@ from safetensors.torch import save_file
 
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
-from legato_engine.kernels.step import GROUP_INPUTS, KINDS, FoldedCodes, MapCodes, WeightKind
+from legato_engine.kernels.step import KINDS, FoldedCodes, MapCodes
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import Destination, Header
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.model import Network
-from legato_engine.models.moondream.text import head_kind
-from legato_engine.models.moondream.weights import empty_network, load_weights, rename
+from legato_engine.models.moondream.weights import (
+    RECIPE_KEY,
+    empty_network,
+    load_weights,
+    quantisation_recipe,
+    quantised_kind,
+    rename,
+)
 from legato_engine.models.registry import resolve
-from legato_engine.models.untrusted import reason
 
-_VERSION = 1
-_KEY = "legato_recipe"
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 """Exit codes, the same as those of the command `legato`."""
 
 _HEADER_BYTES = 1 << 20
 _MODE = 0o644
 _CPU = torch.device("cpu")
-
-
-class _Version(msgspec.Struct, frozen=True):
-    version: int
-
-
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Quantisation of a checkpoint; `group_size` 0: a scale for each row.
-
-    `maps` are the kinds of its maps, each with the norm before it folded in; `source` the SHA-256
-    of the files that it was made from.
-    """
-
-    version: int
-    kind: str
-    group_size: int
-    maps: dict[str, str]
-    folds_norms: bool
-    source: dict[str, str]
-    legato: str
-
-
-def kind_of(weights: Path, config: MoondreamConfig, weight_dtype: str) -> str:
-    """Return the `--weight-dtype` that a checkpoint was quantised as, or "".
-
-    Raises:
-        InvalidField: its recipe is not one of this version's, or differs from `weight_dtype`.
-    """
-    text = checkpoint.metadata(weights).get(_KEY)
-    if text is None:
-        return ""
-    recipe = _parsed(weights, text)
-    if config.text.tau is not None or config.text.moe is not None:
-        problem = f"{weights} is quantised, which {config.name} is not: use its own checkpoint"
-        raise InvalidField(problem, field="weights")
-    if weight_dtype not in ("auto", recipe.kind):
-        raise InvalidField(
-            f"{weights} was quantised as {recipe.kind} and cannot be read as {weight_dtype}: use "
-            f"weight_dtype auto or {recipe.kind}, or the checkpoint that it was made from",
-            field="weight_dtype",
-        )
-    return recipe.kind
-
-
-def _parsed(weights: Path, text: str) -> Recipe:
-    try:
-        version = msgspec.json.decode(text, type=_Version).version
-        if version != _VERSION:
-            raise ValueError(f"version {version}, not {_VERSION}")
-        recipe = msgspec.json.decode(text, type=Recipe)
-        if recipe.kind not in KINDS or KINDS[recipe.kind] is WeightKind.BF16:
-            raise ValueError(f"kind {recipe.kind[:40]!r}")
-        known = _recipe(recipe.kind, recipe.source, recipe.legato)
-        if recipe != known:
-            raise ValueError(f"not the maps and groups of {recipe.kind}")
-    except (ValueError, RecursionError) as error:  # of msgspec too
-        raise InvalidField(
-            f"{weights} was quantised by an unknown recipe ({reason(error)}): use weights that "
-            "this version's `legato quantize` wrote, or the checkpoint that they were made from",
-            field="weights",
-        ) from None
-    return recipe
-
-
-def _recipe(kind: str, source: dict[str, str], legato: str) -> Recipe:
-    names = {value: name for name, value in KINDS.items()}
-    of_head = names[head_kind(KINDS[kind])]
-    maps = {"text.blocks.*.qkv_fc1": kind, "text.blocks.*.fc2_proj": kind, "text.head": of_head}
-    group = GROUP_INPUTS if kind == "int4" else 0
-    return Recipe(_VERSION, kind, group, maps, True, source, legato)
 
 
 # ---------------------------------------------------------------- quantize
@@ -127,7 +60,7 @@ def write(bundle: MoondreamBundle, kind: str, output: Path, progress: checkpoint
     config, weights = bundle.config, bundle.weights
     if weights is None:
         raise InvalidField("random weights have no checkpoint to quantise", field="weights")
-    if kind_of(weights, config, "auto"):
+    if quantised_kind(weights, config, "auto"):
         problem = f"{weights} is quantised already: use the checkpoint that it was made from"
         raise InvalidField(problem, field="weights")
     kept, num_bytes = _planned(config, weights, kind)
@@ -144,9 +77,9 @@ def write(bundle: MoondreamBundle, kind: str, output: Path, progress: checkpoint
         with checkpoint.opened(header.file) as fill:
             fill(header.name, tensors[header.name])
     version = importlib.metadata.version("legato")
-    recipe = _recipe(kind, _digests(kept), version)
+    recipe = quantisation_recipe(kind, _digests(kept), version)
     with _replacing(output) as draft:
-        save_file(tensors, draft, {_KEY: msgspec.json.encode(recipe).decode()})
+        save_file(tensors, draft, {RECIPE_KEY: msgspec.json.encode(recipe).decode()})
     progress(1.0)
     return output.stat().st_size
 

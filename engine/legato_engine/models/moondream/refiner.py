@@ -19,8 +19,8 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.bundle import PreparedImage
 from legato_engine.models.checkpoint import Header, plan
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream import outline_shapes
 from legato_engine.models.moondream.config import MoondreamConfig, VisionConfig
 from legato_engine.models.moondream.outline_shapes import Mask

@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar, Generic, TypeVar
 
-from legato_engine.grammar import Grammar
 from legato_engine.models.confidence import Calibration, score
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.models.text import Detokenizer, TextOutput, TokenLog
-from legato_engine.sequence import Constraint, SampledToken, with_token
+from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
 from legato_engine.types import (
     Box,
     CaptionResult,

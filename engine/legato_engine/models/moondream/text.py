@@ -138,7 +138,7 @@ class TextBlock(nn.Module):
             proj=affine(attention.proj),
             mlp=weights,
             tau=None if tau is None else TauWeights(tau.wqwv, tau.gain_PH),
-            quantised=self.quantised,
+            packed=None if self.quantised is None else self.quantised.weights,
         )
 
     def quantise(self, kind: WeightKind, num_heads: int) -> None:

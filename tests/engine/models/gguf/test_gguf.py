@@ -10,9 +10,9 @@ import pytest
 import structlog
 import torch
 from legato_engine.errors import InvalidField
+from legato_engine.models.checkpoint import fill_from_gguf
 from legato_engine.models.decoder.frontend import TextFrontend
-from legato_engine.models.gguf import checkpoint
-from legato_engine.models.gguf.reader import (
+from legato_engine.models.gguf import (
     DEQUANTISE,
     TYPES,
     GgufFile,
@@ -172,7 +172,7 @@ def test_a_tensor_goes_into_any_tensor_of_its_shape(path, name):
     larger = torch.zeros(rows + 2, columns)
     targets = [larger[1:-1], torch.empty(columns, rows).t(), torch.empty_like(expected).bfloat16()]
     for target in targets:
-        checkpoint.fill(path, name, target)
+        fill_from_gguf(path, name, target)
         assert torch.equal(target, expected.to(target.dtype))
     assert not larger[0].any()
     assert not larger[-1].any()

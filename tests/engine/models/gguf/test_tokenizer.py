@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from legato_engine.errors import InvalidField
+from legato_engine.models.decoder.gguf import end_tokens, gguf_tokenizer, special_tokens
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.gguf.reader import GgufFile
-from legato_engine.models.gguf.tokenizer import end_tokens, gguf_tokenizer, special_tokens
+from legato_engine.models.gguf import GgufFile
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import KVCache, PrefillSpan
-from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 from safetensors.torch import save_file
 
 CONFIG = tiny_random_config()

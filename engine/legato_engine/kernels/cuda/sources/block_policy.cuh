@@ -1,4 +1,4 @@
-// The block policies of speculative/block_policy.py and speculative/budget_policy.py, bit for bit: the `_rn` functions
+// The block policies of speculation.py, bit for bit: the `_rn` functions
 // round once and are never fused.
 //
 // RULE is FIXED, ADAPTIVE or BUDGET; ROWS are the most rows of a launch, MOST_DRAFTS the most draft tokens of one. A function

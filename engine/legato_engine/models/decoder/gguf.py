@@ -1,17 +1,114 @@
-"""A GGUF file's tokenizer."""
+"""A decoder's configuration, settings and tokenizer from a GGUF file."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
+import types
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.gguf.reader import GgufFile
+from legato_engine.layers.rope import FactorScaling
+from legato_engine.models.decoder.config import DecoderConfig, HubConfig, ModelSettings
+from legato_engine.models.gguf import ROPE_FACTORS, GgufFile
+from legato_engine.models.text import SamplingDefaults
 from legato_engine.models.untrusted import refusing
+
+# A GGUF file's sizes as a configuration of transformers, whose import takes time and 160 MB.
+
+_EMBEDDINGS, _HEAD, _BIAS = "token_embd.weight", "output.weight", "blk.0.attn_q.bias"
+
+
+def hub_config(file: GgufFile, architectures: Collection[str]) -> HubConfig:
+    """Return the fields of the configuration that transformers would have for this model.
+
+    Raises:
+        InvalidField: the architecture is another one, a size is missing, or a setting is not
+            implemented.
+    """
+    if file.architecture not in architectures:
+        known = ", ".join(architectures)
+        problem = f"{file.path.name} is of the architecture {file.architecture!r}, not of {known}"
+        raise InvalidField(problem, field="weights")
+    return types.SimpleNamespace(model_type=file.architecture, **_fields(file))
+
+
+def with_factors(config: DecoderConfig, file: GgufFile) -> DecoderConfig:
+    """Add the file's rotation factors, as Llama 3.1 has them, to the configuration."""
+    if ROPE_FACTORS not in file.tensors:
+        return config
+    factors = np.empty(file.tensors[ROPE_FACTORS].shape, np.float32)
+    if factors.shape != (config.rotary_dim // 2,):
+        raise _refusal(file, f"{ROPE_FACTORS} has {factors.size} factors")
+    file.read(ROPE_FACTORS, factors)
+    return dataclasses.replace(config, rope_scaling=FactorScaling(tuple(factors.tolist())))
+
+
+def _fields(file: GgufFile) -> dict[str, Any]:
+    heads = file.size("attention.head_count")
+    width = file.size("embedding_length")
+    head_dim = file.size("attention.key_length", width // max(heads, 1))
+    if _EMBEDDINGS not in file.tensors:
+        raise _refusal(file, f"it has no {_EMBEDDINGS}")
+    if file.size("expert_count", 0):
+        raise _refusal(file, "it has experts, which are not implemented")
+    _require(file, "attention.value_length", head_dim)
+    _require(file, "rope.dimension_count", head_dim)
+    return {
+        "hidden_size": width,
+        "intermediate_size": file.size("feed_forward_length"),
+        "num_hidden_layers": file.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": file.tensors[_EMBEDDINGS].shape[0],
+        "max_position_embeddings": file.size("context_length"),
+        "rms_norm_eps": file.size("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file),
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "eos_token_id": None,
+        "attention_bias": _BIAS in file.tensors,
+    }
+
+
+def _require(file: GgufFile, key: str, only: int) -> None:
+    if (found := file.size(key, only)) != only:
+        raise _refusal(file, f"{file.architecture}.{key} is {found}; only {only} is implemented")
+
+
+def _rope(file: GgufFile) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": file.size("rope.freq_base", 10_000.0)}
+    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        return rope | {"rope_type": "default"}
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": file.size("rope.scaling.factor")}
+    raise _refusal(file, f"rope.scaling.type is {kind!r}; only none and linear are implemented")
+
+
+def _refusal(file: GgufFile, problem: str) -> InvalidField:
+    return InvalidField(f"{file.path.name}: {problem}", field="weights")
+
+
+# ---------------------------------------------------------------- settings
+
+_TEMPLATE = "tokenizer.chat_template"
+
+
+def gguf_settings(file: GgufFile) -> ModelSettings:
+    """Read the stop tokens, the chat template and its special tokens; sampling is greedy."""
+    template = file.metadata.get(_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise InvalidField(f"{file.path.name}: {_TEMPLATE} is no text", field="weights")
+    return ModelSettings(end_tokens(file), SamplingDefaults(), template, special_tokens(file))
+
+
+# ---------------------------------------------------------------- tokenizer
 
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # token types
 _USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")

@@ -22,6 +22,9 @@ from legato_engine.models.untrusted import refusing
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of the rotation's factors, a part of the configuration."""
+
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 

@@ -16,8 +16,7 @@ from collections.abc import Sequence as Many
 from typing import Protocol, TypeAlias
 
 from legato_engine.config import SPECULATION_OFF, max_block_size
-from legato_engine.scheduler.interfaces import RowTokens
-from legato_engine.sequence import DraftStats, Sequence
+from legato_engine.sequence import DraftStats, RowTokens, Sequence
 
 _FLOAT = struct.Struct("f")
 

@@ -1,7 +1,4 @@
-"""Grammars that answers must match: compilation and token masks, by llguidance.
-
-Shape legend: W words of 32 tokens.
-"""
+"""Compilation of the grammars that answers must match, by llguidance."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.sequence import Grammar, grammar_refused
 from legato_engine.types import ResponseFormat
 
 if TYPE_CHECKING:
@@ -73,9 +68,9 @@ class GrammarCompiler:
             )
             matcher = llguidance.LLMatcher(self._prepared(), grammar, log_level=0, limits=limits)
         except ValueError as error:
-            raise _refused(field, str(error)) from None
+            raise grammar_refused(field, str(error)) from None
         if matcher.is_error():
-            raise _refused(field, matcher.get_error())
+            raise grammar_refused(field, matcher.get_error())
         return Grammar(matcher, field)
 
     def _prepared(self) -> llguidance.LLTokenizer:
@@ -110,40 +105,6 @@ class GrammarCompiler:
         return list(self._vocabulary.encode(text))
 
 
-class Grammar:
-    """State of an answer that must match, advanced token by token."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, field: str) -> None:
-        self._matcher = matcher
-        self._field = field
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the answer matches and nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
-
-    def fill(self, words_W: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may follow, and clear all others.
-
-        A grammar that turns out to be too complex sets all; `accept` then raises.
-        """
-        self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-        if self._matcher.is_error():
-            words_W.fill(-1)
-
-    def allows(self, token_id: int) -> bool:
-        return bool(self._matcher.validate_tokens([token_id]) == 1)
-
-    def accept(self, token_id: int) -> None:
-        """Advance by a token that `fill` allowed.
-
-        Raises:
-            InvalidField: The grammar is too complex to go on.
-        """
-        if not self._matcher.consume_token(token_id):
-            raise _refused(self._field, self._matcher.get_error())
-
-
 def _source(wanted: ResponseFormat) -> tuple[str, str]:
     """Return the set field's name and its text, choices as JSON; check their sizes."""
     texts = {
@@ -159,11 +120,11 @@ def _source(wanted: ResponseFormat) -> tuple[str, str]:
     (field,) = fields
     size = len(texts[field].encode())
     if size > _MAX_SOURCE:
-        raise _refused(field, f"{size} bytes; at most {_MAX_SOURCE}")
+        raise grammar_refused(field, f"{size} bytes; at most {_MAX_SOURCE}")
     if len(wanted.choices) > _MAX_CHOICES:
-        raise _refused(field, f"{len(wanted.choices)} choices; at most {_MAX_CHOICES}")
+        raise grammar_refused(field, f"{len(wanted.choices)} choices; at most {_MAX_CHOICES}")
     if not all(wanted.choices):
-        raise _refused(field, "a choice is empty")
+        raise grammar_refused(field, "a choice is empty")
     return field, texts[field]
 
 
@@ -192,8 +153,3 @@ def _schema(source: str) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError("a JSON schema is an object")
     return source
-
-
-def _refused(field: str, problem: str) -> InvalidField:
-    first = problem.strip().splitlines()[0] if problem.strip() else "not valid"
-    return InvalidField(first[:300], field=f"response_format.{field}")

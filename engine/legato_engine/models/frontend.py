@@ -1,0 +1,65 @@
+"""The half of a model that never touches the device; it loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from legato_engine.sequence import Constraint, Task
+from legato_engine.types import ConfidenceInfo, ImageInfo, Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """A decoded image, ready for the vision encoder.
+
+    `pixels`: the model's own layout (numpy uint8). Equal images have equal keys, which identify
+    shared prefixes.
+    """
+
+    key: str
+    pixels: Any
+    info: ImageInfo
+    num_bytes: int
+    num_crops: int = 0  # for an `ImageEncoder`; 0: `Model.prefix_embeddings` reads the image
+
+
+class ModelFrontend(Protocol):
+    """Prepares images and makes tasks, on any thread.
+
+    Without `takes_images`, `prepare_image` is never called, and `make_task` refuses images.
+    """
+
+    name: str
+    takes_images: bool
+    tasks: tuple[str, ...]
+    constraints: tuple[Constraint, ...]
+    vocab_size: int
+    confidence: ConfidenceInfo | None  # None: results have none
+    notice: str  # limits of the model, for people; empty: none to name
+
+    def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
+        """Resize and tile a PIL RGB image, on worker threads."""
+        ...
+
+    def resizing_on_device(self) -> ModelFrontend:
+        """Leave resizing and tiling to an `ImageEncoder`."""
+        ...
+
+    def keeping_images(self) -> ModelFrontend:
+        """Keep decoded pixels in prepared images."""
+        ...
+
+    def prefix_length(self, has_image: bool) -> int:
+        """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
+        ...
+
+    def make_task(self, request: Request) -> Task:
+        """Make the task, with its sampling and seed resolved.
+
+        Raises:
+            InvalidField: a field is out of range, or the model cannot take the image.
+            TaskUnsupported: the model does not have this task.
+            PromptTooLong: the prompt leaves no position to generate into.
+        """
+        ...
