@@ -493,8 +493,9 @@ def frigate_cases(url: str, model: str, image: str, _folder: str) -> dict[str, C
     client = openai.OpenAI(api_key="unused", base_url=f"{url}/v1", max_retries=0)
     thumbnail = {"type": "image_url", "image_url": {"url": data_url(image), "detail": "low"}}
 
-    def send(*images: Any, **more: Any) -> str:
-        content = [{"type": "text", "text": QUESTION}, *images]
+    def send(*images: Any, images_first: bool = False, **more: Any) -> str:
+        text = {"type": "text", "text": QUESTION}
+        content = [*images, text] if images_first else [text, *images]
         messages: Any = [{"role": "user", "content": content}]
         result = client.chat.completions.create(model=model, messages=messages, timeout=60, **more)
         return str(result.choices[0].message.content).strip()
@@ -507,6 +508,7 @@ def frigate_cases(url: str, model: str, image: str, _folder: str) -> dict[str, C
         "models": lambda: sorted(each.id for each in client.models.list().data),
         "context size": context_size,
         "object description": lambda: send(thumbnail),
+        "object description of a release": lambda: send(thumbnail, images_first=True),
         "several thumbnails": lambda: send(thumbnail, thumbnail),
         "review description": lambda: send(thumbnail, response_format=FORMAT),
         "chat with tools": lambda: send(tools=[TOOL], tool_choice="auto"),
