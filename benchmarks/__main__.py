@@ -96,6 +96,7 @@ QUESTIONS = {
             "reference", "Are tokens and boxes those of Moondream's open reference?"
         ),
         "lift": Benchmark("lift", "How exact are boxes, outlines and points in 3D?"),
+        "robot": Benchmark("robot", "How well does a robot know where moving things are?"),
         "tracking": Benchmark("tracking", "How good are the tracks beside other trackers'?"),
     },
     "CPU: how does Legato run without a GPU?": {

@@ -35,6 +35,7 @@ MISSING = (0.0, 0.2, 0.4)  # fraction of pixels without depth
 JITTER = 0.015  # deviation of a box's edge, in its sizes, as in `benchmarks.tracking.clips`
 _PITCH, _CAMERA_HEIGHT, _WALL = math.radians(20), 0.5, 6.0
 _EDGE = 0.03  # relative step of depth between neighbours
+_FARTHEST = 1e3  # metres
 _CHI2_3 = 8.02  # squared Mahalanobis distance within which 95.4 % of normal errors in 3D lie
 
 
@@ -50,7 +51,7 @@ class Scene:
 
 
 @functools.cache
-def _rays() -> tuple[Array, Array]:
+def rays() -> tuple[Array, Array]:
     """Return the rays of all pixels with z = 1, in the camera's frame and in that of the room.
 
     The room's axes are x to the right, y forward and z up; the camera looks down by the pitch.
@@ -65,7 +66,7 @@ def _rays() -> tuple[Array, Array]:
 
 def analytic(rng: np.random.Generator, distance: float) -> Scene:
     """Place a sphere or a box on the floor at this distance, and another one beside or behind."""
-    room = _rays()[1]
+    room = rays()[1]
     with np.errstate(divide="ignore", invalid="ignore"):
         floor = np.where(room[..., 2] < 0, -_CAMERA_HEIGHT / room[..., 2], np.inf)
         depth = np.minimum(floor, np.where(room[..., 1] > 0, _WALL / room[..., 1], np.inf))
@@ -77,19 +78,19 @@ def analytic(rng: np.random.Generator, distance: float) -> Scene:
 
 def _thing(rng: np.random.Generator, distance: float, aside: float) -> Array:
     """Return the depth of a thing in every pixel; infinite beside it."""
-    room = _rays()[1]
+    ways = rays()[1]
     half = rng.uniform(0.06, 0.2, 3)
     forward = math.sqrt(max(distance**2 - (_CAMERA_HEIGHT - half[2]) ** 2, 0.04))
     middle = np.array([aside, forward, half[2] - _CAMERA_HEIGHT])
     if rng.random() < 0.5:
-        a, b = (room**2).sum(-1), room @ middle
+        a, b = (ways**2).sum(-1), ways @ middle
         root = b**2 - a * (middle @ middle - half[2] ** 2)
         return np.where(root > 0, (b - np.sqrt(np.maximum(root, 0))) / a, np.inf)
     turn = rng.uniform(0, math.pi)
     sin, cos = math.sin(turn), math.cos(turn)
     turned = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
-    rays, start = room @ turned, middle @ turned
-    ends = np.sort(np.stack([(start - half) / rays, (start + half) / rays]), axis=0)
+    ways, start = ways @ turned, middle @ turned
+    ends = np.sort(np.stack([(start - half) / ways, (start + half) / ways]), axis=0)
     enter, leave = ends[0].max(-1), ends[1].min(-1)
     return np.where((enter < leave) & (enter > 0), enter, np.inf)
 
@@ -117,13 +118,37 @@ def simulated(rng: np.random.Generator, distance: float) -> Scene:
     )
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
-    eye, count = np.array([0, 0, _CAMERA_HEIGHT]), WIDTH * HEIGHT
-    numbers, depth = np.full(count, -1, np.int32), np.full(count, -1.0)
-    rays = np.ascontiguousarray(_rays()[1]).reshape(-1)
-    mujoco.mj_multiRay(model, data, eye, rays, None, 1, -1, numbers, depth, None, count, 1e3)
-    depth[numbers < 0] = np.inf
+    eye = np.array([0, 0, _CAMERA_HEIGHT])
+    numbers, depth, _ = cast(model, data, eye, rays()[1].reshape(-1, 3))
     shape = HEIGHT, WIDTH
     return Scene(depth.reshape(shape), numbers.reshape(shape) == model.geom("target").id)
+
+
+def cast(
+    model: Any,
+    data: Any,
+    eye: Array,
+    ways: Array,
+    groups: npt.NDArray[np.uint8] | None = None,
+) -> tuple[npt.NDArray[np.int32], Array, Array]:
+    """Return geom, distance in lengths of the ray, and normal where MuJoCo's rays end.
+
+    The geom is -1 and the distance infinite where a ray meets none of those in `groups`.
+    """
+    import mujoco
+
+    count = len(ways)
+    numbers, depth, normals = (
+        np.full(count, -1, np.int32),
+        np.full(count, -1.0),
+        np.zeros(3 * count),
+    )
+    flat = np.ascontiguousarray(ways).reshape(-1)
+    mujoco.mj_multiRay(
+        model, data, eye, flat, groups, 1, -1, numbers, depth, normals, count, _FARTHEST
+    )
+    depth[numbers < 0] = np.inf
+    return numbers, depth, normals.reshape(-1, 3)
 
 
 def _geom(rng: np.random.Generator, name: str, aside: float, forward: float, half: Array) -> str:
@@ -213,7 +238,7 @@ def point_of(scene: Scene) -> tuple[int, int]:
 
 def truth(scene: Scene) -> tuple[Array, Array]:
     """Return the middle of the visible surface, and the surface at `point_of`."""
-    places = _rays()[0] * scene.depth[..., None]
+    places = rays()[0] * scene.depth[..., None]
     u, v = point_of(scene)
     return np.median(places[scene.target], axis=0), places[v, u]
 

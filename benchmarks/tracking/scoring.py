@@ -19,10 +19,12 @@ def identities(clips: list[list[tuple[Frame, list[str]]]]) -> dict[str, float]:
     accumulators = []
     for clip in clips:
         accumulator = motmetrics.MOTAccumulator(auto_id=True)
+        numbers: dict[str, int] = {}  # it takes no other names
         for frame, names in sorted(clip, key=lambda each: each[0].sequence):
             kept = [index for index, name in enumerate(names) if name]
             distance = _distance(list(frame.truth.values()), frame.found_DA[kept])
-            accumulator.update(list(frame.truth), [names[index] for index in kept], distance)
+            shown = [numbers.setdefault(names[index], len(numbers)) for index in kept]
+            accumulator.update(list(frame.truth), shown, distance)
         accumulators.append(accumulator)
     wanted = ["mota", "idf1", "num_switches"]
     host: Any = motmetrics.metrics.create()

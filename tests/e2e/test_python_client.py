@@ -34,6 +34,9 @@ from legato_client import (
     Tracking,
 )
 
+from benchmarks.robot import scoring
+from benchmarks.robot.drive import play_for, playing
+from benchmarks.robot.scene import Clip as RenderedClip
 from examples.robot import report
 from examples.robot.drive import Clip, play
 from examples.robot.recording import Recording
@@ -288,3 +291,17 @@ def test_every_frame_is_answered_rightly_or_dropped(server: Server) -> None:
     assert figures["iou_at_capture"]["mean"] > LEAST_OVERLAP
     assert figures["boxes_too_many"] == 0
     assert figures["tracks_by_noun"] == dict.fromkeys(NOUNS, 1)
+
+
+# ---------------------------------------------------------------- a rendered world
+
+
+def test_a_camera_in_a_rendered_world(robot: Client) -> None:
+    """legato-tiny finds and follows what the simulator renders, and depth places it."""
+    clip = RenderedClip(0.2, begin=2.0)  # nothing is hidden then
+    with playing(robot, clip, 30) as (camera,):
+        play_for(camera, 0, answers=3)
+    figures = scoring.figures(clip, [camera])
+    assert figures["iou"]["captured"] > 0.85
+    assert figures["error_m"]["answer"]["p95"] < 0.05
+    assert all(each.track_id for answer in camera.answers for each in answer.found["yellow star"])

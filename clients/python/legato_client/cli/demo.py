@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import grpc
 
@@ -126,7 +126,7 @@ class LocalServer:
         assert self._process is not None, "asked for the process of a server that was not started"
         return self._process.pid
 
-    def __enter__(self) -> LocalServer:
+    def __enter__(self) -> Self:
         program = [sys.executable, "-m", "legato_client.cli", "serve"]
         self._process = subprocess.Popen(
             [*program, "--listen", self.target, *self._options],
