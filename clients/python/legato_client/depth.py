@@ -328,6 +328,23 @@ def _inside(rings: list[Array], columns: Array, rows: Array) -> Array:
     return np.where(winding, 1.0, 0.0)
 
 
+def mask(outline: Outline, width: int, height: int) -> npt.NDArray[np.bool_]:
+    """Return which pixels of an image of that size are inside; its box if it cannot be read."""
+    inside = np.zeros((height, width), np.bool_)
+    box = outline.box
+    edges = (box.x_min * width, box.y_min * height, box.x_max * width, box.y_max * height)
+    left, top, right, bottom = (math.floor(each + 0.5) for each in edges)
+    columns, rows = (
+        np.arange(max(start, 0), min(max(end, 0), limit), dtype=float) + 0.5
+        for start, end, limit in ((left, right, width), (top, bottom, height))
+    )
+    scale = np.array([width, height])
+    rings = [np.array([(p.x, p.y) for p in ring]) * scale for ring in _rings(outline)]
+    area = _inside(rings, columns, rows) > 0 if rings else True
+    inside[np.ix_(rows.astype(int), columns.astype(int))] = area
+    return inside
+
+
 # ---------------------------------------------------------------- estimates
 
 

@@ -345,12 +345,14 @@ def _detection_3d(at: Header, lifted: Lifted, absent_score: float) -> Detection3
 _Message = TypeVar("_Message")
 
 
-def to_ros(message: Detection2DArray | Detection3DArray | PointStamped, messages: Any) -> Any:
+def to_ros(
+    message: Detection2DArray | Detection3DArray | PointStamped | Header, messages: Any
+) -> Any:
     """Convert to an object of ROS; `messages` is the module of its class, `vision_msgs.msg`.
 
     Whatever has the classes of the message, of its detections and `ObjectHypothesisWithPose` will
     do, made without arguments and with their fields to set. AttributeError names the field that an
-    older vision_msgs lacks. A `PointStamped` is of `geometry_msgs.msg`.
+    older vision_msgs lacks. A `PointStamped` is of `geometry_msgs.msg`, a `Header` of `std_msgs.msg`.
     """
     return _element(message, messages)
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from legato_client import ros2
 from legato_client._errors import LegatoError
-from legato_client._images.sources import PixelFormat, RawFrame
-from legato_client._types.results import Detection, DetectResult, Outline, PointResult, Result
+from legato_client._images.sources import ImageInput, PixelFormat, RawFrame
+from legato_client._types.results import (
+    Detection,
+    DetectResult,
+    Outline,
+    PointResult,
+    ResponseInfo,
+    Result,
+    TrackNow,
+)
+from legato_client.stream.feed import AnsweredFrame
+from legato_client.stream.frames import CapturedFrame
+
+if TYPE_CHECKING:
+    from PIL import Image as PillowImage
 
 _FORMATS: dict[str, PixelFormat] = {
     "rgb8": "rgb8",
@@ -60,6 +76,34 @@ def _with_swapped_bytes(data: bytes) -> bytes:
     return bytes(swapped)
 
 
+def captured(sample: Any, number: int, *, by_arrival: bool) -> CapturedFrame:
+    """Convert a sensor_msgs/Image or CompressedImage whose `origin` becomes its header.
+
+    `by_arrival`: its age counts from now, not from its stamp, as with simulated time.
+    """
+    stamp, arrived_ns = ros2.frame_stamp(sample.header, 0), time.time_ns()
+    captured_ns = None if by_arrival else stamp.capture_time_ns
+    return CapturedFrame(
+        number,
+        0.0,
+        captured_ns or arrived_ns,
+        functools.partial(_sent, sample),
+        functools.partial(_opened, sample),
+        stamp.frame_id,
+        sample.header,
+    )
+
+
+def _sent(sample: Any) -> ImageInput:
+    return raw(sample) if hasattr(sample, "encoding") else compressed(sample)
+
+
+def _opened(sample: Any) -> PillowImage.Image:
+    from legato_client._images.pillow import open_upright
+
+    return open_upright(_sent(sample))
+
+
 # ---------------------------------------------------------------- arrays
 
 
@@ -91,3 +135,23 @@ def _as_boxes(outcome: Result | LegatoError) -> Result | LegatoError:
         return outcome
     boxes = tuple(Detection(each.box, each.label, each.confidence) for each in outlines)
     return DetectResult(boxes, outcome.info)
+
+
+def predicted(
+    latest: AnsweredFrame, now_ns: int, tracks: Sequence[TrackNow], absent_score: float
+) -> ros2.Detection2DArray:
+    """Build the array of tracked objects where they are at `now_ns` since the epoch.
+
+    `latest` is the frame answered last, of `captured` and with the size of its image. The stamp is
+    of the images' clock: as much after the frame's as the present is after its capture.
+    """
+    header: Any = latest.frame.origin
+    assert latest.image is not None, "a frame without a size has no array"
+    stamp_ns = ros2.frame_stamp(header, 0).capture_time_ns or 0
+    stamp = ros2.Time(*divmod(stamp_ns + now_ns - latest.frame.captured_ns, 10**9))
+    found = DetectResult(
+        tuple(dataclasses.replace(each.last, box=each.box) for each in tracks),
+        ResponseInfo("", "", "", image=latest.image),
+    )
+    size = latest.image.width, latest.image.height
+    return of((found,), ros2.Header(stamp, header.frame_id), size, absent_score)

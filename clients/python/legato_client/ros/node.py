@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from cyclonedds.core import DDSException, Policy, Qos, ReadCondition, SampleState, WaitSet
@@ -19,17 +18,14 @@ from cyclonedds.pub import DataWriter
 from cyclonedds.sub import DataReader
 from cyclonedds.topic import Topic
 from cyclonedds.util import duration
-from PIL import Image as PillowImage
 
 from legato_client import ros2
 from legato_client._client import Client
 from legato_client._errors import LegatoError
-from legato_client._images.pillow import open_upright
-from legato_client._images.sources import ImageInput
-from legato_client._types.results import DetectResult, ResponseInfo, TrackNow
 from legato_client.ros import images, messages
+from legato_client.ros.health import Health
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
-from legato_client.stream.frames import CapturedFrame, FrameCounters
+from legato_client.stream.frames import FrameCounters
 
 MessageT = TypeVar("MessageT", bound=IdlStruct)
 
@@ -76,70 +72,6 @@ class Participant:
 
     def writer(self, topic: str, kind: type[MessageT], qos: Qos) -> DataWriter[MessageT]:
         return DataWriter(self._own, Topic(self._own, dds_name(topic), kind), qos)
-
-
-# ---------------------------------------------------------------- diagnostics
-
-
-class Level(enum.IntEnum):
-    """diagnostic_msgs/DiagnosticStatus."""
-
-    OK = 0
-    WARN = 1
-    ERROR = 2
-    STALE = 3
-
-
-class Health:
-    """Health derived from the counters since the last call of `now`."""
-
-    def __init__(self, counters: FrameCounters) -> None:
-        self._counters = counters
-        self._failed = 0
-
-    def now(self, engine: str) -> tuple[Level, str, dict[str, str]]:
-        """Return level, message and values; `engine` is the state that the server reports."""
-        totals = self._counters.totals()
-        failed, self._failed = totals.failed_tasks - self._failed, totals.failed_tasks
-        server = self._counters.server
-        if server != "connected":
-            level, message = Level.ERROR, f"server {server}"
-        elif engine in ("lost", "stuck"):
-            level, message = Level.ERROR, f"engine {engine}"
-        elif self._counters.rate("taken") == 0:
-            level, message = Level.WARN, "no images"
-        elif failed:
-            level, message = Level.WARN, f"{failed} tasks failed"
-        elif totals.age_limit_problem:
-            level, message = Level.WARN, totals.age_limit_problem
-        elif self._counters.rate("answered") == 0:
-            level, message = Level.WARN, "no answers"
-        else:
-            level, message = Level.OK, "answering"
-        age = self._counters.last_age
-        values = {
-            "server": server,
-            "engine": engine,
-            "images per second": f"{self._counters.rate('taken'):.1f}",
-            "answers per second": f"{self._counters.rate('answered'):.1f}",
-            "age": _seconds(age),
-            "age p50": _seconds(totals.age_p50),
-            "age p95": _seconds(totals.age_p95),
-            "images": str(totals.taken),
-            "answered": str(totals.answered),
-            "replaced by newer ones": str(totals.replaced),
-            "not sent at the end of a session": str(totals.refused),
-            "unreadable": str(totals.unreadable),
-            **{f"dropped {reason}": str(n) for reason, n in sorted(totals.dropped.items())},
-            "lost": str(totals.lost),
-            "failed tasks": str(totals.failed_tasks),
-            "reconnects": str(totals.reconnects),
-        }
-        return level, message, values
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 # ---------------------------------------------------------------- node
@@ -288,24 +220,9 @@ class Node:
         while not self._stopped.wait(1 / self._parameters.prediction_rate):
             latest, now_ns = self._latest, time.time_ns()
             if latest is not None:
-                array = self._predicted(latest, now_ns, self._feed.now(now_ns))
+                tracks = self._feed.now(now_ns)
+                array = images.predicted(latest, now_ns, tracks, self._parameters.absent_score)
                 self._write(self._predictions, ros2.to_ros(array, messages))
-
-    def _predicted(
-        self, latest: AnsweredFrame, now_ns: int, tracks: Sequence[TrackNow]
-    ) -> ros2.Detection2DArray:
-        header, image = latest.frame.origin, latest.image
-        assert isinstance(header, messages.Header), "it is put there with the image"
-        assert image is not None, "`_publish` checks it"
-        stamp_ns = ros2.frame_stamp(header, 0).capture_time_ns or 0
-        stamp = messages.Time(*divmod(stamp_ns + now_ns - latest.frame.captured_ns, 10**9))
-        found = DetectResult(
-            tuple(dataclasses.replace(each.last, box=each.box) for each in tracks),
-            ResponseInfo("", self._feed.model, "", image=image),
-        )
-        size = image.width, image.height
-        moved = messages.Header(stamp, header.frame_id)
-        return images.of((found,), moved, size, self._parameters.absent_score)
 
     # ------------------------------------------------------------ images
 
@@ -313,22 +230,9 @@ class Node:
         if sample.header.stamp.sec < 0:  # no time of ROS
             self.counters.count("unreadable")
         else:
-            self._feed.offer(self._captured(sample))
-
-    def _captured(self, sample: messages.Image | messages.CompressedImage) -> CapturedFrame:
-        number, self._count = self._count, self._count + 1
-        arrived_ns = time.time_ns()
-        stamp = ros2.frame_stamp(sample.header, 0)
-        captured_ns = None if self._parameters.by_arrival else stamp.capture_time_ns
-        return CapturedFrame(
-            number,
-            0.0,
-            captured_ns or arrived_ns,
-            functools.partial(_sent, sample),
-            functools.partial(_image, sample),
-            stamp.frame_id,
-            sample.header,
-        )
+            number, self._count = self._count, self._count + 1
+            by_arrival = self._parameters.by_arrival
+            self._feed.offer(images.captured(sample, number, by_arrival=by_arrival))
 
     # ------------------------------------------------------------ publishing
 
@@ -375,13 +279,3 @@ class Node:
 def _now() -> messages.Header:
     sec, nanosec = divmod(time.time_ns(), 1_000_000_000)
     return messages.Header(messages.Time(sec, nanosec), "")
-
-
-def _sent(sample: messages.Image | messages.CompressedImage) -> ImageInput:
-    if isinstance(sample, messages.Image):
-        return images.raw(sample)
-    return images.compressed(sample)
-
-
-def _image(sample: messages.Image | messages.CompressedImage) -> PillowImage.Image:
-    return open_upright(_sent(sample))

@@ -207,6 +207,13 @@ class FeedSession:
                     self._open.pop(sequence, None)
         self._counters.count("refused" if sent is None else "sent")
 
+    def update_tasks(self, settings: FeedSettings) -> None:
+        """Ask the tasks of other settings from the next frame on; thread-safe."""
+        try:
+            self._session.update_tasks(settings.session_arguments()["tasks"])
+        except LegatoError:
+            self.is_leaving = True
+
     def finish(self) -> None:
         """Stop sending; frames in flight are still answered."""
         self.is_leaving = True
@@ -382,6 +389,26 @@ class Feed:
         """
         return () if self._newest is None else self._newest.now(at_ns)
 
+    def change(self, settings: FeedSettings) -> None:
+        """Use other settings from the next frame on, but for `every`; thread-safe.
+
+        Other tasks are asked in the same session, whose tracks stay where their tasks do. Any
+        other change opens another session.
+        """
+        before, self._settings = self._settings, settings
+        if dataclasses.replace(before, tasks=settings.tasks) != settings:
+            self.renew()
+        else:
+            for session in self._sessions[-1:]:
+                session.update_tasks(settings)
+            self._mailbox.nudge()
+
+    def renew(self) -> None:
+        """Continue in another session, as after stamps that have jumped back; thread-safe."""
+        for session in self._sessions[-1:]:
+            session.is_leaving = True
+        self._mailbox.nudge()
+
     def finish(self) -> None:
         """Stop offering; `run` returns once every offered frame has its outcome."""
         self._mailbox.close()
@@ -426,10 +453,11 @@ class Feed:
 
     def _open_session(self) -> FeedSession | None:
         """Open a session; return None after a transient error. Raises permanent errors."""
+        settings = self._settings
         earlier = self._newest.predictions if self._newest is not None else None
         try:
             session = FeedSession(
-                self._client.session(**self._settings.session_arguments()),
+                self._client.session(**settings.session_arguments()),
                 self._counters,
                 self._deliver,
                 self._mailbox.nudge,
@@ -444,6 +472,7 @@ class Feed:
         self._num_opened += 1
         self._sessions.append(session)
         self._newest = session
+        session.is_leaving |= self._settings is not settings  # changed before it was known here
         self._backoff.note_reached()
         if self.model:
             self._counters.count("reconnects")

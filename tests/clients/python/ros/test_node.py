@@ -8,7 +8,7 @@ import time
 import pytest
 from legato_client import ros2
 from legato_client.ros import messages
-from legato_client.ros.node import Health, Level
+from legato_client.ros.health import Health, Level
 from legato_client.stream.frames import FrameCounters
 
 from tests.clients.python.ros.bags import typestore

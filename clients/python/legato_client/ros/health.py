@@ -1,0 +1,68 @@
+"""Health of a node that answers images, as ROS diagnostics tell it."""
+
+from __future__ import annotations
+
+import enum
+
+from legato_client.stream.frames import FrameCounters
+
+
+class Level(enum.IntEnum):
+    """diagnostic_msgs/DiagnosticStatus."""
+
+    OK = 0
+    WARN = 1
+    ERROR = 2
+    STALE = 3
+
+
+class Health:
+    """Health derived from the counters since the last call of `now`."""
+
+    def __init__(self, counters: FrameCounters) -> None:
+        self._counters = counters
+        self._failed = 0
+
+    def now(self, engine: str = "") -> tuple[Level, str, dict[str, str]]:
+        """Return level, message and values; `engine` is the state that the server reports."""
+        totals = self._counters.totals()
+        failed, self._failed = totals.failed_tasks - self._failed, totals.failed_tasks
+        server = self._counters.server
+        if server != "connected":
+            level, message = Level.ERROR, f"server {server}"
+        elif engine in ("lost", "stuck"):
+            level, message = Level.ERROR, f"engine {engine}"
+        elif self._counters.rate("taken") == 0:
+            level, message = Level.WARN, "no images"
+        elif failed:
+            level, message = Level.WARN, f"{failed} tasks failed"
+        elif totals.age_limit_problem:
+            level, message = Level.WARN, totals.age_limit_problem
+        elif self._counters.rate("answered") == 0:
+            level, message = Level.WARN, "no answers"
+        else:
+            level, message = Level.OK, "answering"
+        age = self._counters.last_age
+        values = {
+            "server": server,
+            **({"engine": engine} if engine else {}),
+            "images per second": f"{self._counters.rate('taken'):.1f}",
+            "answers per second": f"{self._counters.rate('answered'):.1f}",
+            "age": _seconds(age),
+            "age p50": _seconds(totals.age_p50),
+            "age p95": _seconds(totals.age_p95),
+            "images": str(totals.taken),
+            "answered": str(totals.answered),
+            "replaced by newer ones": str(totals.replaced),
+            "not sent at the end of a session": str(totals.refused),
+            "unreadable": str(totals.unreadable),
+            **{f"dropped {reason}": str(n) for reason, n in sorted(totals.dropped.items())},
+            "lost": str(totals.lost),
+            "failed tasks": str(totals.failed_tasks),
+            "reconnects": str(totals.reconnects),
+        }
+        return level, message, values
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
