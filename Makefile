@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PACKAGES := -e ".[dev,mesh]" -e engine/tiny -e "service[gguf]"
 PIP_FLAGS := --quiet --disable-pip-version-check
-ROLES := proto/gen service engine clients/python
+ROLES := proto/gen service engine clients/python ros2
 TOOLS := $(abspath .tools/bin)
 SMOLLM2 := $(abspath .tools/smollm2)
 AXE := $(abspath .tools/axe)

@@ -53,6 +53,8 @@ VERSIONS = (
     Place("engine/tiny/pyproject.toml", OWN),
     Place("clients/go/legato/dial.go", r'^const Version = "([^"]+)"$'),
     Place("clients/cpp/CMakeLists.txt", r"^project\(legato VERSION ([^ ]+) "),
+    Place("ros2/legato_msgs/package.xml", r"^  <version>([^<]+)</version>$"),
+    Place("ros2/legato_ros/package.xml", r"^  <version>([^<]+)</version>$"),
 )
 REVISIONS = (
     Place("service/legato_service/services/server.py", r"^CONTRACT_REVISION = (\d+)\b"),
