@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -119,7 +120,7 @@ def test_interfaces_are_generated():
 
 def test_setup_is_as_colcon_wants_it(monkeypatch):
     """Marker, manifest, launch files, parameters and the executable are installed."""
-    arguments = {}
+    arguments: dict[str, Any] = {}
     monkeypatch.chdir(NODE_FOLDER)
     monkeypatch.setattr("setuptools.setup", arguments.update)
     exec(compile((NODE_FOLDER / "setup.py").read_text(), "setup.py", "exec"), {})

@@ -352,7 +352,8 @@ def to_ros(
 
     Whatever has the classes of the message, of its detections and `ObjectHypothesisWithPose` will
     do, made without arguments and with their fields to set. AttributeError names the field that an
-    older vision_msgs lacks. A `PointStamped` is of `geometry_msgs.msg`, a `Header` of `std_msgs.msg`.
+    older vision_msgs lacks. A `PointStamped` is of `geometry_msgs.msg`, a `Header` of
+    `std_msgs.msg`.
     """
     return _element(message, messages)
 
