@@ -32,7 +32,7 @@ from legato_engine.kernels.megakernel.program import build_program
 from legato_engine.kernels.megakernel.sizes import MOONDREAM2
 from legato_engine.kernels.step import StepCache
 from legato_engine.runtime.buffers import TokenRing
-from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, STARTS, WORDS
 from legato_engine.speculation import (
     INITIAL_RATE,
@@ -110,7 +110,7 @@ class DraftingRows:
             dtype=torch.bfloat16,
             max_drafting=self.count,
         )
-        self.state.lay_out([Layout(self.most, self.most)], self.most)
+        self.state.lay_out([StepLayout(self.most, self.most)], self.most)
         self.ring = TokenRing(device, self.slot.outputs, max_steps=MAX_STEPS)
         self.table = torch.zeros(self.count + 1, 2, dtype=torch.int64, device=on)
         self.constraints_CV = torch.zeros(1, sizes.vocab_size, device=on)

@@ -7,7 +7,7 @@ import dataclasses
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import task_pb2
-from legato_client.load.plan import Plan
+from legato_client.load.plan import LoadPlan
 
 from benchmarks.serve.rpc import jpeg
 
@@ -31,9 +31,9 @@ class Case:
         """Whether messages are counted."""
         return self.name == "Generate"
 
-    def plan(self, target: str, seconds: float, senders: int) -> Plan:
+    def plan(self, target: str, seconds: float, senders: int) -> LoadPlan:
         """Return a closed loop: as much load as the server answers."""
-        return Plan(
+        return LoadPlan(
             target=target,
             kind="stream" if self.streams else "unary",
             path=_SERVICE + self.name,

@@ -17,7 +17,7 @@ import grpc
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 from legato_client.cli.demo import LocalServer
-from legato_client.load.report import Record
+from legato_client.load.report import LoadResults
 from legato_client.load.run import run
 
 from benchmarks.serve import process_stats
@@ -57,7 +57,7 @@ def take_turn(case: Case, contender: Contender, seconds: float, senders: int) ->
         RuntimeError: A request failed.
     """
     before = contender.used()
-    seen: Record = run(case.plan(contender.target, seconds, senders))
+    seen: LoadResults = run(case.plan(contender.target, seconds, senders))
     if seen.errors:
         raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
     after = contender.used()

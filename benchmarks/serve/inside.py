@@ -20,7 +20,7 @@ from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import ImageTotals, SchedulerLoad, StepTotals
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
@@ -37,7 +37,7 @@ class InsideEngine:
     """An engine connection whose steps run in the service's own event loop."""
 
     state = EngineState.READY
-    load = Load()
+    load = SchedulerLoad()
     estimated_wait = 0.0
     step_totals, image_totals = StepTotals(), ImageTotals()
     pid = restarts = resumptions = num_poisoned = number = num_elsewhere = 0

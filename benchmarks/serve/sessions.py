@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from legato.v1 import inference_pb2, session_pb2, task_pb2
 from legato_client._errors import from_rpc_error
-from legato_client.load.plan import Plan
+from legato_client.load.plan import LoadPlan
 from legato_client.load.run import run
 
 from benchmarks import record
@@ -53,7 +53,7 @@ def measure(
 
 
 def _latency(contender: Contender, count: int) -> dict[str, float]:
-    plan = Plan(
+    plan = LoadPlan(
         target=contender.target,
         kind="unary",
         path=_QUERY,

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from legato_engine.ipc.messages import (
     SECONDS_BOUNDS,
     Durations,
+    LaunchSpan,
     PipelineStats,
     StepTotals,
     TimelineBatch,
-    TimelineSpan,
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
@@ -113,7 +113,7 @@ class SpanMaker:
     def __init__(self) -> None:
         self._previous: Step | None = None
 
-    def spans(self, step: Step) -> list[TimelineSpan]:
+    def spans(self, step: Step) -> list[LaunchSpan]:
         """Return a span per part, plus one per device gap while the host had work for it."""
         record, times = step.record, step.times
         launch = record.launch
@@ -151,8 +151,7 @@ class SpanMaker:
             record.tokens,
         )
         return [
-            TimelineSpan(lane, name, start, end - start, *common)
-            for lane, name, start, end in parts
+            LaunchSpan(lane, name, start, end - start, *common) for lane, name, start, end in parts
         ]
 
 
@@ -175,7 +174,7 @@ def trace_events(steps: list[Step]) -> list[TraceEvent]:
     return events
 
 
-def _events(span: TimelineSpan) -> list[TraceEvent]:
+def _events(span: LaunchSpan) -> list[TraceEvent]:
     events: list[TraceEvent] = [
         {
             "ph": "X",
@@ -496,7 +495,7 @@ class TimelineStream:
         self._watchers = watchers
         self._stats = stats
         self._maker = SpanMaker()
-        self._spans: list[TimelineSpan] = []
+        self._spans: list[LaunchSpan] = []
         self._depth = 0
         self._started = time.perf_counter_ns()
         self._sent_at = 0  # the commit of the last step in a batch, in nanoseconds
@@ -511,7 +510,7 @@ class TimelineStream:
         self._depth = step.record.launch.depth
         self.add_spans(self._maker.spans(step), step.record.commit_end)
 
-    def add_spans(self, spans: Sequence[TimelineSpan], commit_end: int) -> None:
+    def add_spans(self, spans: Sequence[LaunchSpan], commit_end: int) -> None:
         """Add the spans of the next launch, with the time of its commit."""
         self._spans += spans
         if commit_end - self._sent_at >= _PERIOD_NS:

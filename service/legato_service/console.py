@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
-from legato_engine.ipc.messages import Loading, ModelInfo
+from legato_engine.ipc.messages import Loading, ServedModel
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -23,7 +23,7 @@ class Announcer(Protocol):
         """Show the progress; called repeatedly, also without a change."""
         ...
 
-    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
+    def ready(self, address: str, models: Sequence[ServedModel]) -> None:
         """Announce that the server is ready; `models` has one for each engine and device."""
         ...
 
@@ -52,7 +52,7 @@ class TerminalAnnouncer:
             self._task = self._bar.add_task("loading", total=1.0)
         self._bar.update(self._task, completed=progress.fraction, description=progress.stage)
 
-    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
+    def ready(self, address: str, models: Sequence[ServedModel]) -> None:
         self.close()
         model = models[0]
         table = Table.grid(padding=(0, 2))
@@ -84,7 +84,7 @@ class LogAnnouncer:
             self._stage = progress.stage
             self._log.info("loading", stage=progress.stage, fraction=progress.fraction)
 
-    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
+    def ready(self, address: str, models: Sequence[ServedModel]) -> None:
         model = models[0]
         devices = ", ".join(each.device for each in models)
         cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}

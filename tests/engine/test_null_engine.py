@@ -19,14 +19,14 @@ from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
 from legato_engine.errors import DeadlineExceeded
 from legato_engine.ipc.messages import (
-    Delta,
     Done,
     DropImage,
     Failed,
     HoldImage,
-    Load,
-    Queued,
-    Started,
+    OutputDelta,
+    PrefillStarted,
+    QueuePosition,
+    SchedulerLoad,
 )
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
@@ -86,7 +86,7 @@ class Bench:
     def run(self, name="a", task=HELLO, **fields):
         """Run a request to its end; return its outputs."""
         self.submit(name, task, **fields)
-        while self.engine.load() != Load(images_cached=self.engine.load().images_cached):
+        while self.engine.load() != SchedulerLoad(images_cached=self.engine.load().images_cached):
             self.engine.step()
         return self.of(name)
 
@@ -116,17 +116,17 @@ def kinds(outputs):
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
-    """A request sends `Started`, one `Delta` per token and `Done`.
+    """A request sends `PrefillStarted`, one `OutputDelta` per token and `Done`.
 
     Without deltas the result is the same.
     """
     started, *deltas, done = bench.run(task=task)
-    assert isinstance(started, Started)
-    assert all(isinstance(delta, Delta) and len(delta.events) == 1 for delta in deltas)
+    assert isinstance(started, PrefillStarted)
+    assert all(isinstance(delta, OutputDelta) and len(delta.events) == 1 for delta in deltas)
     assert len(deltas) == done.usage.output_tokens > 1
     assert done.finish_reason is FinishReason.STOP
     quiet_started, quiet = bench.run("b", task, deltas=False)
-    assert isinstance(quiet_started, Started)
+    assert isinstance(quiet_started, PrefillStarted)
     (silent,) = bench.run("c", task, deltas=False, progress=False)
     assert silent.result == quiet.result == done.result
 
@@ -236,7 +236,7 @@ def test_an_invalid_request_fails_alone(bench):
 def test_a_checkpoint_goes_on_and_one_of_other_tokens_is_refused(bench):
     """After any token the rest is the same; a token's id is its number."""
     whole = bench.run(deltas=True)
-    count = len([each for each in whole if isinstance(each, Delta)])
+    count = len([each for each in whole if isinstance(each, OutputDelta)])
     for told in (1, count):
         resumed = Resumed(arrival=1.0, token_ids=tuple(range(told)), admitted=False)
         rest = bench.run("b", resumed=resumed)
@@ -261,10 +261,10 @@ def test_paced_requests_wait():
     assert refused.error.kind == "QueueFull"
     assert bench.engine.estimated_wait() == 0, "no request has ended yet"
     bench.run("d", model="other")
-    assert kinds(bench.of("b"))[:2] == ["Queued", "Started"]
+    assert kinds(bench.of("b"))[:2] == ["QueuePosition", "PrefillStarted"]
     ends = [output.request_id.caller_id for output in bench.outputs if isinstance(output, Done)]
     assert ends == ["a", "b"]
-    assert isinstance(bench.of("b")[0], Queued)
+    assert isinstance(bench.of("b")[0], QueuePosition)
     bench.submit("e")
     bench.submit("f")
     assert bench.engine.estimated_wait() > 0
@@ -275,14 +275,14 @@ def test_pacing_waits_between_tokens():
     bench = Bench(null_step_ms=3_600_000)
     bench.submit("a")
     bench.engine.step()
-    assert kinds(bench.of("a")) == ["Started"]
+    assert kinds(bench.of("a")) == ["PrefillStarted"]
     assert not bench.engine.busy
     assert time.monotonic() < bench.engine.next_deadline() < math.inf
 
 
 @pytest.mark.parametrize("running", [True, False])
 def test_a_stop_gives_the_partial_result(running):
-    """A stopped request sends `Started` once and `Done` as cancelled, with its partial result."""
+    """A stopped request sends `PrefillStarted` once and a cancelled `Done` with a part."""
     bench = Bench(null_step_ms=0.01, max_running=1)
     bench.submit("other")
     while len(bench.of("other")) < 4:
@@ -292,10 +292,10 @@ def test_a_stop_gives_the_partial_result(running):
     bench.engine.stop(RequestKey(name))
     bench.engine.stop(RequestKey(name))
     told: list[Any] = bench.of(name)
-    assert kinds(told).count("Started") == 1
+    assert kinds(told).count("PrefillStarted") == 1
     assert kinds(told)[-1] == "Done"
     assert told[-1].finish_reason is FinishReason.CANCELLED
-    assert told[-1].usage.output_tokens == kinds(told).count("Delta")
+    assert told[-1].usage.output_tokens == kinds(told).count("OutputDelta")
     assert bool(told[-1].result.answer) is running
 
 
@@ -313,7 +313,7 @@ def test_an_abort_is_silent_and_a_deadline_is_not():
         last = bench.of(name)[-1]
         assert isinstance(last, Failed)
         assert last.error.kind == DeadlineExceeded.__name__
-    assert bench.engine.load() == Load()
+    assert bench.engine.load() == SchedulerLoad()
     assert bench.engine.next_deadline() == math.inf
 
 
@@ -339,13 +339,13 @@ async def test_the_process_serves_without_a_model():
         image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
         detect = Request(request_id=RequestKey("a"), task=DetectTask(object="cat"), image=image)
         outputs: list[Any] = [output async for output in client.submit(detect)]
-        assert isinstance(outputs[0], Started)
+        assert isinstance(outputs[0], PrefillStarted)
         assert isinstance(outputs[-1], Done)
         result: Any = outputs[-1].result
         events = [e for r in outputs[1:-1] for e in r.events]
         assert tuple(events) == result.objects
         assert all(isinstance(event, ObjectEvent) for event in events)
-        await _until(lambda: client.load == Load(images_cached=1))
+        await _until(lambda: client.load == SchedulerLoad(images_cached=1))
         assert len(client.blobs) == 0
     finally:
         await client.close()
@@ -360,7 +360,7 @@ async def test_the_process_paces_and_stops():
         await client.wait_ready()
         endless = SamplingParams(max_tokens=7000)
         stream = client.submit(Request(request_id=RequestKey("a"), task=HELLO, sampling=endless))
-        assert isinstance(await stream.__anext__(), Started)
+        assert isinstance(await stream.__anext__(), PrefillStarted)
         first: Any = await stream.__anext__()
         assert isinstance(first.events[0], TextDelta)
         stream.stop()

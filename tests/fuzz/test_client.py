@@ -12,7 +12,7 @@ from legato.v1 import session_pb2
 from legato_client import AsyncClient, Client, DetectTask, LegatoError, QueryTask
 from legato_client._errors import from_rpc_error, from_status
 from legato_client._grpc import channel as rpcs
-from legato_client._grpc.channel import Method, message_of
+from legato_client._grpc.channel import StubMethod, message_of
 from legato_client._session.state import SessionState
 
 from tests.fuzz.messages import filled, mutate
@@ -20,7 +20,7 @@ from tests.service.harness import image_bytes
 
 SEED = 16
 ANSWERS = 300  # of each method
-METHODS = [each for each in vars(rpcs).values() if isinstance(each, Method)]
+METHODS = [each for each in vars(rpcs).values() if isinstance(each, StubMethod)]
 METHODS += rpcs.OF_SKILLS.values()
 DETAILS = (
     error_details_pb2.ErrorInfo,

@@ -26,7 +26,7 @@ import torch
 from huggingface_hub import constants, file_download
 from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.hub import download, store
-from legato_engine.hub.store import INDEX, Published, Source
+from legato_engine.hub.store import INDEX, Published, RepositoryFiles
 from legato_engine.models import untrusted
 from legato_engine.models.checkpoint import headers, opened
 from legato_engine.models.gguf import read_gguf
@@ -137,7 +137,9 @@ def hub_answer(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder, FakeHub() as hub, _endpoint(hub):
         hub.files["maker/tiny"] = {"config.json": b"{}", "model.safetensors": b"12345678"}
         hub.answer = data or b" "
-        source = Source("maker/tiny", COMMIT, ("config.json", "model.safetensors", "LICENSE*"))
+        source = RepositoryFiles(
+            "maker/tiny", COMMIT, ("config.json", "model.safetensors", "LICENSE*")
+        )
         model = Published("tiny", "llama", (source,), "", bf16_bytes=8)
         inner = Path(folder) / "models" / "tiny"
         with contextlib.suppress(download.PullFailed):

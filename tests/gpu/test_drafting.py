@@ -21,7 +21,7 @@ from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft
 from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
 from legato_engine.models.paged_attention import KVCache
-from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, STARTS, UNDER_PRESSURE, WORDS
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
@@ -122,7 +122,7 @@ class Side:
             max_drafting=ROWS,
         )
         layouts = [(1, 1), (8, 1), (8, 8), (16, 1), (16, 2), (16, 16), (64, 64), (TOKENS, TOKENS)]
-        self.drafts.lay_out([Layout(*each) for each in layouts], TOKENS)
+        self.drafts.lay_out([StepLayout(*each) for each in layouts], TOKENS)
         self.table_RM = torch.zeros(ROWS + 1, 2, dtype=torch.int64, device=device.torch_device)
         self.token_R = ints(ROWS + 1, low=0, high=VOCABULARY)
         self.drafts.position_R.copy_(ints(ROWS + 1, low=3, high=CONTEXT - BLOCK - 2))

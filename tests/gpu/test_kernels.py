@@ -37,7 +37,7 @@ from legato_engine.models.moondream.presets import (
     moondream2_config,
     moondream3_config,
 )
-from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.region import RegionCoder
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
@@ -476,7 +476,7 @@ def test_bins_are_as_exact_as_torch(world, batch):
             assert torch.equal(alone_1N[0], bins_BN[i])
 
 
-def torch_bins(region: Region, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def torch_bins(region: RegionCoder, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bins of coords and of sizes by torch's own operations."""
     hidden_BD = hidden_BD.to(region.coord_features.dtype)
     normed_BD = hidden_BD if region.ln is None else region.ln(hidden_BD)

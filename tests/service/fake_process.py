@@ -15,9 +15,9 @@ from legato_engine.ipc.messages import (
     Abort,
     Command,
     Heartbeat,
-    Load,
     Loading,
     Ready,
+    SchedulerLoad,
     Shutdown,
     Stop,
     Submit,
@@ -84,7 +84,7 @@ def _beat(listener_fd: int, running: dict[RequestKey, Request]) -> None:
     step = 0
     while not pause.wait(0.1):
         step += 1
-        load = Load(running=len(running))
+        load = SchedulerLoad(running=len(running))
         subscribers.send(Heartbeat(step=step, load=load, estimated_wait=0.0))
 
 

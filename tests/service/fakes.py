@@ -14,15 +14,15 @@ from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
-    Delta,
     Done,
     DropImage,
     HoldImage,
     ImageHeld,
     ImageTotals,
-    Load,
-    ModelInfo,
-    Started,
+    OutputDelta,
+    PrefillStarted,
+    SchedulerLoad,
+    ServedModel,
     StepTotals,
 )
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
@@ -60,7 +60,7 @@ from legato_engine.types import (
     Usage,
 )
 
-MODEL = ModelInfo(
+MODEL = ServedModel(
     name="fake-1",
     device="cpu",
     tasks=("query", "caption", "detect", "point", "segment"),
@@ -92,8 +92,8 @@ class FakeEngine:
         self.siblings: Siblings | None = None
         self.num_elsewhere = 0
         self.state = EngineState.READY
-        self.model: ModelInfo | None = MODEL
-        self.load = Load()
+        self.model: ServedModel | None = MODEL
+        self.load = SchedulerLoad()
         self.step_totals = StepTotals()
         self.image_totals = ImageTotals()
         self.pid = self.restarts = self.resumptions = self.num_poisoned = 0
@@ -209,9 +209,9 @@ class FakeEngine:
     def feed(self, stream: RequestStream, *reports: StreamOutput) -> None:
         """Feed outputs to a stream."""
         for report in reports:
-            if isinstance(report, Started):
+            if isinstance(report, PrefillStarted):
                 self.started.add(stream.request_id)
-            if self.siblings is not None and isinstance(report, (Started, Done)):
+            if self.siblings is not None and isinstance(report, (PrefillStarted, Done)):
                 self.siblings.record_image(stream, report, self.number)
             stream.feed(report)
         if stream.ended:
@@ -227,7 +227,7 @@ class FakeEngine:
         self._forget(stream)
 
     def _on_stop(self, stream: RequestStream) -> None:
-        """As the real one: `Started` unless it was sent, then the partial result, CANCELLED."""
+        """As the real one: `PrefillStarted` unless sent, then the partial result, CANCELLED."""
         self.stopped.append(stream.request_id)
         if stream.request_id not in self.started:
             self.feed(stream, started(stream.request))
@@ -240,9 +240,9 @@ class FakeEngine:
             self.blobs.discard(stream.request.image.blob)
 
 
-def started(request: Request) -> Started:
+def started(request: Request) -> PrefillStarted:
     """Return the output of a launched prefill."""
-    return Started(
+    return PrefillStarted(
         request_id=request.request_id,
         model=MODEL.name,
         input_tokens=USAGE.input_tokens,
@@ -252,9 +252,9 @@ def started(request: Request) -> Started:
     )
 
 
-def delta(request: Request, *events: Event) -> Delta:
+def delta(request: Request, *events: Event) -> OutputDelta:
     """Return what one step added."""
-    return Delta(request_id=request.request_id, events=events)
+    return OutputDelta(request_id=request.request_id, events=events)
 
 
 def done(

@@ -10,7 +10,7 @@ from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost, ImageNotFound, InvalidField
-from legato_engine.ipc.messages import DropImage, HoldImage, Load, TimelineBatch
+from legato_engine.ipc.messages import DropImage, HoldImage, SchedulerLoad, TimelineBatch
 from legato_engine.types import CachedImage, CaptionTask, QueryTask, Request, RequestKey
 from legato_service import arguments
 from legato_service.engines.devices import engine_configs, parse_devices
@@ -139,8 +139,8 @@ async def test_one_engine_is_enough_to_serve(engines):
 
 async def test_loads_add_up(engines):
     """GetLoad has the sums and each engine's own figures."""
-    engines[0].load = Load(running=3, waiting=1, pages_used=10, pages_total=20)
-    engines[1].load = Load(running=2, waiting=0, pages_used=2, pages_total=20)
+    engines[0].load = SchedulerLoad(running=3, waiting=1, pages_used=10, pages_total=20)
+    engines[1].load = SchedulerLoad(running=2, waiting=0, pages_used=2, pages_total=20)
     engines[0].estimated_wait, engines[0].step, engines[1].step = 0.5, 7, 5
     async with running(engines) as server:
         load = await server.admin.GetLoad(admin_pb2.GetLoadRequest())

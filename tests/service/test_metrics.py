@@ -10,7 +10,7 @@ import pytest
 from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.messages import Durations, ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import Durations, ImageTotals, SchedulerLoad, StepTotals
 from legato_service.metrics.collector import PERIOD, LoopLag
 from legato_service.metrics.listener import MAX_CONNECTIONS, MetricsListener
 from structlog.testing import capture_logs
@@ -121,7 +121,7 @@ async def test_tenants_beyond_the_limit_share_a_label():
 async def test_the_engine_tells_by_its_heartbeats():
     """Load, caches, steps and state are those of the last heartbeat."""
     engine = FakeEngine()
-    engine.load = Load(running=3, waiting=2, pages_used=5, prefix_pages=7, pages_total=20)
+    engine.load = SchedulerLoad(running=3, waiting=2, pages_used=5, prefix_pages=7, pages_total=20)
     engine.step, engine.restarts, engine.estimated_wait = 41, 2, 0.25
     engine.image_totals = ImageTotals(decoded=4, found=6, cached_bytes=100, held_bytes=50)
     counts = (0, 1) + (0,) * 16

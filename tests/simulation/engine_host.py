@@ -30,9 +30,9 @@ from legato_engine.ipc.messages import (
     EngineMessage,
     Heartbeat,
     Loading,
-    ModelInfo,
     Ready,
     RunningAlone,
+    ServedModel,
     Shutdown,
     Stop,
     Submit,
@@ -316,7 +316,7 @@ class EngineEnd:
 PREFIX = 5  # positions of BOS and an image
 NAME = "simulated"
 POISON = 10_000  # the seed of a request that no engine survives
-INFO = ModelInfo(
+INFO = ServedModel(
     name=NAME,
     device="none",
     tasks=("query",),

@@ -24,7 +24,7 @@ from legato_engine.errors import (
     QueueFull,
 )
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
     CachedImage,
     FinishReason,
@@ -196,11 +196,11 @@ async def _read(stream: RequestStream, history: History) -> None:
     async for output in stream:
         assert history.done is None, "an output after the last"
         match output:
-            case Queued():
+            case QueuePosition():
                 history.num_queued += 1
-            case Started():
+            case PrefillStarted():
                 history.num_started += 1
-            case Delta(events=events):
+            case OutputDelta(events=events):
                 for event in events:
                     assert isinstance(event, TextDelta)
                     history.texts.append(event.text)

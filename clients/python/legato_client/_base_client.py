@@ -55,7 +55,7 @@ class BaseClient:
 
     async def _unary(
         self,
-        method: channel.Method[ResponseT, ValueT],
+        method: channel.StubMethod[ResponseT, ValueT],
         request: Message,
         timeout: float | None,
         file: bytes | None = None,
@@ -69,7 +69,7 @@ class BaseClient:
 
     async def _with_retries(
         self,
-        method: channel.Method[ResponseT, ValueT],
+        method: channel.StubMethod[ResponseT, ValueT],
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:

@@ -30,7 +30,6 @@ from legato_engine.ipc.latency_policy import (
 from legato_engine.ipc.messages import (
     Abort,
     Command,
-    Delta,
     Done,
     DropImage,
     EngineMessage,
@@ -40,16 +39,17 @@ from legato_engine.ipc.messages import (
     HoldImage,
     ImageDropped,
     ImageHeld,
-    Load,
     Loading,
-    Queued,
+    OutputDelta,
+    PrefillStarted,
+    QueuePosition,
     Ready,
     RunningAlone,
+    SchedulerLoad,
     SetPipelineDepth,
-    Started,
     Stop,
     StopElsewhere,
-    Stopped,
+    StoppedCalls,
     Submit,
     TimelineBatch,
     WatchTimeline,
@@ -59,7 +59,7 @@ from legato_engine.shm import BlobStore
 from legato_engine.types import WITH_BLOB, CachedImage, Request, RequestKey
 
 RepliedCommand = HoldImage | DropImage | StopElsewhere
-Reply = ImageHeld | ImageDropped | Stopped
+Reply = ImageHeld | ImageDropped | StoppedCalls
 
 
 class PendingCommands:
@@ -125,7 +125,9 @@ class Siblings(Protocol):
         """
         ...
 
-    def record_image(self, stream: RequestStream, output: Started | Done, number: int) -> None:
+    def record_image(
+        self, stream: RequestStream, output: PrefillStarted | Done, number: int
+    ) -> None:
         """Record that engine `number` has a request's image, as its output says."""
         ...
 
@@ -205,7 +207,7 @@ class OpenRequests:
         if isinstance(output, Failed) and _names_lost_image(stream, output):
             self._find_image(stream, output)
             return True
-        if self.siblings is not None and isinstance(output, (Started, Done)):
+        if self.siblings is not None and isinstance(output, (PrefillStarted, Done)):
             self.siblings.record_image(stream, output, self._number)
         stream.feed(output)
         if stream.ended:
@@ -312,7 +314,7 @@ def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
 
 # ---------------------------------------------------------------- connection
 
-_OUTPUTS = (Done, Delta, Failed, Started, Queued)
+_OUTPUTS = (Done, OutputDelta, Failed, PrefillStarted, QueuePosition)
 _READY = EngineState.READY  # looking up a member of an enum is slow
 
 
@@ -502,7 +504,7 @@ class EngineConnection(EngineMonitor):
         number = next(self._command_numbers)
         key = RequestKey(f"?{number}", worker=self._worker)  # no caller's id holds a `?`
         reply = await self._commands.call(StopElsewhere(request_id=key, target=target))
-        assert isinstance(reply, Stopped), "the reply to StopElsewhere is Stopped"
+        assert isinstance(reply, StoppedCalls), "the reply to StopElsewhere is Stopped"
         return reply.count
 
     def _own(self, key: RequestKey) -> RequestKey:
@@ -545,7 +547,7 @@ class EngineConnection(EngineMonitor):
                 self.timeline.deliver(message)
             case RunningAlone():
                 self.recovery.set_running_alone(message)
-            case ImageHeld() | ImageDropped() | Stopped():
+            case ImageHeld() | ImageDropped() | StoppedCalls():
                 self._commands.resolve(message)
 
     def _send_waiting(self) -> None:
@@ -558,7 +560,7 @@ class EngineConnection(EngineMonitor):
 
     def _lose(self, error: EngineLost) -> None:
         self._disconnect()
-        self.step, self.load, self.estimated_wait = 0, Load(), 0.0
+        self.step, self.load, self.estimated_wait = 0, SchedulerLoad(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)
         was_ready = self.state in (_READY, EngineState.HUNG)
         if was_ready or self.state is EngineState.STARTING:

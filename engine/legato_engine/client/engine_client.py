@@ -58,7 +58,7 @@ SERVED_AFTER = 1.0
 """Seconds after which a ready process counts as one that served."""
 
 
-class Backoff:
+class RestartBackoff:
     """Delays before restarts: none after a process that served, else doubled.
 
     The limit is `cap`, or `ready_cap` after a process that became ready: it may die of its first
@@ -183,7 +183,7 @@ class EngineClient(EngineConnection):
         )
         self._config = config
         self._command = tuple(command)
-        self._backoff = Backoff(
+        self._backoff = RestartBackoff(
             first=self._limits.backoff_first,
             cap=self._limits.backoff_cap,
             ready_cap=self._limits.backoff_ready_cap,

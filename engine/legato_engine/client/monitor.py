@@ -15,10 +15,10 @@ from legato_engine.errors import Draining, EngineLost, EngineStarting
 from legato_engine.ipc.messages import (
     Heartbeat,
     ImageTotals,
-    Load,
     Loading,
-    ModelInfo,
     Ready,
+    SchedulerLoad,
+    ServedModel,
     StepTotals,
 )
 
@@ -136,8 +136,8 @@ class EngineMonitor:
         self._timer: asyncio.TimerHandle | None = None
         self._subscribers: list[Callable[[EngineState], None]] = []
         self.state = EngineState.STARTING
-        self.model: ModelInfo | None = None
-        self.load = Load()
+        self.model: ServedModel | None = None
+        self.load = SchedulerLoad()
         self.step_totals = StepTotals()
         self.image_totals = ImageTotals()
         self.step = 0

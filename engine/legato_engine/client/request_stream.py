@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 
 from legato_engine.errors import InternalError, LegatoError, from_value
-from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.shm import BlobStore
 from legato_engine.types import (
     Certainty,
@@ -27,7 +27,7 @@ from legato_engine.types import (
     TokensDelta,
 )
 
-StreamOutput = Queued | Started | Delta | Done
+StreamOutput = QueuePosition | PrefillStarted | OutputDelta | Done
 
 MAX_LOOSE = 32
 """Unread deltas that are kept as they came; as many more are merged into one."""
@@ -40,7 +40,7 @@ Raises `QueueFull`: memory is full.
 
 
 class RequestStream(msgspec.Struct, eq=False):
-    """Iterator of `Queued`* `Started` `Delta`* `Done`; a failure is raised once instead.
+    """Iterator of `QueuePosition`* `PrefillStarted` `OutputDelta`* `Done`; failures raise once.
 
     Unread deltas are merged, so the result's length bounds the memory. Cancelling a pending read
     loses nothing. One reader at a time.
@@ -60,7 +60,7 @@ class RequestStream(msgspec.Struct, eq=False):
     searched: tuple[int, ...] = ()  # numbers of the engines without the image that it names
     ended: bool = False
     """Whether the last output has arrived; outputs may still be unread."""
-    _started: Started | None = None
+    _started: PrefillStarted | None = None
     _first_token: float = 0.0  # when the first delta arrived, in monotonic seconds
     _token_ids: list[int] = []
     _payloads: list[tuple[float, float]] = []
@@ -114,7 +114,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         head = self._pending[0]
-        if isinstance(head, Delta) and (len(self._pending) > 1 or len(head.events) > 1):
+        if isinstance(head, OutputDelta) and (len(self._pending) > 1 or len(head.events) > 1):
             return self._coalesced()
         del self._pending[0]
         self._num_loose = min(self._num_loose, len(self._pending))
@@ -142,7 +142,7 @@ class RequestStream(msgspec.Struct, eq=False):
     def feed(self, output: StreamOutput | Failed) -> None:
         if self.ended:
             return
-        if isinstance(output, Delta):
+        if isinstance(output, OutputDelta):
             self._keep(output)
         elif isinstance(output, Done):
             self._end(self._with_first_start(output) if self.resumptions else output)
@@ -152,10 +152,10 @@ class RequestStream(msgspec.Struct, eq=False):
             return
         elif self._started is not None:
             return  # repeated by a second engine
-        elif isinstance(output, Started):
+        elif isinstance(output, PrefillStarted):
             self._started = output
         self._pending.append(output)
-        self._num_loose = self._num_loose + 1 if isinstance(output, Delta) else 0
+        self._num_loose = self._num_loose + 1 if isinstance(output, OutputDelta) else 0
         if self._num_loose == 2 * MAX_LOOSE:
             self._merge_loose()
         self._wake()
@@ -179,7 +179,7 @@ class RequestStream(msgspec.Struct, eq=False):
         if not self.ended:
             self._end(error)
 
-    def _keep(self, delta: Delta) -> None:
+    def _keep(self, delta: OutputDelta) -> None:
         if not self._first_token:
             self._first_token = time.monotonic()
         self._token_ids += delta.token_ids
@@ -188,7 +188,7 @@ class RequestStream(msgspec.Struct, eq=False):
         self._certainties += delta.certainties
 
     def _with_first_start(self, done: Done) -> Done:
-        """Return `done` with the first engine's values of `Started`."""
+        """Return `done` with the first engine's values of `PrefillStarted`."""
         image, usage, started = done.image, done.usage, self._started
         if started is not None:
             image = started.image
@@ -210,10 +210,10 @@ class RequestStream(msgspec.Struct, eq=False):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _coalesced(self) -> Delta:
-        deltas: list[Delta] = []
+    def _coalesced(self) -> OutputDelta:
+        deltas: list[OutputDelta] = []
         for output in self._pending:
-            if not isinstance(output, Delta):
+            if not isinstance(output, OutputDelta):
                 break
             deltas.append(output)
         del self._pending[: len(deltas)]
@@ -225,7 +225,7 @@ class RequestStream(msgspec.Struct, eq=False):
         stop = len(self._pending) - MAX_LOOSE
         loose = self._pending[stop - MAX_LOOSE : stop]
         self._pending[stop - MAX_LOOSE : stop] = [
-            _merged([output for output in loose if isinstance(output, Delta)])
+            _merged([output for output in loose if isinstance(output, OutputDelta)])
         ]
         self._num_loose = MAX_LOOSE
 
@@ -239,8 +239,8 @@ def _resolve(result: asyncio.Future[Done], last: StreamOutput | LegatoError | No
         result.set_exception(InternalError("the stream ended without a result"))
 
 
-def _merged(deltas: list[Delta]) -> Delta:
-    return Delta(
+def _merged(deltas: list[OutputDelta]) -> OutputDelta:
+    return OutputDelta(
         request_id=deltas[0].request_id,
         events=merge_events([event for delta in deltas for event in delta.events]),
         token_ids=tuple([each for delta in deltas for each in delta.token_ids]),

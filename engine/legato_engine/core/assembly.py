@@ -26,7 +26,7 @@ from legato_engine.device.select import open_device
 from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
 from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_quota
-from legato_engine.ipc.messages import EngineOutput, ModelInfo
+from legato_engine.ipc.messages import EngineOutput, ServedModel
 from legato_engine.kernels.accelerated import missing_kernels
 from legato_engine.kernels.cpu.library import take_threads
 from legato_engine.kernels.proposer import Proposer
@@ -102,9 +102,9 @@ class Assembly:
     refiner: MaskRefiner | None
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> ServedModel:
         prompt = self.frontend.prefix_length(has_image=True) + 1
-        return ModelInfo(
+        return ServedModel(
             name=self.frontend.name,
             device=self.device.name,
             tasks=self.frontend.tasks,

@@ -37,7 +37,7 @@ from legato_engine.errors import (
     TaskUnsupported,
     exhaustion,
 )
-from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, SchedulerLoad
 from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence, SequenceStatus, Task
@@ -143,7 +143,7 @@ class EngineCore:
     def steps_committed(self) -> int:
         return self._scheduler.steps_committed
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         load, preparing = self._scheduler.load(), self._requests.count(PendingRequest)
         return msgspec.structs.replace(
             load,

@@ -8,7 +8,14 @@ from collections.abc import Sequence as Many
 
 from legato_engine.core.requests import RequestTable, ScheduledRequest
 from legato_engine.errors import LegatoError, to_value
-from legato_engine.ipc.messages import Delta, Done, EngineOutput, Failed, Queued, Started
+from legato_engine.ipc.messages import (
+    Done,
+    EngineOutput,
+    Failed,
+    OutputDelta,
+    PrefillStarted,
+    QueuePosition,
+)
 from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import Certainty, Event, FinishReason, RequestKey, Timings, Usage
 
@@ -37,7 +44,7 @@ class OutputSink:
         if not sequence.request.progress:
             return
         self._send(
-            Queued(
+            QueuePosition(
                 request_id=sequence.request.request_id,
                 position=position,
                 estimated_wait=estimated_wait,
@@ -49,7 +56,7 @@ class OutputSink:
             return
         request = self._scheduled(sequence)
         self._send(
-            Started(
+            PrefillStarted(
                 request_id=request.request_id,
                 model=self._model,
                 input_tokens=sequence.prompt_length,
@@ -96,7 +103,7 @@ class OutputSink:
         return request
 
 
-def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -> Delta:
+def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -> OutputDelta:
     """Return the tokens since the last delta, with all that another engine needs to resume."""
     tokens = sequence.tokens[len(sequence.prompt) + request.num_sent_tokens :]
     request.num_sent_tokens += len(tokens)
@@ -108,7 +115,7 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
         certainties = tuple(sequence.certainties[-len(tokens) :])
     if sequence.request.logprobs:
         logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-len(tokens) :]])
-    return Delta(
+    return OutputDelta(
         request_id=request.request_id,
         events=tuple(events),
         token_ids=tuple([token_id for token_id, _ in tokens]),

@@ -41,8 +41,8 @@ from legato_engine.ipc.messages import (
     Heartbeat,
     HoldImage,
     Loading,
-    ModelInfo,
     Ready,
+    ServedModel,
     SetPipelineDepth,
     Shutdown,
     Stop,
@@ -333,7 +333,7 @@ def _open(
     wake_fd: int,
     telemetry: Telemetry,
     recorder: FlightRecorder | None,
-) -> tuple[Core, ModelInfo]:
+) -> tuple[Core, ServedModel]:
     if config.model == null_model.NAME:
         core = NullEngine(config, blobs=blobs, send=connections.post, timeline=telemetry.stream)
         return core, null_model.info(config)

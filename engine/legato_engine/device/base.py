@@ -71,7 +71,7 @@ class EventClock:
 # A stream runs its work in order, concurrently with the caller and with other streams.
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's order."""
 
     def wait(self) -> None:
@@ -102,11 +102,11 @@ class Stream(Protocol):
         """
         ...
 
-    def record(self, reuse: Event | None = None) -> Event:
+    def record(self, reuse: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event after earlier work, in `reuse` if it has no other user."""
         ...
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Run later work after `event`, without blocking the caller."""
         ...
 

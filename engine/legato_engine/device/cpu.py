@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from legato_engine.device.base import Event
+from legato_engine.device.base import DeviceEvent
 
 
 class CpuEvent:
@@ -58,12 +58,12 @@ class CpuStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._queue.put(functools.partial(_copy, destination, source))
 
-    def record(self, reuse: Event | None = None) -> CpuEvent:
+    def record(self, reuse: DeviceEvent | None = None) -> CpuEvent:
         event = CpuEvent()
         self._queue.put(event)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         self._queue.put(event.wait)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from cuda.bindings import runtime
 
-from legato_engine.device.base import CapturedGraph, Event, EventClock
+from legato_engine.device.base import CapturedGraph, DeviceEvent, EventClock
 from legato_engine.errors import InternalError
 
 _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -113,12 +113,12 @@ class CudaStream:
         if result != runtime.cudaError_t.cudaSuccess:
             raise InternalError(f"a copy cannot be started: {result.name}")
 
-    def record(self, reuse: Event | None = None) -> CudaEvent:
+    def record(self, reuse: DeviceEvent | None = None) -> CudaEvent:
         event = reuse if isinstance(reuse, CudaEvent) else CudaEvent(self._clock)
         event.record(self.stream)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent), "an event of another device"
         self.stream.wait_event(event.event)
 

@@ -29,7 +29,7 @@ from huggingface_hub import errors as hub_errors
 from rich.console import Console
 
 from legato_engine.hub import store
-from legato_engine.hub.store import INDEX, MODELS, Published, Source, pull_parser
+from legato_engine.hub.store import INDEX, MODELS, Published, RepositoryFiles, pull_parser
 
 _COMMIT = _GIT_HASH = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -110,7 +110,7 @@ def pull(model: Published, folder: Path, say: Say) -> store.Manifest:
         return manifest
 
 
-def _list_files(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
+def _list_files(source: RepositoryFiles, folder: Path, say: Say) -> list[RemoteFile]:
     """Return the files of a source; for a sharded model, those that its index names."""
     remote = _list_remote(source)
     commit = next(iter(remote.values())).commit
@@ -131,7 +131,7 @@ def _list_files(source: Source, folder: Path, say: Say) -> list[RemoteFile]:
     return chosen
 
 
-def _list_remote(source: Source) -> dict[str, RemoteFile]:
+def _list_remote(source: RepositoryFiles) -> dict[str, RemoteFile]:
     info = _api().model_info(source.repository, revision=source.revision, files_metadata=True)
     commit = info.sha or ""
     if not _is(_COMMIT, commit) or (

@@ -96,7 +96,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class RepositoryFiles:
     """Files of one repository; a name that ends in * matches any number of files."""
 
     repository: str
@@ -117,7 +117,7 @@ class Published:
 
     name: str
     family: str  # of `--model`
-    sources: tuple[Source, ...]
+    sources: tuple[RepositoryFiles, ...]
     licence: str
     bf16_bytes: int
     fp8_bytes: int = 0
@@ -145,7 +145,7 @@ _TEXT = (
     "chat_template.jinja",
     "LICENSE*",
 )
-_STARMIE = Source(
+_STARMIE = RepositoryFiles(
     "moondream/starmie-v1",
     "35192e10a54e36eabe0a7cc57a2c1aab371cafc5",
     ("tokenizer.json",),
@@ -158,7 +158,7 @@ _ALL = (
         "moondream2",
         "moondream2",
         (
-            Source(
+            RepositoryFiles(
                 "vikhyatk/moondream2",
                 "9a7d4024050840e001defacec2b00727e89149e6",  # the tag 2025-06-21
                 _MOONDREAM,
@@ -177,7 +177,7 @@ _ALL = (
         "moondream3",
         "moondream3",
         (
-            Source(
+            RepositoryFiles(
                 "moondream/moondream3-preview",
                 "5112966d1a723413b1c9a1e8bea272b72e647b35",
                 _MOONDREAM,
@@ -191,7 +191,7 @@ _ALL = (
     Published(
         "moondream3.1",
         "moondream3.1",
-        (Source("moondream/moondream3.1-9B-A2B", "main", _MOONDREAM), _STARMIE),
+        (RepositoryFiles("moondream/moondream3.1-9B-A2B", "main", _MOONDREAM), _STARMIE),
         "not known here: the repository says",
         bf16_bytes=18_500_000_000,
         fp8_bytes=10_500_000_000,
@@ -201,7 +201,7 @@ _ALL = (
         "smollm2-135m",
         "llama",
         (
-            Source(
+            RepositoryFiles(
                 "HuggingFaceTB/SmolLM2-135M-Instruct",
                 "12fd25f77366fa6b3b4b768ec3050bf629380bac",
                 _TEXT,
@@ -219,7 +219,7 @@ _ALL = (
         "qwen3-0.6b",
         "qwen",
         (
-            Source(
+            RepositoryFiles(
                 "Qwen/Qwen3-0.6B",
                 "c1899de289a04d12100db370d81485cdf75e47ca",
                 _TEXT,

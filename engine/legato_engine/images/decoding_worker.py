@@ -68,7 +68,7 @@ class NotDecoded(msgspec.Struct, frozen=True, tag=True):
 Reply = Decoded | NotDecoded
 
 
-class SharedMemory:
+class SharedBuffer:
     """The worker's mapping of the memory that it shares with the engine."""
 
     def __init__(self, descriptor: int) -> None:
@@ -92,7 +92,7 @@ def main() -> int:
     bind_to_parent(arguments.parent)
     os.nice(arguments.nice)
     os.set_blocking(sys.stderr.fileno(), False)  # a full pipe must not stop it
-    memory = SharedMemory(arguments.memory)
+    memory = SharedBuffer(arguments.memory)
     statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     Image.preinit()
     decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()

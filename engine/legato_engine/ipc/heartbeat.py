@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from legato_engine.ipc.messages import Heartbeat, Load
+from legato_engine.ipc.messages import Heartbeat, SchedulerLoad
 from legato_engine.ipc.service_connections import Subscribers, WakeReason
 
 _REFRESH_TIME = 0.01  # seconds before a heartbeat
@@ -23,7 +23,7 @@ class Vitals:
     __slots__ = ("beat", "due")
 
     def __init__(self) -> None:
-        self.beat = Heartbeat(step=0, load=Load(), estimated_wait=0.0)
+        self.beat = Heartbeat(step=0, load=SchedulerLoad(), estimated_wait=0.0)
         self.due = False
 
 

@@ -116,7 +116,7 @@ class ImageTotals(msgspec.Struct, frozen=True, array_like=True):
     held_bytes: int = 0
 
 
-class Load(Value, frozen=True):
+class SchedulerLoad(Value, frozen=True):
     """The engine's current load."""
 
     running: int = 0
@@ -224,14 +224,15 @@ Command = (
 
 # ---------------------------------------------------------------- messages
 
-# The outputs of a request are `Queued`? `Started` `Delta`*, as far as it wants progress, then one
-# `Done` or `Failed`. An image command has one output, an aborted request no further one.
+# The outputs of a request are `QueuePosition`? `PrefillStarted` `OutputDelta`*, as far as it wants
+# progress, then one `Done` or `Failed`. An image command has one output, an aborted request no
+# further one.
 #
 # A service process ignores outputs that it did not receive: it submits the request to the next
 # engine with the tokens of the received deltas.
 
 
-class ModelInfo(Value, frozen=True):
+class ServedModel(Value, frozen=True):
     """The served model."""
 
     name: str
@@ -260,7 +261,7 @@ class Loading(Value, frozen=True):
 class Ready(Value, frozen=True):
     """The engine is ready to serve."""
 
-    model: ModelInfo
+    model: ServedModel
     pid: int
 
 
@@ -282,13 +283,13 @@ class Heartbeat(Value, frozen=True):
     """
 
     step: int
-    load: Load
+    load: SchedulerLoad
     estimated_wait: float  # seconds
     steps: StepTotals = StepTotals()
     images: ImageTotals = ImageTotals()
 
 
-class Queued(Value, frozen=True):
+class QueuePosition(Value, frozen=True):
     """The request waits; `position` 0 is next."""
 
     request_id: RequestKey
@@ -296,7 +297,7 @@ class Queued(Value, frozen=True):
     estimated_wait: float
 
 
-class Started(Value, frozen=True):
+class PrefillStarted(Value, frozen=True):
     """Prefill was launched."""
 
     request_id: RequestKey
@@ -307,7 +308,7 @@ class Started(Value, frozen=True):
     image: ImageInfo | None = None
 
 
-class Delta(Value, frozen=True):
+class OutputDelta(Value, frozen=True):
     """Events of one commit, and all tokens since the last delta as columns of `Resumed`."""
 
     request_id: RequestKey
@@ -353,14 +354,14 @@ class Failed(Value, frozen=True):
     error: ErrorValue
 
 
-class Stopped(Value, frozen=True):
+class StoppedCalls(Value, frozen=True):
     """The calls that `StopElsewhere` stopped; parts of a call count once."""
 
     request_id: RequestKey
     count: int
 
 
-class TimelineSpan(msgspec.Struct, frozen=True, array_like=True):
+class LaunchSpan(msgspec.Struct, frozen=True, array_like=True):
     """Part of a launch; times are nanoseconds of the monotonic clock.
 
     `kind` is that of the launch; `riding` decodes share a prefill, and `zombies` had ended before.
@@ -385,18 +386,22 @@ class TimelineBatch(Value, frozen=True):
     `started` is the engine's start in nanoseconds of the monotonic clock, which identifies it.
     """
 
-    spans: tuple[TimelineSpan, ...]
+    spans: tuple[LaunchSpan, ...]
     decode_steps: PipelineStats | None = None
     started: int = 0
     pipeline_depth: int = 0  # of the last launch; 0: the engine has no pipeline
 
 
-EngineOutput = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Failed
+EngineOutput = (
+    QueuePosition | PrefillStarted | OutputDelta | Done | ImageHeld | ImageDropped | Failed
+)
 """An output of one request or image command."""
 
 FINAL = (Done, Failed, ImageHeld, ImageDropped)  # the last outputs of their request id
 
-EngineMessage = Loading | Ready | RunningAlone | Heartbeat | EngineOutput | Stopped | TimelineBatch
+EngineMessage = (
+    Loading | Ready | RunningAlone | Heartbeat | EngineOutput | StoppedCalls | TimelineBatch
+)
 
 
 # ---------------------------------------------------------------- codec

@@ -29,7 +29,7 @@ from legato_engine.ipc.messages import (
     RunningAlone,
     Stop,
     StopElsewhere,
-    Stopped,
+    StoppedCalls,
     Submit,
     TimelineBatch,
     WatchTimeline,
@@ -240,7 +240,7 @@ class ServiceConnections:
             and (command.target is None or key.matches(command.target))
         ]
         count = len({key.call for key in found})
-        sender.unsent.add(encode(Stopped(request_id=command.request_id, count=count)))
+        sender.unsent.add(encode(StoppedCalls(request_id=command.request_id, count=count)))
         self._posted.add(sender)
         return [Stop(request_id=key) for key in found]
 

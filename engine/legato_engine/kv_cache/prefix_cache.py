@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from legato_engine.kv_cache.pools import PagePool
-from legato_engine.kv_cache.radix_tree import UNKNOWN_RATE, Match, Namespace, Node, RadixTree
+from legato_engine.kv_cache.radix_tree import UNKNOWN_RATE, Match, Namespace, RadixTree, TreeNode
 from legato_engine.sequence import Sequence
 
 
@@ -21,11 +21,15 @@ class PageOwnership:
     The sequence references `node` and `source`.
     """
 
-    node: Node | None = None  # deepest node with the sequence's content; None if it shares nothing
+    node: TreeNode | None = (
+        None  # deepest node with the sequence's content; None if it shares nothing
+    )
     private: set[int] = dataclasses.field(default_factory=set)
     draft: list[int] = dataclasses.field(default_factory=list)
-    source: Node | None = None  # copied to the first private page; None once the copy is enqueued
-    copied: Node | None = None  # `source` after the copy, without a reference
+    source: TreeNode | None = (
+        None  # copied to the first private page; None once the copy is enqueued
+    )
+    copied: TreeNode | None = None  # `source` after the copy, without a reference
     invalid: bool = False  # positions after `node` must not be published
 
 
@@ -36,7 +40,7 @@ def check_ownership(
     owners = [*pool.free_pages, *(page for node in nodes for page in node.pages)]
     idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)
     assert idle == tree.idle_pages, f"{tree.idle_pages} idle pages counted, {idle} found"
-    detached: set[Node] = set()
+    detached: set[TreeNode] = set()
     for sequence, ownership in owned.items():
         owners += [*ownership.private, *ownership.draft]
         acquired = [node for node in (ownership.node, ownership.source) if node is not None]
@@ -98,7 +102,7 @@ class PrefixCache:
         tail = match.node.length % self._page_size > 0
         return Match(match.node, match.node.length, match.node if tail else None)
 
-    def full_pages(self, node: Node | None) -> tuple[int, ...]:
+    def full_pages(self, node: TreeNode | None) -> tuple[int, ...]:
         """Return a path's pages, without an image prefix's partial last page."""
         if node is None:
             return ()
@@ -198,7 +202,7 @@ class PrefixCache:
             if node is not None:
                 self._tree.release(node, sequence.request.priority, _acceptance(sequence))
 
-    def _replace_page(self, ownership: PageOwnership, node: Node, page: int) -> None:
+    def _replace_page(self, ownership: PageOwnership, node: TreeNode, page: int) -> None:
         """Swap the tree's page for the sequence's, with the same content."""
         ownership.private.remove(page)
         self._pool.free(node.pages)

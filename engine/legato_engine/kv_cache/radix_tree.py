@@ -62,7 +62,7 @@ class Namespace(NamedTuple):
     tenant: str = ""
 
 
-class Node:
+class TreeNode:
     """KV of the positions `[parent.length, length)`, in pages that the tree owns.
 
     A root has the pages of an image prefix, or none without an image. Every other node has one
@@ -93,7 +93,7 @@ class Node:
         self,
         node_id: int,
         namespace: Namespace,
-        parent: Node | None,
+        parent: TreeNode | None,
         keys: Keys,
         pages: tuple[int, ...],
         length: int,
@@ -104,7 +104,7 @@ class Node:
         self.keys = keys
         self.pages = pages
         self.length = length
-        self.children: dict[Keys, Node] = {}
+        self.children: dict[Keys, TreeNode] = {}
         self.ref_count = 0
         self.priority = 0
         self.acceptance = UNKNOWN_RATE
@@ -113,8 +113,8 @@ class Node:
         self.attached = True
 
     @property
-    def path(self) -> Iterator[Node]:
-        node: Node | None = self
+    def path(self) -> Iterator[TreeNode]:
+        node: TreeNode | None = self
         while node is not None:
             yield node
             node = node.parent
@@ -123,15 +123,15 @@ class Node:
 class Match(NamedTuple):
     """Cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied."""
 
-    node: Node
+    node: TreeNode
     length: int
-    source: Node | None = None
+    source: TreeNode | None = None
 
 
 class _IdleLeaf(NamedTuple):
     rank: Rank
     serial: int  # unique, so that nodes are never compared
-    node: Node
+    node: TreeNode
 
 
 class RadixTree:
@@ -143,7 +143,7 @@ class RadixTree:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._roots: dict[Namespace, Node] = {}
+        self._roots: dict[Namespace, TreeNode] = {}
         self._ids = itertools.count()
         self._time = 0
         self._idle_leaves: list[_IdleLeaf] = []  # a heap, stale entries included
@@ -154,10 +154,10 @@ class RadixTree:
 
     # ------------------------------------------------------------ lookup
 
-    def root(self, namespace: Namespace) -> Node | None:
+    def root(self, namespace: Namespace) -> TreeNode | None:
         return self._roots.get(namespace)
 
-    def match(self, root: Node, sequence: Sequence, stop: int) -> Match:
+    def match(self, root: TreeNode, sequence: Sequence, stop: int) -> Match:
         node = root
         while (end := self._page_end(node.length)) <= stop:
             child = node.children.get(sequence.keys(node.length, end))
@@ -166,7 +166,7 @@ class RadixTree:
             node = child
         return self._with_copy(node, sequence, min(stop, end))
 
-    def _with_copy(self, node: Node, sequence: Sequence, stop: int) -> Match:
+    def _with_copy(self, node: TreeNode, sequence: Sequence, stop: int) -> Match:
         """Extend a match by the page that shares the most positions."""
         ends_in_page = node.length % self._page_size > 0  # an image prefix or a leaf
         source, most = (node, 0) if ends_in_page else (None, MIN_COPIED - 1)
@@ -186,17 +186,17 @@ class RadixTree:
 
     # ------------------------------------------------------------ growth
 
-    def add_root(self, namespace: Namespace, length: int, num_pages: int) -> Node:
+    def add_root(self, namespace: Namespace, length: int, num_pages: int) -> TreeNode:
         """Add a root that the caller will compute; without an image it has 0 positions."""
         assert namespace not in self._roots, f"{namespace} already has a root"
         pages = self._pool.allocate(num_pages)
-        root = Node(next(self._ids), namespace, None, (), pages, length)
+        root = TreeNode(next(self._ids), namespace, None, (), pages, length)
         root.ready = not pages
         self._roots[namespace] = root
         self._count_new(root)
         return root
 
-    def extend(self, node: Node, keys: Keys, page: int) -> Node:
+    def extend(self, node: TreeNode, keys: Keys, page: int) -> TreeNode:
         """Return the child with these tokens; a new one takes ownership of `page`."""
         assert node.attached, f"node {node.node_id} is detached"
         partial = node.parent is not None and node.length % self._page_size
@@ -204,19 +204,19 @@ class RadixTree:
         child = node.children.get(keys)
         if child is None:
             length = node.length + len(keys)
-            child = Node(next(self._ids), node.namespace, node, keys, (page,), length)
+            child = TreeNode(next(self._ids), node.namespace, node, keys, (page,), length)
             node.children[keys] = child
             self._count_new(child)
         return child
 
-    def _count_new(self, node: Node) -> None:
+    def _count_new(self, node: TreeNode) -> None:
         self.num_changes += 1
         self._num_nodes += 1
         self.idle_pages += len(node.pages)
 
     # ------------------------------------------------------------ references
 
-    def acquire(self, node: Node, above: Node | None = None) -> None:
+    def acquire(self, node: TreeNode, above: TreeNode | None = None) -> None:
         """Add a reference to a node and its ancestors, below the referenced `above`."""
         for each in node.path:
             if each is above:
@@ -227,7 +227,7 @@ class RadixTree:
                 self.shared_pages += len(each.pages)
             each.ref_count += 1
 
-    def release(self, node: Node, priority: int, acceptance: float = UNKNOWN_RATE) -> None:
+    def release(self, node: TreeNode, priority: int, acceptance: float = UNKNOWN_RATE) -> None:
         """Unreference a node and its ancestors.
 
         An unreferenced node stays, with its last user's priority and rate of accepted draft tokens,
@@ -248,7 +248,7 @@ class RadixTree:
                 else:
                     self._offer(each)
 
-    def detach(self, node: Node) -> None:
+    def detach(self, node: TreeNode) -> None:
         """Remove a node and its descendants from lookup; the last reference frees each."""
         if not node.attached:
             return
@@ -270,7 +270,7 @@ class RadixTree:
             if _is_current(leaf):
                 self._remove(leaf.node)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: TreeNode) -> None:
         """Make an idle leaf evictable; remove an idle root without pages."""
         if not _is_idle_leaf(node):
             return
@@ -281,7 +281,7 @@ class RadixTree:
         if len(self._idle_leaves) > 2 * self._num_nodes + 64:
             self._idle_leaves = sorted(filter(_is_current, self._idle_leaves))
 
-    def _unlink(self, node: Node) -> None:
+    def _unlink(self, node: TreeNode) -> None:
         self.num_changes += 1
         parent = node.parent
         if parent is None:
@@ -290,7 +290,7 @@ class RadixTree:
         del parent.children[node.keys]
         self._offer(parent)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: TreeNode) -> None:
         if node.attached:
             self._unlink(node)
             node.attached = False
@@ -300,7 +300,7 @@ class RadixTree:
 
     # ------------------------------------------------------------ state
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         nodes = list(self._roots.values())
         for node in nodes:
             yield node
@@ -316,7 +316,7 @@ def _num_common(one: Keys, other: Keys) -> int:
     return count
 
 
-def _is_idle_leaf(node: Node) -> bool:
+def _is_idle_leaf(node: TreeNode) -> bool:
     return node.attached and node.ref_count == 0 and not node.children
 
 
@@ -324,7 +324,7 @@ def _is_current(leaf: _IdleLeaf) -> bool:
     return _is_idle_leaf(leaf.node) and leaf.rank == _rank(leaf.node)
 
 
-def _rank(node: Node) -> Rank:
+def _rank(node: TreeNode) -> Rank:
     return eviction_rank(
         EvictionCandidate(node.node_id, node.priority, node.acceptance, node.last_used)
     )

@@ -42,7 +42,7 @@ _DTYPES = {
 }
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """A stored tensor without its data."""
 
     name: str
@@ -55,7 +55,7 @@ class Header(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def headers(path: Path) -> tuple[Header, ...]:
+def headers(path: Path) -> tuple[TensorHeader, ...]:
     """List the tensors of a .safetensors, .pt or .gguf file, or of a folder with one or shards.
 
     Of a .pt file only a dict of tensors is unpickled. Tensors of a .gguf file have the names and
@@ -64,7 +64,7 @@ def headers(path: Path) -> tuple[Header, ...]:
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
     """
-    found: list[Header] = []
+    found: list[TensorHeader] = []
     for file in _files(path):
         with refusing(file.name, "weights"):
             found += _headers(file)
@@ -139,21 +139,21 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return files
 
 
-def _headers(file: Path) -> Iterator[Header]:
+def _headers(file: Path) -> Iterator[TensorHeader]:
     if file.suffix in _PICKLED:
         for name, tensor in _unpickled(file).items():
-            yield Header(name, file, tuple(tensor.shape), tensor.dtype)
+            yield TensorHeader(name, file, tuple(tensor.shape), tensor.dtype)
         return
     if is_gguf(file):
         for name, shape in _gguf_shapes(file).items():
-            yield Header(name, file, shape, torch.float32)
+            yield TensorHeader(name, file, shape, torch.float32)
         return
     with _open(file) as handle:
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
             part = handle.get_slice(name)
             if (stored := part.get_dtype()) not in _DTYPES:
                 raise InvalidField(f"{file.name}: {name} is stored as {stored}", field="weights")
-            yield Header(name, file, tuple(part.get_shape()), _DTYPES[stored])
+            yield TensorHeader(name, file, tuple(part.get_shape()), _DTYPES[stored])
 
 
 def _open(file: Path) -> safe_open:
@@ -198,7 +198,7 @@ Rename = Callable[[str], str | Destination | None]
 class Move(NamedTuple):
     """A stored tensor and its destination."""
 
-    header: Header
+    header: TensorHeader
     destination: Destination
 
     @property
@@ -223,7 +223,7 @@ class Move(NamedTuple):
         return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])
 
 
-def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
+def plan(network: nn.Module, headers: Iterable[TensorHeader], rename: Rename) -> tuple[Move, ...]:
     """Assign stored tensors their destinations, in the order of the headers.
 
     Raises:
@@ -237,7 +237,7 @@ def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple
     return moves
 
 
-def _moves(headers: Iterable[Header], rename: Rename) -> Iterator[Move]:
+def _moves(headers: Iterable[TensorHeader], rename: Rename) -> Iterator[Move]:
     for header in headers:
         destination = rename(header.name)
         if destination is not None:
@@ -328,7 +328,7 @@ Progress = Callable[[float], None]
 
 def load(
     network: nn.Module,
-    headers: Sequence[Header],
+    headers: Sequence[TensorHeader],
     rename: Rename,
     device: torch.device,
     *,
@@ -344,7 +344,7 @@ def load(
     """
     moves = plan(network, headers, rename)
     require_memory(network, device, memory)
-    meter = Meter(sum(move.header.num_bytes for move in moves), progress)
+    meter = ProgressMeter(sum(move.header.num_bytes for move in moves), progress)
     for part in _mappings(moves):
         with opened(part[0].header.file) as fill:
             for move in part:
@@ -372,7 +372,7 @@ def randomise(
     require_memory(network, device, memory)
     generator = torch.Generator(device).manual_seed(seed)
     state: dict[str, torch.Tensor] = network.state_dict()
-    meter = Meter(sum(like.nbytes for like in state.values()), progress)
+    meter = ProgressMeter(sum(like.nbytes for like in state.values()), progress)
     for name, like in state.items():
         noise = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
         noise.mul_(scale(name, like.shape))
@@ -407,7 +407,7 @@ def assign(network: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(module, leaf, tensor)
 
 
-class Meter:
+class ProgressMeter:
     """Reports progress once per full percent, and 1 at the end."""
 
     def __init__(self, total: int, progress: Progress) -> None:
@@ -461,7 +461,7 @@ def _target(network: nn.Module, move: Move, device: torch.device) -> torch.Tenso
     return target.t() if destination.transposed else target
 
 
-def _require_finite(tensor: torch.Tensor, header: Header) -> None:
+def _require_finite(tensor: torch.Tensor, header: TensorHeader) -> None:
     """One pass without a copy; of the 8-bit types only some have what is not finite."""
     if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():
         return

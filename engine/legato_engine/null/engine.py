@@ -22,7 +22,6 @@ from legato_engine.images.headers import displayed_size, inspect
 from legato_engine.images.memory import image_quota
 from legato_engine.images.raw import check_raw
 from legato_engine.ipc.messages import (
-    Delta,
     Done,
     DropImage,
     EngineOutput,
@@ -31,10 +30,11 @@ from legato_engine.ipc.messages import (
     ImageDropped,
     ImageHeld,
     ImageTotals,
-    Load,
-    Queued,
-    Started,
-    TimelineSpan,
+    LaunchSpan,
+    OutputDelta,
+    PrefillStarted,
+    QueuePosition,
+    SchedulerLoad,
 )
 from legato_engine.null.model import NAME, NullModel, NullRequest
 from legato_engine.scheduler.interfaces import Clock
@@ -267,8 +267,8 @@ class NullEngine:
     def rows_free(self) -> int:
         return max(0, self.num_rows - len(self._running))  # a stop runs one more
 
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(
             running=len(self._running),
             waiting=len(self._queue),
             rows_used=len(self._running),
@@ -317,7 +317,7 @@ class NullEngine:
             tokens += request.num_tokens - before
         end = time.perf_counter_ns()
         number, rows = self.steps_committed, len(running)
-        span = TimelineSpan(
+        span = LaunchSpan(
             "cpu commit", "commit", start, end - start, number, "decode", rows, 0, 0, tokens
         )
         timeline.add_spans((span,), end)
@@ -330,7 +330,9 @@ class NullEngine:
         if request.deltas and index < running.num_tokens:
             events = output.events_at(index, request)
             token_ids = (index,)
-            self._send(Delta(request_id=request.request_id, events=events, token_ids=token_ids))
+            self._send(
+                OutputDelta(request_id=request.request_id, events=events, token_ids=token_ids)
+            )
         if running.num_tokens == count:
             self._finish(running, output.finish_reason, now)
 
@@ -381,7 +383,7 @@ class NullEngine:
         if not request.progress:
             return
         self._send(
-            Started(
+            PrefillStarted(
                 request_id=request.request_id,
                 model=NAME,
                 input_tokens=waiting.input_tokens,
@@ -393,7 +395,7 @@ class NullEngine:
 
     def _announce_queued(self, waiting: NullRequest) -> None:
         self._send(
-            Queued(
+            QueuePosition(
                 request_id=waiting.request.request_id,
                 position=self._queue.position(waiting),
                 estimated_wait=self.estimated_wait(),

@@ -8,7 +8,7 @@ import msgspec
 
 from legato_engine.config import EngineConfig
 from legato_engine.errors import AdapterNotFound, InvalidField, ModelNotFound
-from legato_engine.ipc.messages import ModelInfo
+from legato_engine.ipc.messages import ServedModel
 from legato_engine.models.confidence import confidence_info
 from legato_engine.models.text import SamplingDefaults, fill_sampling, max_objects, token_budget
 from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
@@ -94,9 +94,9 @@ _MAX_CONTEXT = 8192  # positions, unless configured
 _DEFAULTS = SamplingDefaults(max_tokens=_MAX_CONTEXT)
 
 
-def info(config: EngineConfig) -> ModelInfo:
+def info(config: EngineConfig) -> ServedModel:
     max_context = config.max_context or _MAX_CONTEXT
-    return ModelInfo(
+    return ServedModel(
         name=NAME,
         device="none",
         tasks=SKILLS,

@@ -36,7 +36,7 @@ class StepTimes(msgspec.Struct, frozen=True, order=True):
     loop: Seconds
 
 
-class Choice(Protocol):
+class PathChoice(Protocol):
     """Decides which eligible launches use the megakernel.
 
     `drawn`: a row samples. `common`: most rows share leading pages with the row before.
@@ -52,7 +52,7 @@ or none, `in_megakernel` or captured.
 
 
 class Fixed:
-    """A `Choice` of all launches, or of none."""
+    """A `PathChoice` of all launches, or of none."""
 
     def __init__(self, takes: bool) -> None:
         self._takes = takes
@@ -66,7 +66,7 @@ ALL, NONE = Fixed(True), Fixed(False)
 
 
 class PathTable:
-    """A `Choice` by measured times; between measured row counts the next larger one decides."""
+    """A `PathChoice` by measured times; between measured row counts the next larger one decides."""
 
     def __init__(self, times: Iterable[StepTimes]) -> None:
         self.times = tuple(sorted(times))

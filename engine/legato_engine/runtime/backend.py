@@ -31,7 +31,7 @@ class Needs(NamedTuple):
     alternatives: bool = False  # to its tokens; never in a loop
 
 
-class Backend(Protocol):
+class StepBackend(Protocol):
     """Enqueues the work of launches on the compute stream.
 
     `prefill` and `encode` stage their own inputs, and `prefill` uploads all of the launch; the

@@ -10,8 +10,8 @@ from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.decode_loop import MegakernelOffer, MegakernelSteps
 from legato_engine.kernels.proposer import LookupProposer
 from legato_engine.models.base import StepKernels
-from legato_engine.runtime.autotune import ALL, Choice, Kept, measure
-from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.autotune import ALL, Kept, PathChoice, measure
+from legato_engine.runtime.backend import StepBackend
 from legato_engine.runtime.calibration import LoopTimes, own_hash
 from legato_engine.runtime.decode_slot import DraftState, Resources
 from legato_engine.runtime.loops import DecodeLoops
@@ -20,7 +20,7 @@ from legato_engine.runtime.torch_backend import TorchBackend
 _log = structlog.get_logger()
 
 
-def backend_for(kernels: StepKernels | None, resources: Resources) -> Backend:
+def backend_for(kernels: StepKernels | None, resources: Resources) -> StepBackend:
     if kernels is None:
         return TorchBackend(resources)
     from legato_engine.runtime.kernel_backend import KernelBackend
@@ -35,12 +35,12 @@ class Paths(NamedTuple):
     """
 
     megakernel: MegakernelSteps | None
-    choice: Choice = ALL
+    choice: PathChoice = ALL
     unmeasured: MegakernelOffer | None = None
 
 
 def paths_for(
-    backend: Backend, max_rows: int, drafts: DraftState | None, *, by_times: bool
+    backend: StepBackend, max_rows: int, drafts: DraftState | None, *, by_times: bool
 ) -> Paths:
     """Choose between megakernel and captured loops, with `by_times` from stored times.
 
@@ -83,7 +83,7 @@ def _kept(offer: MegakernelOffer) -> Kept:
     return Kept({**offer.subject, "measurement": own_hash()})
 
 
-def _offer(backend: Backend, max_rows: int, drafts: DraftState | None) -> MegakernelOffer | str:
+def _offer(backend: StepBackend, max_rows: int, drafts: DraftState | None) -> MegakernelOffer | str:
     if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
         return "runs drafts by lookup only"
     return backend.offer_megakernel(max_rows, None if drafts is None else drafts.policy)

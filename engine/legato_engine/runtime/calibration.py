@@ -15,7 +15,7 @@ import torch
 
 from legato_engine.kernels.decode_loop import ANY, BatchKind, Build
 from legato_engine.runtime.autotune import ALL, NONE
-from legato_engine.runtime.backend import Backend, Needs
+from legato_engine.runtime.backend import Needs, StepBackend
 from legato_engine.runtime.decode_slot import DraftState, Resources
 from legato_engine.runtime.descriptors import DESCRIPTOR, EXACT, STARTS, WORDS
 from legato_engine.runtime.loops import DecodeLoops
@@ -45,7 +45,7 @@ class StepCosts:
     Rows read and write the scratch page, so no sequence's pages change.
     """
 
-    def __init__(self, resources: Resources, backend: Backend) -> None:
+    def __init__(self, resources: Resources, backend: StepBackend) -> None:
         state = resources.state
         assert state.drafts is not None, "costs are of speculation, which is off"
         self._device = resources.device

@@ -205,7 +205,7 @@ def _output_fields(max_rows: int, max_drafting: int) -> Fields:
 _MAX_GROUPS = 3
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     """A batch that a forward is prepared for: `groups` of adjacent tokens of one row are fast."""
 
     tokens: int
@@ -261,7 +261,7 @@ class DraftState:
 
     # ------------------------------------------------------------ set-up
 
-    def lay_out(self, layouts: Sequence[Layout], most_tokens: int) -> None:
+    def lay_out(self, layouts: Sequence[StepLayout], most_tokens: int) -> None:
         """Let `choice` be the index of the smallest of these batches, ascending in tokens."""
         table = [
             [_choice(layouts, tokens, groups) for groups in range(1, _MAX_GROUPS + 1)]
@@ -353,7 +353,7 @@ def _blocks(limit: int) -> tuple[int, ...]:
     return (*(1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit), limit)
 
 
-def _choice(layouts: Sequence[Layout], tokens: int, groups: int) -> int:
+def _choice(layouts: Sequence[StepLayout], tokens: int, groups: int) -> int:
     """Return the index of a batch for `tokens` in `groups` (at least `_MAX_GROUPS`) groups."""
     fits = [index for index, each in enumerate(layouts) if each.tokens >= tokens]
     if not fits:

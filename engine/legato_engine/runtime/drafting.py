@@ -18,7 +18,7 @@ from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.models.base import Model
 from legato_engine.models.paged_attention import DecodeBatch
 from legato_engine.runtime.buffers import TokenRing
-from legato_engine.runtime.decode_slot import DraftState, Layout, Resources
+from legato_engine.runtime.decode_slot import DraftState, Resources, StepLayout
 from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.kv_pool import allocate
 
@@ -122,7 +122,7 @@ class DraftingDecode:
     Block sizes, a proposal, and the forward of the batch that results from both.
     """
 
-    def __init__(self, resources: Resources, layouts: Sequence[Layout]) -> None:
+    def __init__(self, resources: Resources, layouts: Sequence[StepLayout]) -> None:
         drafts = resources.state.drafts
         assert drafts is not None, "only draft tokens are placed by the device"
         self._resources = resources

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from legato_engine.device.base import Event
+from legato_engine.device.base import DeviceEvent
 from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.decode_loop import MegakernelOffer
@@ -18,7 +18,7 @@ from legato_engine.models.base import StepInputs, StepKernels
 from legato_engine.models.paged_attention import Chunk
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.buffers import StagingBuffer
-from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, Layout, Resources
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, Resources, StepLayout
 from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graphs import Work
@@ -145,10 +145,10 @@ class StepWorks:
         return lambda: step(payload, alternatives)
 
 
-def _layouts(buckets: Sequence[int]) -> list[Layout]:
+def _layouts(buckets: Sequence[int]) -> list[StepLayout]:
     """Return the layouts that `laid_out_groups` chooses."""
     return [
-        Layout(bucket, groups)
+        StepLayout(bucket, groups)
         for bucket in buckets
         for groups in sorted({laid_out_groups(bucket, few) for few in (*FEW_GROUPS, bucket)})
     ]
@@ -264,7 +264,7 @@ but the first result comes later by the time of two.
 
 
 class KernelBackend:
-    """A `Backend` over `StepKernels` and an optional `ImageEncoder`."""
+    """A `StepBackend` over `StepKernels` and an optional `ImageEncoder`."""
 
     def __init__(self, kernels: StepKernels, resources: Resources) -> None:
         model, slots = resources.model, resources.slots
@@ -434,7 +434,7 @@ class KernelBackend:
         """Run the passes; passes after the first are staged here."""
         buffers, compute = self._slots[slot], self._resources.compute
         adapted = any(row.sequence.adapter.key for row in passes.sampled)
-        uploads: list[Event] = []
+        uploads: list[DeviceEvent] = []
         for index, (given, bucket) in enumerate(zip(passes.each, passes.buckets, strict=True)):
             is_last = passes.is_last(index)
             if index >= MAX_PASSES:  # only a long answer after a preemption has that many

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 import torch
 
-from legato_engine.device.base import Event
+from legato_engine.device.base import DeviceEvent
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     AnyLoop,
@@ -25,8 +25,8 @@ from legato_engine.kernels.decode_loop import (
     control_step,
     follow,
 )
-from legato_engine.runtime.autotune import ALL, Choice
-from legato_engine.runtime.backend import Backend, Needs
+from legato_engine.runtime.autotune import ALL, PathChoice
+from legato_engine.runtime.backend import Needs, StepBackend
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import Resources
 from legato_engine.runtime.drafting import DraftLaunches
@@ -111,9 +111,9 @@ class DecodeLoops:
     def __init__(
         self,
         resources: Resources,
-        backend: Backend,
+        backend: StepBackend,
         megakernel: MegakernelSteps | None = None,
-        choice: Choice = ALL,
+        choice: PathChoice = ALL,
     ) -> None:
         """Create the loops; `choice` decides which eligible launches use the `megakernel`."""
         on = resources.device.torch_device
@@ -167,7 +167,7 @@ class DecodeLoops:
         """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, or none if that is 0.
 
         Rows and constraints are staged. `common`: most rows share their leading pages, as in
-        `Choice`.
+        `PathChoice`.
         """
         self._rings[slot].reset()
         self._poll_timer.begin()
@@ -229,7 +229,7 @@ class DecodeLoops:
         return _MIN_MEGAKERNEL_STEPS if self._in_megakernel[slot] else _MIN_CAPTURED_STEPS
 
     def next_outputs(
-        self, slot: int, end: Event, pause: Pause
+        self, slot: int, end: DeviceEvent, pause: Pause
     ) -> Mapping[str, np.ndarray] | LoopPoll:
         """Wait for the next step's outputs; none are left once the loop's `end` has completed."""
         ring, pauses = self._rings[slot], self._poll_timer.pauses()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from legato_engine import failpoints
-from legato_engine.device.base import Device, Event
+from legato_engine.device.base import Device, DeviceEvent
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.proposer import Proposer
 from legato_engine.layers.lora import AdapterBank
@@ -167,12 +167,12 @@ SHARED_PROMPTS = 4
 class LaunchEvents:
     """A slot's events; its next launch records them again."""
 
-    forward_start: Event
-    forward_end: Event
-    mask_end: Event
-    sample_start: Event
-    sample_end: Event
-    copy_end: Event
+    forward_start: DeviceEvent
+    forward_end: DeviceEvent
+    mask_end: DeviceEvent
+    sample_start: DeviceEvent
+    sample_end: DeviceEvent
+    copy_end: DeviceEvent
     needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
     is_void: bool = dataclasses.field(default=False, kw_only=True)  # a decode does not count
 

@@ -17,7 +17,7 @@ from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.models.base import Adapter
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.decode_slot import DecodeSlot, Layout, Resources
+from legato_engine.runtime.decode_slot import DecodeSlot, Resources, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, initial_descriptor
 from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.graphs import Work
@@ -259,7 +259,7 @@ class TorchBackend:
         self._graphs = resources.graphs
         self._drafting = None
         if resources.state.drafts is not None:
-            layouts = [Layout(bucket, 1) for bucket in self.buckets]
+            layouts = [StepLayout(bucket, 1) for bucket in self.buckets]
             self._drafting = DraftingDecode(resources, layouts)
 
     def warm_up(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 
 from legato_engine import failpoints
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.messages import SchedulerLoad
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import (
     ALONE,
@@ -419,9 +419,9 @@ class Scheduler:
     def estimated_wait(self) -> float:
         return self._admission.estimated_wait()
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """Return the current load; `images_cached` is not set."""
-        return Load(
+        return SchedulerLoad(
             running=len(self._running),
             waiting=len(self._prefill),
             inflight=len(self._pipeline),

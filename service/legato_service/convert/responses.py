@@ -14,11 +14,11 @@ from google.rpc import status_pb2
 from legato.v1 import admin_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine.ipc.messages import (
     Done,
+    LaunchSpan,
     PipelineStats,
-    Queued,
-    Started,
+    PrefillStarted,
+    QueuePosition,
     TimelineBatch,
-    TimelineSpan,
 )
 from legato_engine.types import (
     Event,
@@ -193,7 +193,7 @@ def timeline(
     return response
 
 
-def _timeline_span(span: TimelineSpan) -> admin_pb2.TimelineSpan:
+def _timeline_span(span: LaunchSpan) -> admin_pb2.TimelineSpan:
     return admin_pb2.TimelineSpan(
         lane=span.lane,
         name=span.name,
@@ -211,7 +211,7 @@ def _timeline_span(span: TimelineSpan) -> admin_pb2.TimelineSpan:
 # ---------------------------------------------------------------- events
 
 
-def queued(output: Queued) -> inference_pb2.GenerateResponse:
+def queued(output: QueuePosition) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         queued=inference_pb2.Queued(
             position=output.position, estimated_wait=duration(output.estimated_wait)
@@ -219,7 +219,7 @@ def queued(output: Queued) -> inference_pb2.GenerateResponse:
     )
 
 
-def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
+def started(output: PrefillStarted, request_id: str) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request_id,

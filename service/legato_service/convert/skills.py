@@ -126,7 +126,7 @@ _SYSTEM, _USER, _ASSISTANT = (
 )
 
 
-class Conversation(NamedTuple):
+class ChatQuestion(NamedTuple):
     """A question and the messages before it."""
 
     system: str
@@ -135,7 +135,7 @@ class Conversation(NamedTuple):
     shows_image: bool
 
 
-def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conversation:
+def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQuestion:
     """Convert messages: system's, if any, then user and assistant in turns, user last.
 
     Messages of one role in a row are one turn.
@@ -161,7 +161,7 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
     check_text_size(texts, field)
     spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
     turns = [_joined([texts[at] for at in group]) for _, group in spoken]
-    return Conversation(
+    return ChatQuestion(
         system=_joined(texts[:num_system]),
         history=tuple(
             Turn(question=question, answer=answer)
@@ -269,7 +269,7 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Skill(Generic[ResultT, ResponseT]):
+class SkillConversions(Generic[ResultT, ResponseT]):
     """Conversions of one skill, named as in `core`.
 
     `task` takes the task's message or the request of the skill's own call, and the path of its
@@ -344,7 +344,7 @@ def _fill_query(
         message.reasoning.grounding.extend(map(grounding, result.grounding))
 
 
-QUERY = Skill("query", _query, QueryResult, inference_pb2.QueryResponse, _fill_query)
+QUERY = SkillConversions("query", _query, QueryResult, inference_pb2.QueryResponse, _fill_query)
 
 
 # ---------------------------------------------------------------- caption
@@ -364,7 +364,9 @@ def _fill_caption(
     message.caption = result.caption
 
 
-CAPTION = Skill("caption", _caption, CaptionResult, inference_pb2.CaptionResponse, _fill_caption)
+CAPTION = SkillConversions(
+    "caption", _caption, CaptionResult, inference_pb2.CaptionResponse, _fill_caption
+)
 
 
 # ---------------------------------------------------------------- detect
@@ -389,7 +391,9 @@ def _fill_detect(
         fill_object(objects.add(), value)
 
 
-DETECT = Skill("detect", _detect, DetectResult, inference_pb2.DetectResponse, _fill_detect)
+DETECT = SkillConversions(
+    "detect", _detect, DetectResult, inference_pb2.DetectResponse, _fill_detect
+)
 
 
 # ---------------------------------------------------------------- point
@@ -415,7 +419,7 @@ def _fill_point(
         fill_pointed(points.add(), value)
 
 
-POINT = Skill("point", _point, PointResult, inference_pb2.PointResponse, _fill_point)
+POINT = SkillConversions("point", _point, PointResult, inference_pb2.PointResponse, _fill_point)
 
 
 # ---------------------------------------------------------------- segment
@@ -436,12 +440,14 @@ def _fill_segment(
     message.segments.extend(map(outline, result.segments))
 
 
-SEGMENT = Skill("segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment)
+SEGMENT = SkillConversions(
+    "segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment
+)
 
 
 # ---------------------------------------------------------------- table
 
-AnySkill: TypeAlias = Skill[Any, Any]
+AnySkill: TypeAlias = SkillConversions[Any, Any]
 
 SKILLS: tuple[AnySkill, ...] = (QUERY, CAPTION, DETECT, POINT, SEGMENT)
 BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}

@@ -8,7 +8,7 @@ import msgspec
 from legato.v1 import inference_pb2, media_pb2
 from legato_engine.client.request_stream import StreamOutput
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.messages import Delta, Done, ModelInfo, Queued, Started
+from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted, QueuePosition, ServedModel
 from legato_engine.types import Request, Resumed
 
 from legato_service.convert import responses
@@ -32,7 +32,7 @@ class Checkpoints:
         message.seed = self._seed
         message.resumptions = self._resumptions
 
-    def cover(self, event: inference_pb2.GenerateResponse, delta: Delta) -> None:
+    def cover(self, event: inference_pb2.GenerateResponse, delta: OutputDelta) -> None:
         """Attach a checkpoint to the last event of a delta."""
         message = event.checkpoint
         message.token_ids.extend(delta.token_ids)
@@ -50,7 +50,7 @@ def checkpoints_of(request: Request, resumptions: int) -> Checkpoints:
     return Checkpoints(request.request_id.seed if seed is None else seed, resumptions)
 
 
-def resume(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> Request:
+def resume(message: inference_pb2.Checkpoint, request: Request, model: ServedModel) -> Request:
     """Resume the request from its checkpoint; the engine checks the tokens against the task.
 
     Raises:
@@ -88,7 +88,7 @@ def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -
     )
 
 
-def _check_origin(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> None:
+def _check_origin(message: inference_pb2.Checkpoint, request: Request, model: ServedModel) -> None:
     if message.model != model.name:
         raise InvalidField(f"this server answers with {model.name}", field=f"{_FIELD}.model")
     if not message.HasField("seed"):
@@ -124,7 +124,7 @@ class EventStream:
         self._next_index = 0
 
     def convert(self, output: StreamOutput | None) -> list[inference_pb2.GenerateResponse]:
-        if isinstance(output, Delta):  # nearly all
+        if isinstance(output, OutputDelta):  # nearly all
             first, self._next_index = self._next_index, self._next_index + len(output.events)
             numbered = enumerate(output.events, first)
             events = [responses.delta(event, index) for index, event in numbered]
@@ -136,13 +136,15 @@ class EventStream:
         self._next_index += 1
         return [event]
 
-    def _event(self, output: Queued | Started | Done | None) -> inference_pb2.GenerateResponse:
+    def _event(
+        self, output: QueuePosition | PrefillStarted | Done | None
+    ) -> inference_pb2.GenerateResponse:
         match output:
             case None:
                 return inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())
-            case Queued():
+            case QueuePosition():
                 return responses.queued(output)
-            case Started():
+            case PrefillStarted():
                 self._model = output.model
                 started = responses.started(output, self._request_id)
                 if self._checkpoints is not None:

@@ -21,9 +21,9 @@ from legato_engine.ipc.messages import (
     DropImage,
     HoldImage,
     ImageHeld,
-    Load,
-    ModelInfo,
-    Started,
+    PrefillStarted,
+    SchedulerLoad,
+    ServedModel,
 )
 from legato_engine.shm import BlobStore
 from legato_engine.types import CachedImage
@@ -132,11 +132,11 @@ class Directory:
 # ---------------------------------------------------------------- totals
 
 
-def total_load(loads: Sequence[Load]) -> Load:
+def total_load(loads: Sequence[SchedulerLoad]) -> SchedulerLoad:
     """Add up the loads of engines; measurements over a window are kept for a single engine only."""
     if len(loads) == 1:
         return loads[0]
-    return Load(
+    return SchedulerLoad(
         running=sum(each.running for each in loads),
         waiting=sum(each.waiting for each in loads),
         preparing=sum(each.preparing for each in loads),
@@ -250,7 +250,7 @@ class EngineGroup:
         return self._best.state
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         return total_load([each.load for each in self.members])
 
     @property
@@ -382,7 +382,9 @@ class EngineGroup:
         first.adopt(stream, renew=False)
         return True
 
-    def record_image(self, stream: RequestStream, output: Started | Done, number: int) -> None:
+    def record_image(
+        self, stream: RequestStream, output: PrefillStarted | Done, number: int
+    ) -> None:
         image = output.image
         if image is None or not image.image_id:
             return
@@ -437,5 +439,5 @@ class EngineGroup:
             callback(self.state)
 
 
-def _capacity(model: ModelInfo | None) -> float:
+def _capacity(model: ServedModel | None) -> float:
     return math.inf if model is None else model.max_running + model.max_waiting

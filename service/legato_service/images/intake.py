@@ -313,7 +313,7 @@ class InlineImage(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class StagedImage:
+class BlobImage:
     """Bytes in shared memory, freed with the last reference to this."""
 
     writer: BlobWriter
@@ -321,14 +321,14 @@ class StagedImage:
     field: str
 
 
-NewImage = InlineImage | StagedImage
+NewImage = InlineImage | BlobImage
 """An image that the engine may not have."""
 
 CheckedImage = NewImage | CachedImage | None
 """The image of a request, if any, within the limits."""
 
 
-ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
+ReadShared = Callable[[media_pb2.SharedImage], Awaitable[BlobImage]]
 """The type of `shared_memory.SharedMemory.read`."""
 
 
@@ -337,7 +337,7 @@ def stage(image: CheckedImage, blobs: BlobStore) -> ImageSource | None:
     match image:
         case InlineImage():
             return as_source(image.format, blobs.put(image.data))
-        case StagedImage():
+        case BlobImage():
             return as_source(image.format, image.writer.publish(blobs))
     return image
 

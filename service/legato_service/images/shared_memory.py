@@ -22,9 +22,9 @@ from legato_engine.shm import BlobStore, BlobWriter, blob_folder
 from legato_service.config import ServiceConfig
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.intake import (
+    BlobImage,
     Layout,
     ReadShared,
-    StagedImage,
     check_complete,
     check_size,
     file_type,
@@ -74,7 +74,7 @@ class SharedMemory:
         self._user = os.geteuid()
         self._name = re.compile(rf"legato-{self._user}-[A-Za-z0-9._-]{{1,200}}")
 
-    async def read(self, shared: media_pb2.SharedImage) -> StagedImage:
+    async def read(self, shared: media_pb2.SharedImage) -> BlobImage:
         """Copy the slot's content once; a large one on a worker thread. See `ImageIntake.check`."""
         layout = self._check(shared)
         writer = self._blobs.open_writer()
@@ -87,7 +87,7 @@ class SharedMemory:
         except BaseException:
             writer.close()
             raise
-        return StagedImage(writer, image_format, _FIELD)
+        return BlobImage(writer, image_format, _FIELD)
 
     def _file_type(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> str:
         return file_type(

@@ -38,7 +38,7 @@ class UploadLimits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Header:
+class UploadHeader:
     """A checked header; `size` 0 and an empty `sha256` are unknown."""
 
     mime_type: str
@@ -48,7 +48,7 @@ class Header:
     ttl: float
 
 
-def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits) -> Header:
+def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits) -> UploadHeader:
     """Check the first message of an upload.
 
     Raises:
@@ -70,7 +70,7 @@ def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits)
             limit=32,
             actual=len(header.sha256),
         )
-    return Header(
+    return UploadHeader(
         header.mime_type, layout, header.size_bytes, header.sha256.hex(), _ttl(header, limits)
     )
 
@@ -89,11 +89,16 @@ def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
     return min(skills.seconds(header.ttl), limits.max_ttl)
 
 
-class Upload:
+class PartialUpload:
     """The bytes received so far, and their quota."""
 
     def __init__(
-        self, header: Header, limits: UploadLimits, writer: BlobWriter, quota: ByteQuota, owner: str
+        self,
+        header: UploadHeader,
+        limits: UploadLimits,
+        writer: BlobWriter,
+        quota: ByteQuota,
+        owner: str,
     ) -> None:
         self.writer = writer
         self._header = header
@@ -106,8 +111,13 @@ class Upload:
     @classmethod
     @contextmanager
     def begin(
-        cls, header: Header, limits: UploadLimits, blobs: BlobStore, quota: ByteQuota, owner: str
-    ) -> Iterator[Upload]:
+        cls,
+        header: UploadHeader,
+        limits: UploadLimits,
+        blobs: BlobStore,
+        quota: ByteQuota,
+        owner: str,
+    ) -> Iterator[PartialUpload]:
         """Yield an upload; free its memory and quota at the end of the block.
 
         Raises:

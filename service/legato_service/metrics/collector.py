@@ -14,7 +14,7 @@ from typing import NamedTuple
 from legato_engine import log_sink
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
-from legato_engine.ipc.messages import Durations, Load, PipelineStats, StepTotals
+from legato_engine.ipc.messages import Durations, PipelineStats, SchedulerLoad, StepTotals
 
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
@@ -22,9 +22,9 @@ from legato_service.metrics import catalogue
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.catalogue import CALL_BOUNDS, LAG_BOUNDS
 from legato_service.metrics.snapshot import (
-    Bins,
     Exposition,
     Histogram,
+    HistogramCounts,
     Snapshot,
     add_gen_ai,
     add_vllm,
@@ -66,7 +66,7 @@ def write_engine(snapshot: Snapshot, engine: EngineConnection) -> None:
     snapshot.add("legato_image_held_bytes", images.held_bytes, number)
 
 
-def _write_load(snapshot: Snapshot, load: Load, number: str) -> None:
+def _write_load(snapshot: Snapshot, load: SchedulerLoad, number: str) -> None:
     snapshot.add("legato_engine_requests_running", load.running, number)
     snapshot.add("legato_engine_requests_waiting", load.waiting, number)
     snapshot.add("legato_engine_launches_in_flight", load.inflight, number)
@@ -98,7 +98,7 @@ def _write_steps(snapshot: Snapshot, totals: StepTotals, number: str) -> None:
 
 
 def _write_durations(snapshot: Snapshot, name: str, durations: Durations, number: str) -> None:
-    snapshot.bins.append(Bins(name, (number,), list(durations.counts), durations.total))
+    snapshot.bins.append(HistogramCounts(name, (number,), list(durations.counts), durations.total))
 
 
 def _write_decode_steps(snapshot: Snapshot, steps: PipelineStats | None, number: str) -> None:

@@ -45,7 +45,7 @@ class Histogram:
         self.total += value
 
 
-class Value(msgspec.Struct, array_like=True):
+class MetricValue(msgspec.Struct, array_like=True):
     """A counter or a gauge."""
 
     name: str
@@ -53,7 +53,7 @@ class Value(msgspec.Struct, array_like=True):
     value: float
 
 
-class Bins(msgspec.Struct, array_like=True):
+class HistogramCounts(msgspec.Struct, array_like=True):
     """A histogram; its bounds are those of its `catalogue` entry."""
 
     name: str
@@ -65,14 +65,14 @@ class Bins(msgspec.Struct, array_like=True):
 class Snapshot(msgspec.Struct, array_like=True):
     """Metrics of a process at one moment."""
 
-    values: list[Value] = []
-    bins: list[Bins] = []
+    values: list[MetricValue] = []
+    bins: list[HistogramCounts] = []
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        self.values.append(Value(name, labels, value))
+        self.values.append(MetricValue(name, labels, value))
 
     def add_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
-        self.bins.append(Bins(name, labels, list(histogram.counts), histogram.total))
+        self.bins.append(HistogramCounts(name, labels, list(histogram.counts), histogram.total))
 
     def total(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -88,14 +88,14 @@ class Snapshot(msgspec.Struct, array_like=True):
 
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Add up what has the same name and labels."""
-    values: dict[tuple[str, Labels], Value] = {}
-    bins: dict[tuple[str, Labels], Bins] = {}
+    values: dict[tuple[str, Labels], MetricValue] = {}
+    bins: dict[tuple[str, Labels], HistogramCounts] = {}
     for snapshot in snapshots:
         for value in snapshot.values:
             key = value.name, value.labels
             known = values.get(key)
             sum_ = value.value + (known.value if known else 0.0)
-            values[key] = Value(*key, sum_)
+            values[key] = MetricValue(*key, sum_)
         for each in snapshot.bins:
             key = each.name, each.labels
             other = bins.get(key)
@@ -103,18 +103,20 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     return Snapshot(list(values.values()), list(bins.values()))
 
 
-def regrouped(bins: Iterable[Bins], name: str, labels: Iterable[Labels]) -> list[Bins]:
+def regrouped(
+    bins: Iterable[HistogramCounts], name: str, labels: Iterable[Labels]
+) -> list[HistogramCounts]:
     """Add up histograms that get the same labels, under another name."""
-    groups: dict[Labels, Bins] = {}
+    groups: dict[Labels, HistogramCounts] = {}
     for each, label in zip(bins, labels, strict=True):
-        renamed = Bins(name, label, each.counts, each.total)
+        renamed = HistogramCounts(name, label, each.counts, each.total)
         groups[label] = _sum(groups[label], renamed) if label in groups else renamed
     return list(groups.values())
 
 
-def _sum(one: Bins, other: Bins) -> Bins:
+def _sum(one: HistogramCounts, other: HistogramCounts) -> HistogramCounts:
     counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
-    return Bins(one.name, one.labels, counts, one.total + other.total)
+    return HistogramCounts(one.name, one.labels, counts, one.total + other.total)
 
 
 # ---------------------------------------------------------------- exposition
@@ -151,8 +153,8 @@ async def render(
     if content_type.startswith(_OPENMETRICS):
         # All names are valid as they are; its other escapings replace the colons of samples.
         encode = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
-    values: dict[str, list[Value]] = {}
-    bins: dict[str, list[Bins]] = {}
+    values: dict[str, list[MetricValue]] = {}
+    bins: dict[str, list[HistogramCounts]] = {}
     for value in snapshot.values:
         values.setdefault(value.name, []).append(value)
     for each in snapshot.bins:
@@ -168,7 +170,9 @@ async def render(
     return Exposition(b"".join((*parts, end)), content_type)
 
 
-def _families(metric: catalogue.Metric, values: list[Value], bins: list[Bins]) -> Iterator[Metric]:
+def _families(
+    metric: catalogue.Metric, values: list[MetricValue], bins: list[HistogramCounts]
+) -> Iterator[Metric]:
     names = metric.labels
     if metric.kind is MetricKind.HISTOGRAM:
         yield _histogram(metric, bins)
@@ -187,7 +191,7 @@ def _families(metric: catalogue.Metric, values: list[Value], bins: list[Bins]) -
     yield family
 
 
-def _histogram(metric: catalogue.Metric, bins: list[Bins]) -> HistogramMetricFamily:
+def _histogram(metric: catalogue.Metric, bins: list[HistogramCounts]) -> HistogramMetricFamily:
     family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
     for each in bins:
@@ -248,5 +252,5 @@ def _add_successes(snapshot: Snapshot, labels: Labels) -> None:
         snapshot.add("vllm:request_success", count, *labels, reason)
 
 
-def _bins(snapshot: Snapshot, name: str) -> Iterator[Bins]:
+def _bins(snapshot: Snapshot, name: str) -> Iterator[HistogramCounts]:
     return (each for each in snapshot.bins if each.name == name)

@@ -31,19 +31,19 @@ from legato_engine.errors import (
     Preempted,
     Unavailable,
 )
-from legato_engine.ipc.messages import Done, ModelInfo, Started
+from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
 from legato_engine.types import CachedImage, FinishReason, QueryTask, Request, RequestKey, TaskSpec
 
 from legato_service.convert import responses
 from legato_service.engines.group import EngineGroup, Key, image_key
 from legato_service.errors import failure
 from legato_service.images.intake import (
+    BlobImage,
     CheckedImage,
     HeldUploads,
     ImageIntake,
     InlineImage,
     NewImage,
-    StagedImage,
     stage,
 )
 from legato_service.requests.registry import ActiveRequest, Deadlines, RequestRegistry
@@ -75,7 +75,7 @@ def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
             yield image_key(tenant, image.image_id)
         case InlineImage() if request.cache_image:
             yield bytes_key(tenant, image.data)
-        case StagedImage() if request.cache_image:
+        case BlobImage() if request.cache_image:
             yield bytes_key(tenant, image.writer.view())
         case None if len(prefix := _prefix(request.task)) == PREFIX:
             yield "prefix", tenant, request.adapter, hash(prefix)
@@ -164,7 +164,7 @@ class Dispatcher:
         rpc.deadline = deadline = time.monotonic() + left
         return self._registry.enter(key, deadline)
 
-    def model(self, name: str, adapter: str = "") -> ModelInfo:
+    def model(self, name: str, adapter: str = "") -> ServedModel:
         """Return the model of this name, empty for the default one.
 
         Only the engine knows whether a particular adapter exists.
@@ -183,7 +183,7 @@ class Dispatcher:
             raise AdapterNotFound("this server holds no adapters", resource=adapter)
         return model
 
-    def check(self, request: Request, path: str = "") -> ModelInfo:
+    def check(self, request: Request, path: str = "") -> ServedModel:
         """Return the model that serves the request; `path` leads to the field `sampling`.
 
         Raises:
@@ -300,11 +300,11 @@ async def _next_within(
         return None
 
 
-async def started(stream: RequestStream) -> Started:
-    """Wait for `Started`; later outputs stay in the stream."""
+async def started(stream: RequestStream) -> PrefillStarted:
+    """Wait for `PrefillStarted`; later outputs stay in the stream."""
     async with aclosing(follow(stream)) as outputs:
         async for output in outputs:
-            if isinstance(output, Started):
+            if isinstance(output, PrefillStarted):
                 return output
     raise InternalError("a request ended before it started")
 
@@ -349,7 +349,7 @@ SHARED_FAILURES = (
 """Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
 
 
-def cached_image(started: Started) -> CachedImage | None:
+def cached_image(started: PrefillStarted) -> CachedImage | None:
     """Return a reference to the image whose bytes the first started task carries."""
     image = started.image
     return CachedImage(image_id=image.image_id) if image and image.image_id else None

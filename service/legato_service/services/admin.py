@@ -11,7 +11,7 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.messages import Load, TimelineBatch
+from legato_engine.ipc.messages import SchedulerLoad, TimelineBatch
 from legato_engine.types import RequestKey
 
 from legato_service.convert import responses, skills
@@ -168,7 +168,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
 
-def _kv_used_ratio(load: Load) -> float:
+def _kv_used_ratio(load: SchedulerLoad) -> float:
     return load.pages_used / load.pages_total if load.pages_total else 0.0
 
 

@@ -29,7 +29,13 @@ from legato_service.config import ServiceConfig
 from legato_service.convert.responses import image_info
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import HeldUploads, Hold, as_source
-from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
+from legato_service.images.upload import (
+    CHUNK,
+    PartialUpload,
+    UploadHeader,
+    UploadLimits,
+    read_header,
+)
 from legato_service.requests.dispatcher import bytes_key
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
@@ -75,7 +81,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             async with timeout:
                 messages = aiter(request_iterator)
                 header = read_header(await self._next(messages), self._limits)
-                with Upload.begin(header, self._limits, self._blobs, self._quota, owner) as upload:
+                with PartialUpload.begin(
+                    header, self._limits, self._blobs, self._quota, owner
+                ) as upload:
                     while (message := await self._next(messages)) is not None:
                         await upload.add(message)
                     # gRPC ends the messages of a cancelled call as if it were complete. The
@@ -95,7 +103,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
                 await self._drop(key, request.image_id, quota_owner(context))
         return pb.DeleteImageResponse()
 
-    async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
+    async def _hold(
+        self, key: RequestKey, upload: PartialUpload, header: UploadHeader, owner: str
+    ) -> ImageHeld:
         image_format = upload.finish()
         quota_bytes = _quota_bytes()
 

@@ -12,7 +12,7 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, task_pb2
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import InternalError, LegatoError
-from legato_engine.ipc.messages import Done, ModelInfo
+from legato_engine.ipc.messages import Done, ServedModel
 from legato_engine.types import Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
@@ -69,7 +69,7 @@ class TaskRun:
         request = requests.request(key, task, sampling, options, deltas=False)
         return msgspec.structs.replace(request, cache_image=True)
 
-    def check(self) -> ModelInfo:
+    def check(self) -> ServedModel:
         models = [
             self._dispatcher.check(request, f"tasks[{index}].")
             for index, request in enumerate(self._requests)
@@ -104,7 +104,7 @@ class TaskRun:
         return [await _outcome(each) for each in submitted]
 
     def response(
-        self, outcomes: Sequence[Done | LegatoError], model: ModelInfo
+        self, outcomes: Sequence[Done | LegatoError], model: ServedModel
     ) -> pb.RunTasksResponse:
         results = [
             task_result(task.task_id, each, self._key.caller_id)
@@ -119,7 +119,7 @@ class TaskRun:
                 fill_tokens(response.tokens.add().tokens, tokens)
         return response
 
-    def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ModelInfo) -> None:
+    def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ServedModel) -> None:
         """Fill in the sum of usages, the longest image time, and the time of the whole call."""
         info.request_id = self._key.caller_id
         info.model = model.name

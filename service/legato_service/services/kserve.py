@@ -17,7 +17,7 @@ from legato_engine.errors import (
     LegatoError,
     ModelNotFound,
 )
-from legato_engine.ipc.messages import Delta, Done, ModelInfo
+from legato_engine.ipc.messages import Done, OutputDelta, ServedModel
 from legato_engine.types import RequestKey, TextDelta
 
 from legato_service.convert import requests, responses, tensors
@@ -120,14 +120,16 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             async with aclosing(follow(stream)) as outputs:
                 async for output in outputs:
                     match output:
-                        case Delta(events=events) if asked.streams_text and "text" in asked.outputs:
+                        case OutputDelta(events=events) if (
+                            asked.streams_text and "text" in asked.outputs
+                        ):
                             for event in events:
                                 if isinstance(event, TextDelta):
                                     yield _piece(request, model, event.text)
                         case Done():
                             yield _streamed(_response(request, asked, model, output), final=True)
 
-    def _model(self, name: str, wanted: str) -> ModelInfo:
+    def _model(self, name: str, wanted: str) -> ServedModel:
         tensors.check_version(name, wanted, "version")
         options = tensors.options(name)
         if not options.model:
@@ -136,7 +138,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _submit(
         self, asked: tensors.InferTask, key: RequestKey, active: ActiveRequest
-    ) -> tuple[ModelInfo, RequestStream]:
+    ) -> tuple[ServedModel, RequestStream]:
         message = asked.request
         _TASK.check(inference_pb2.GenerateRequest(task=message.task).SerializeToString())
         task = requests.task(message.task, "task")
@@ -155,7 +157,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _response(
-    request: pb.ModelInferRequest, asked: tensors.InferTask, model: ModelInfo, done: Done
+    request: pb.ModelInferRequest, asked: tensors.InferTask, model: ServedModel, done: Done
 ) -> pb.ModelInferResponse:
     result = responses.task_result(asked.request.task.task_id, done)
     found = tensors.output_tensors(result, asked.outputs)
@@ -163,7 +165,7 @@ def _response(
 
 
 def _piece(
-    request: pb.ModelInferRequest, model: ModelInfo, text: str
+    request: pb.ModelInferRequest, model: ServedModel, text: str
 ) -> pb.ModelStreamInferResponse:
     piece = {"text": tensors.text_tensor(text)}
     response = tensors.infer_response(request, request.model_name or model.name, piece)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
 from legato_engine.errors import EngineStarting, InvalidField
-from legato_engine.ipc.messages import ModelInfo
+from legato_engine.ipc.messages import ServedModel
 from legato_engine.types import ConfidenceInfo
 
 from legato_service.config import ServiceConfig
@@ -71,7 +71,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         more = str(end) if end < len(models) else ""
         return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
 
-    def _capabilities_of(self, model: ModelInfo | None) -> tuple[str, ...]:
+    def _capabilities_of(self, model: ServedModel | None) -> tuple[str, ...]:
         adapters = ("adapters",) if model is not None and model.adapters else ()
         return (*self._capabilities, *adapters)
 
@@ -90,7 +90,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             )
         ]
 
-    def _limits(self, model: ModelInfo | None) -> pb.Limits:
+    def _limits(self, model: ServedModel | None) -> pb.Limits:
         num_engines = len(self._engines.serving) or len(self._engines.members)
         return pb.Limits(
             max_request_bytes=self._config.max_request_bytes,

@@ -15,7 +15,7 @@ from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call
 from legato_service.rpc.call import Context
 from legato_service.services.server import CONTRACT_REVISION
-from legato_service.session.session import Session, SessionLimits, SessionRegistry
+from legato_service.session.session import SessionDriver, SessionLimits, SessionRegistry
 
 
 class SessionServicer(session_pb2_grpc.SessionServiceServicer):
@@ -41,7 +41,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         rpc.deadline = None if left is None else time.monotonic() + left
         with self._registry.reserve(key), _counted(rpc):
             opening = await self._opening(request_iterator)
-            session = Session(
+            session = SessionDriver(
                 key.caller_id,
                 opening,
                 self._dispatcher,

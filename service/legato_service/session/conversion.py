@@ -19,11 +19,11 @@ from legato_service.session.core import (
     Accepted,
     Dropped,
     DropReason,
-    Event,
+    FrameOutcome,
+    FrameOutput,
     FramePolicy,
-    GoAway,
+    GoAwayNotice,
     Notice,
-    Result,
     SessionSettings,
 )
 from legato_service.session.frames import FrameRequest, fill_tracks
@@ -90,7 +90,7 @@ class ResponseBuilder:
         return self._numbered(pb.SessionResponse(heartbeat=inference_pb2.Heartbeat()))
 
     def response(
-        self, message: Notice | Event[FrameRequest] | Result[FrameRequest], now: float
+        self, message: Notice | FrameOutput[FrameRequest] | FrameOutcome[FrameRequest], now: float
     ) -> pb.SessionResponse:
         """Build a response; `now` is on the clock of `Frame.captured_at`."""
         match message:
@@ -103,14 +103,14 @@ class ResponseBuilder:
             case Dropped():
                 response = pb.SessionResponse(dropped=_dropped(message))
                 self._events.pop(message.sequence, None)
-            case GoAway():
+            case GoAwayNotice():
                 away = pb.SessionGoAway(
                     time_left=duration(message.time_left), reason=self.go_away_reason
                 )
                 response = pb.SessionResponse(go_away=away)
-            case Event():
+            case FrameOutput():
                 response = pb.SessionResponse(delta=self._delta(message))
-            case Result():
+            case FrameOutcome():
                 response = pb.SessionResponse(result=self._result(message, now))
                 if message.last:
                     self._events.pop(message.frame.sequence, None)
@@ -125,7 +125,7 @@ class ResponseBuilder:
         """Return the engine's name for the request of a frame's task, without the tenant."""
         return RequestKey(self._session_id, part=f"{frame.sequence}.{index}").name
 
-    def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:
+    def _delta(self, message: FrameOutput[FrameRequest]) -> pb.FrameDelta:
         frame, index = message.frame, message.index
         of_frame = self._events.setdefault(frame.sequence, {})
         if index not in of_frame:
@@ -134,7 +134,7 @@ class ResponseBuilder:
         (event,) = of_frame[index].convert(message.output)
         return pb.FrameDelta(sequence=frame.sequence, task_id=frame.task_ids[index], event=event)
 
-    def _result(self, message: Result[FrameRequest], now: float) -> pb.FrameResult:
+    def _result(self, message: FrameOutcome[FrameRequest], now: float) -> pb.FrameResult:
         frame, index, outcome = message.frame, message.index, message.outcome
         task_id = frame.task_ids[index]
         if outcome is None:

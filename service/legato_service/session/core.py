@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 from legato_engine.client.request_stream import merge_events
 from legato_engine.errors import ClientTooSlow, LegatoError, SessionProtocol
-from legato_engine.ipc.messages import Delta, Done, Queued, Started
+from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted, QueuePosition
 
 
 class FramePolicy(enum.Enum):
@@ -54,7 +54,7 @@ class SessionSettings:
 
 # ---------------------------------------------------------------- frame
 
-Output = Queued | Started | Delta
+Output = QueuePosition | PrefillStarted | OutputDelta
 Outcome = Done | LegatoError | None
 """Outcome of a task; None: stopped before it was submitted to the engine."""
 
@@ -104,15 +104,15 @@ class Dropped:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GoAway:
+class GoAwayNotice:
     """The server will end the session."""
 
     time_left: float  # seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event(Generic[F]):
-    """An output of task `index`; a `Delta` has one event."""
+class FrameOutput(Generic[F]):
+    """An output of task `index`; an `OutputDelta` has one event."""
 
     frame: F
     index: int
@@ -120,7 +120,7 @@ class Event(Generic[F]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result(Generic[F]):
+class FrameOutcome(Generic[F]):
     """Outcome of task `index`; `stopped` is set if the session stopped it."""
 
     frame: F
@@ -130,7 +130,7 @@ class Result(Generic[F]):
     last: bool  # of its frame
 
 
-Notice = Accepted | Dropped | GoAway
+Notice = Accepted | Dropped | GoAwayNotice
 """Messages that need no credit."""
 
 
@@ -272,7 +272,7 @@ class SendQueue(Generic[F]):
     def add_output(self, frame: F, index: int, output: Output) -> None:
         waiting = self._events.setdefault((frame, index), [])
         pieces: list[Output] = [output]
-        if isinstance(output, Delta):
+        if isinstance(output, OutputDelta):
             pieces = [msgspec.structs.replace(output, events=(event,)) for event in output.events]
         for piece in pieces:
             _append_merged(waiting, piece)
@@ -287,7 +287,7 @@ class SendQueue(Generic[F]):
         for index in range(len(frame.task_ids)):
             self._events.pop((frame, index), None)
 
-    def next(self) -> Notice | Event[F] | Result[F] | None:
+    def next(self) -> Notice | FrameOutput[F] | FrameOutcome[F] | None:
         if self._notices:
             return self._notices.popleft()
         if self._credits == 0:
@@ -298,7 +298,7 @@ class SendQueue(Generic[F]):
             return self._take_event(*next(iter(self._events)))
         return None
 
-    def _next_of_result(self) -> Event[F] | Result[F]:
+    def _next_of_result(self) -> FrameOutput[F] | FrameOutcome[F]:
         frame, index, outcome = self._results[0]
         waiting = self._events.get((frame, index), [])
         if waiting and (self._credits is None or self._credits > len(waiting)):
@@ -308,14 +308,14 @@ class SendQueue(Generic[F]):
         self._spend_credit()
         frame.num_sent += 1
         last = frame.num_sent == len(frame.task_ids)
-        return Result(frame, index, outcome, frame.stopped.get(index), last)
+        return FrameOutcome(frame, index, outcome, frame.stopped.get(index), last)
 
-    def _take_event(self, frame: F, index: int) -> Event[F]:
+    def _take_event(self, frame: F, index: int) -> FrameOutput[F]:
         waiting = self._events.pop((frame, index))
         if len(waiting) > 1:
             self._events[frame, index] = waiting[1:]  # moves behind those of other tasks
         self._spend_credit()
-        return Event(frame, index, waiting[0])
+        return FrameOutput(frame, index, waiting[0])
 
     def _spend_credit(self) -> None:
         if self._credits is not None:
@@ -324,9 +324,9 @@ class SendQueue(Generic[F]):
 
 def _append_merged(waiting: list[Output], piece: Output) -> None:
     last = waiting[-1] if waiting else None
-    if isinstance(last, Queued) and isinstance(piece, Queued):
+    if isinstance(last, QueuePosition) and isinstance(piece, QueuePosition):
         waiting[-1] = piece
-    elif isinstance(last, Delta) and isinstance(piece, Delta):
+    elif isinstance(last, OutputDelta) and isinstance(piece, OutputDelta):
         merged = merge_events([*last.events, *piece.events])
         waiting[-1:] = [msgspec.structs.replace(piece, events=(event,)) for event in merged]
     else:
@@ -338,14 +338,14 @@ def _append_merged(waiting: list[Output], piece: Output) -> None:
 # The rules of a session as a state machine: each frame gets exactly one outcome.
 #
 # The core neither waits nor reads a clock; `Session` reports what happened and when. The core
-# orders its `Runner` at once; messages to the client leave through `next`.
+# orders its `FrameExecutor` at once; messages to the client leave through `next`.
 
 MAX_UNREAD = 4096  # notices; only a client that sends without reading is due more
 
 Frame_contra = TypeVar("Frame_contra", bound=Frame, contravariant=True)
 
 
-class Runner(Protocol[Frame_contra]):
+class FrameExecutor(Protocol[Frame_contra]):
     """Runner of frames. It calls `SessionCore`, but never at once."""
 
     def start(self, frame: Frame_contra) -> None: ...
@@ -367,7 +367,10 @@ class SessionCore(Generic[F]):
     """
 
     def __init__(
-        self, settings: SessionSettings, runner: Runner[F], totals: SessionTotals | None = None
+        self,
+        settings: SessionSettings,
+        runner: FrameExecutor[F],
+        totals: SessionTotals | None = None,
     ) -> None:
         self._settings = settings
         self._runner = runner
@@ -495,7 +498,7 @@ class SessionCore(Generic[F]):
         """Drop new frames from now on; earlier ones continue. Idempotent."""
         if not self._going_away:
             self._going_away = True
-            self._send_queue.add_notice(GoAway(time_left))
+            self._send_queue.add_notice(GoAwayNotice(time_left))
 
     def stop_all(self) -> None:
         for frame in self._queue:
@@ -514,7 +517,7 @@ class SessionCore(Generic[F]):
 
     # ------------------------------------------------------------ the writer's side
 
-    def next(self, now: float) -> Notice | Event[F] | Result[F] | None:
+    def next(self, now: float) -> Notice | FrameOutput[F] | FrameOutcome[F] | None:
         """Return the next frame to run; drop those that are too old first.
 
         Raises:
@@ -524,7 +527,7 @@ class SessionCore(Generic[F]):
             if self._is_too_old(frame, now):
                 self._drop(frame, DropReason.TOO_OLD)
         message = self._send_queue.next()
-        if isinstance(message, Result) and message.last:
+        if isinstance(message, FrameOutcome) and message.last:
             del self._open[message.frame.sequence]
             self._totals.ages.append(now - message.frame.captured_at)
         self._check_credits(now)

@@ -23,7 +23,7 @@ from legato_engine.errors import (
     QuotaExceeded,
     SessionProtocol,
 )
-from legato_engine.ipc.messages import Done, ModelInfo, Started
+from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
 from legato_engine.types import CachedImage, Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
@@ -35,7 +35,7 @@ from legato_service.session.core import CaptureClock, Frame, Outcome
 from legato_service.tracking import Array, Tracked, Tracker, TrackIds
 
 if TYPE_CHECKING:
-    from legato_service.session.session import Session
+    from legato_service.session.session import SessionDriver
 
 MAX_TRACKS = 512  # alive in a session; about 4 KiB each
 
@@ -151,7 +151,7 @@ class FramePlanner:
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
         self._tracks = FrameTracks()
-        self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
+        self.model: ServedModel = dispatcher.model(opening.model, opening.adapter)
         self._standing_tasks = self._checked(opening.standing_tasks, "open.standing_tasks")
 
     def update(self, messages: Sequence[task_pb2.Task]) -> None:
@@ -270,7 +270,7 @@ class FrameRunner:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: Session,
+        listener: SessionDriver,
         session_id: str,
         *,
         frame_deadline: float,
@@ -326,7 +326,7 @@ class FrameRun:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: Session,
+        listener: SessionDriver,
         frame: FrameRequest,
         key: RequestKey,
         deadline: float,
@@ -431,7 +431,7 @@ class FrameRun:
                 async for output in outputs:
                     if isinstance(output, Done):
                         return output
-                    if isinstance(output, Started) and not cached.done():
+                    if isinstance(output, PrefillStarted) and not cached.done():
                         cached.set_result(cached_image(output))
                     if request.deltas and output is not None:
                         self._listener.output(self._frame, index, output)

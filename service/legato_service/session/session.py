@@ -41,7 +41,7 @@ class SessionLimits:
     final_grace: float = 30.0  # for running work at the greatest age
 
 
-class Session:
+class SessionDriver:
     """Session of one call. Iterate `messages` once; what it raises ends the call.
 
     Times are `time.monotonic()` seconds.
@@ -270,7 +270,7 @@ class SessionRegistry:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.totals = SessionTotals()
-        self._sessions: dict[RequestKey, Session | None] = {}  # None while being opened
+        self._sessions: dict[RequestKey, SessionDriver | None] = {}  # None while being opened
         self._going_away: tuple[float, LegatoError | None] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -304,7 +304,7 @@ class SessionRegistry:
             if not self._sessions:
                 self._empty.set()
 
-    def add(self, key: RequestKey, session: Session) -> None:
+    def add(self, key: RequestKey, session: SessionDriver) -> None:
         """Register a session; it goes away at once if all have to."""
         self._sessions[key] = session
         if self._going_away is not None:
@@ -339,7 +339,7 @@ class SessionRegistry:
         await self._empty.wait()
 
 
-def _abort(sessions: Iterable[Session | None]) -> int:
+def _abort(sessions: Iterable[SessionDriver | None]) -> int:
     opened = [session for session in sessions if session is not None]
     for session in opened:
         session.fail(Preempted("an operator stopped the session"))

@@ -14,7 +14,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 import structlog
-from legato_engine.client.engine_client import SERVED_AFTER, Backoff, ChildProcess, EngineClient
+from legato_engine.client.engine_client import (
+    SERVED_AFTER,
+    ChildProcess,
+    EngineClient,
+    RestartBackoff,
+)
 from legato_engine.shm import BlobStore
 from legato_engine.types import RequestKey
 
@@ -31,7 +36,7 @@ from legato_service.workers.control_channel import (
     WithdrawCommand,
     WorkerMetrics,
 )
-from legato_service.workers.worker import Endpoint, Settings
+from legato_service.workers.worker import EngineEndpoint, WorkerSettings
 
 _NOT_HERE = (
     errno.EADDRNOTAVAIL,
@@ -109,7 +114,7 @@ class WorkerProcesses:
         self._snapshot_first = snapshot_first
         self._metrics = WorkerMetrics()
         self._settings = [
-            Settings(
+            WorkerSettings(
                 config=config,
                 number=number,
                 engines=tuple(_endpoint(each, number) for each in engines),
@@ -168,8 +173,8 @@ class WorkerProcesses:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, settings: Settings) -> None:
-        backoff = Backoff(first=0.25, cap=30.0, ready_cap=1.0)
+    async def _keep(self, settings: WorkerSettings) -> None:
+        backoff = RestartBackoff(first=0.25, cap=30.0, ready_cap=1.0)
         while not self._draining.is_set():
             self._serving_since.pop(settings.number, None)
             try:
@@ -188,7 +193,7 @@ class WorkerProcesses:
                 async with asyncio.timeout(delay):
                     await self._draining.wait()
 
-    async def _run_once(self, settings: Settings) -> int:
+    async def _run_once(self, settings: WorkerSettings) -> int:
         """Return a worker's exit code; cancellation kills it."""
         ours, theirs = socket.socketpair()
         channel = await ControlChannel.from_socket(ours)
@@ -230,12 +235,12 @@ class WorkerProcesses:
                     exchange.receive(message)
 
 
-def _endpoint(engine: EngineClient, worker: int) -> Endpoint:
+def _endpoint(engine: EngineClient, worker: int) -> EngineEndpoint:
     namespace = f"{engine.blobs.namespace}-{worker}"
-    return Endpoint(folder=engine.endpoint, namespace=namespace, device=engine.device)
+    return EngineEndpoint(folder=engine.endpoint, namespace=namespace, device=engine.device)
 
 
-def _command(settings: Settings, channel: socket.socket) -> list[str]:
+def _command(settings: WorkerSettings, channel: socket.socket) -> list[str]:
     return [
         *(sys.executable, "-m", _MODULE),
         *("--settings", msgspec.json.encode(settings).decode()),

@@ -42,7 +42,7 @@ from legato_service.workers.control_channel import (
 log = structlog.get_logger("legato.service")
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An engine listens at `folder`; blobs for it are written in `namespace`."""
 
     folder: str
@@ -50,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     device: str
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings from the first process; `config.listen` has the real port.
 
     `number` is 1 or more.
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     config: ServiceConfig
     number: int
-    engines: tuple[Endpoint, ...]
+    engines: tuple[EngineEndpoint, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard_error()
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
-    settings = msgspec.json.decode(arguments.settings, type=Settings)
+    settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
     logs.configure(settings.config.log_level, terminal=sys.stderr.isatty())
     policy = latency_policy.resolve(settings.config.engine.latency_policy)
     lifecycle.tune_process(policy)
@@ -96,7 +96,7 @@ class _FirstProcess:
         return own if everything is None else everything
 
 
-async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
+async def serve(settings: WorkerSettings, policy: LatencyPolicy, connection: socket.socket) -> int:
     """Serve until the first process orders a drain or is gone."""
     channel = await ControlChannel.from_socket(connection)
     refused = RefusedRequests()

@@ -17,8 +17,8 @@ from google.rpc import error_details_pb2, status_pb2
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, session_pb2, session_pb2_grpc, task_pb2
 from legato_client.cli import main
-from legato_client.load.plan import Plan, due_times
-from legato_client.load.report import Histogram, Meter, Record, markdown
+from legato_client.load.plan import LoadPlan, due_times
+from legato_client.load.report import DurationHistogram, LoadResults, Meter, markdown
 from legato_client.load.run import LoadFailed, run
 from legato_client.load.sender import send
 
@@ -46,7 +46,7 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_independent_callers():
 def test_percentiles_are_those_of_the_durations():
     """Within a bucket's width of the exact ones, the extremes exact, merged or not."""
     durations = [index / 1000 for index in range(1, 1001)]
-    parts = [Histogram(), Histogram()]
+    parts = [DurationHistogram(), DurationHistogram()]
     for index, duration in enumerate(durations):
         parts[index % 2].add(duration)
     parts[0].merge(parts[1])
@@ -61,12 +61,12 @@ def test_percentiles_are_those_of_the_durations():
 
 def test_an_empty_histogram_has_no_percentiles():
     """Nothing counted is 0 throughout, not an error."""
-    assert set(Histogram().summary_ms().values()) == {0}
+    assert set(DurationHistogram().summary_ms().values()) == {0}
 
 
 def test_a_single_duration_is_every_percentile():
     """One duration is never reported as larger than it was."""
-    histogram = Histogram()
+    histogram = DurationHistogram()
     histogram.add(0.0123456)
     assert histogram.percentile(50) == histogram.percentile(99.9) == 0.0123456
 
@@ -107,12 +107,12 @@ def test_failures_are_counted_by_reason_and_give_no_time():
     meter = Meter(now - 1, now + 60)
     for reason in ("QUEUE_FULL", "QUEUE_FULL", "DEADLINE_EXCEEDED"):
         meter.expect(now).fail(reason)
-    total = Record()
+    total = LoadResults()
     total.merge(meter.record)
     total.merge(meter.record)
     assert total.errors == {"QUEUE_FULL": 4, "DEADLINE_EXCEEDED": 2}
     assert total.latency.count == 0
-    plan = Plan("somewhere", "unary", b"", rate=5, seconds=12, warm_up=2)
+    plan = LoadPlan("somewhere", "unary", b"", rate=5, seconds=12, warm_up=2)
     assert "6 of 6 requests failed" in markdown(plan, total)
     assert total.figures(plan.window)["errors"] == dict(total.errors)
 
@@ -224,7 +224,7 @@ def question(text):
 
 def test_a_stall_is_charged_with_everybody_it_would_have_kept_waiting(target):
     """Coordinated omission: requests that were due in a stall of a second waited for its rest."""
-    plan = Plan(
+    plan = LoadPlan(
         target,
         "unary",
         question("stall"),
@@ -244,7 +244,7 @@ def test_a_stall_is_charged_with_everybody_it_would_have_kept_waiting(target):
 
 def test_a_closed_loop_asks_again_when_it_is_answered(target):
     """Callers go on until the end; the answers within the window make the throughput."""
-    plan = Plan(target, "unary", REQUEST, QUERY, in_flight=3, seconds=0.5, warm_up=0.1)
+    plan = LoadPlan(target, "unary", REQUEST, QUERY, in_flight=3, seconds=0.5, warm_up=0.1)
     record = looped(plan)
     assert record.due > 3
     assert record.latency.count == record.due
@@ -254,7 +254,7 @@ def test_a_closed_loop_asks_again_when_it_is_answered(target):
 
 def test_streams_are_timed_event_by_event(target):
     """The first delta makes the first answer, `started` does not; the rest are gaps."""
-    record = looped(Plan(target, "stream", b"", in_flight=1, seconds=0.5, warm_up=0.0))
+    record = looped(LoadPlan(target, "stream", b"", in_flight=1, seconds=0.5, warm_up=0.0))
     assert record.first.count == record.latency.count == record.due > 0
     assert record.gap.count == 3 * record.due
     assert record.messages >= 5 * (record.due - 1)
@@ -262,10 +262,10 @@ def test_streams_are_timed_event_by_event(target):
 
 def test_failures_are_told_by_the_servers_reason(target):
     """The reason in the details where there is one, the status where there is none."""
-    plan = Plan(target, "unary", question("full"), QUERY, rate=20, seconds=0.5, warm_up=0.0)
+    plan = LoadPlan(target, "unary", question("full"), QUERY, rate=20, seconds=0.5, warm_up=0.0)
     record = sent(plan)
     assert set(record.errors) == {"QUEUE_FULL"}
-    nobody = Plan("127.0.0.1:1", "unary", REQUEST, QUERY, rate=20, seconds=0.5, warm_up=0.0)
+    nobody = LoadPlan("127.0.0.1:1", "unary", REQUEST, QUERY, rate=20, seconds=0.5, warm_up=0.0)
     assert set(sent(nobody).errors) == {"UNAVAILABLE"}
 
 
@@ -273,7 +273,7 @@ def test_frames_of_a_session_end_with_their_last_result_or_a_drop(target, sessio
     """Every session is opened; a frame has its results' times, a dropped one its reason."""
     task = task_pb2.Task(caption=task_pb2.CaptionTask())
     opening = session_pb2.SessionRequest(open=session_pb2.SessionOpen(standing_tasks=[task]))
-    plan = Plan(
+    plan = LoadPlan(
         target,
         "session",
         opening.SerializeToString(),
@@ -292,7 +292,7 @@ def test_frames_of_a_session_end_with_their_last_result_or_a_drop(target, sessio
 
 def test_several_processes_share_a_plan(target):
     """What all senders saw is added up."""
-    plan = Plan(
+    plan = LoadPlan(
         target,
         "unary",
         REQUEST,
@@ -309,7 +309,7 @@ def test_several_processes_share_a_plan(target):
 
 def test_sessions_that_cannot_be_opened_end_the_load():
     """The load says why instead of reporting figures of nothing."""
-    plan = Plan("127.0.0.1:1", "session", b"", rate=1, seconds=1, warm_up=0)
+    plan = LoadPlan("127.0.0.1:1", "session", b"", rate=1, seconds=1, warm_up=0)
     with pytest.raises(LoadFailed, match="UNAVAILABLE"):
         run(plan)
 

@@ -19,7 +19,6 @@ from legato_engine.config import EngineConfig
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
 from legato_engine.ipc.messages import (
     Abort,
-    Delta,
     Done,
     DropImage,
     Failed,
@@ -27,12 +26,13 @@ from legato_engine.ipc.messages import (
     HoldImage,
     ImageDropped,
     ImageHeld,
-    Load,
     Loading,
-    ModelInfo,
+    OutputDelta,
+    PrefillStarted,
     Ready,
+    SchedulerLoad,
+    ServedModel,
     Shutdown,
-    Started,
     Stop,
     Submit,
 )
@@ -51,7 +51,7 @@ from legato_engine.types import (
     Usage,
 )
 
-INFO = ModelInfo(
+INFO = ServedModel(
     name="fake",
     device="none",
     tasks=("query",),
@@ -89,7 +89,9 @@ def run(connections, request, blobs):
     if request.image is not None:
         blobs.take(request.image.blob)
     connections.send(
-        Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
+        PrefillStarted(
+            request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0
+        )
     )
     question = question_of(request)
     fail_as_asked(question, is_first=resumed is None)
@@ -100,7 +102,7 @@ def run(connections, request, blobs):
     for index in range(0 if resumed is None else len(resumed.token_ids), 3):
         if request.deltas:
             event = TextDelta(text="abc"[index])
-            connections.send(Delta(request_id=name, events=(event,), token_ids=(index,)))
+            connections.send(OutputDelta(request_id=name, events=(event,), token_ids=(index,)))
         if question == "pause" and resumed is None:
             return
     if question != "slow":
@@ -158,7 +160,9 @@ def beat(arguments, config, live, frozen):
         step += "stick" not in {key.name for key in live}
         if os.getppid() != int(arguments.parent):
             os._exit(1)
-        subscribers.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
+        subscribers.send(
+            Heartbeat(step=step, load=SchedulerLoad(running=len(live)), estimated_wait=0.5)
+        )
         time.sleep(config.heartbeat_interval)
 
 

@@ -30,7 +30,7 @@ from legato_engine.errors import (
     InvalidField,
 )
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
+from legato_engine.ipc.messages import Done, DropImage, HoldImage, OutputDelta, PrefillStarted
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm import blob_folder
 from legato_engine.types import (
@@ -96,9 +96,9 @@ async def test_result():
         assert client.model is not None
         assert client.model.name == "fake"
         reports = [r async for r in client.submit(request_to("echo"))]
-        assert isinstance(reports[0], Started)
+        assert isinstance(reports[0], PrefillStarted)
         assert isinstance(reports[-1], Done)
-        events = [e for r in reports if isinstance(r, Delta) for e in r.events]
+        events = [e for r in reports if isinstance(r, OutputDelta) for e in r.events]
         assert merge_events(events) == (TextDelta(text="abc"),)
         assert client.num_open == 0
 
@@ -136,7 +136,7 @@ async def test_same_id_twice():
         first = client.submit(request_to("slow"))
         with pytest.raises(InvalidField):
             client.submit(request_to("echo"))
-        assert isinstance(await anext(first), Started)
+        assert isinstance(await anext(first), PrefillStarted)
 
 
 @pytest.mark.parametrize("how", ["die", "kill"])
@@ -156,7 +156,7 @@ async def test_streams_go_on_with_the_next_engine(how):
             client.submit(request_to("echo", "while-lost"))
         for stream, begun in zip(streams, first, strict=True):
             outputs = begun + [each async for each in stream]
-            assert isinstance(outputs[0], Started)
+            assert isinstance(outputs[0], PrefillStarted)
             assert text_of(outputs[1:-1]) == "abc"
             done = outputs[-1]
             assert isinstance(done, Done)
@@ -248,7 +248,7 @@ async def test_an_image_is_staged_for_each_engine(size):
         stream = client.submit(request_to("pause", image=stage()), stage)
         unable = client.submit(request_to("pause", "unable", image=stage()))
         for each in (stream, unable):
-            assert isinstance(await anext(each), Started)
+            assert isinstance(await anext(each), PrefillStarted)
         running_process(client).kill()
         done = await stream.done()
         assert done.resumptions == 1
@@ -333,7 +333,7 @@ async def test_a_stopped_engine_gets_no_request_and_serves_on_when_it_continues(
         states: list[EngineState] = []
         client.subscribe(states.append)
         held = client.submit(request_to("slow"))
-        assert isinstance(await anext(held), Started)
+        assert isinstance(await anext(held), PrefillStarted)
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: client.state is EngineState.HUNG)
         with pytest.raises(EngineLost, match="does not respond"):
@@ -343,7 +343,7 @@ async def test_a_stopped_engine_gets_no_request_and_serves_on_when_it_continues(
         await until(lambda: client.state is EngineState.READY)
         assert (await waiting.done()).resumptions == 0
         assert isinstance([r async for r in client.submit(request_to("echo", "r2"))][-1], Done)
-        assert isinstance(await anext(held), Delta)
+        assert isinstance(await anext(held), OutputDelta)
         held.abort()
         assert states == [EngineState.HUNG, EngineState.READY]
         assert (client.restarts, running_process(client).pid) == (0, pid)
@@ -423,7 +423,7 @@ async def test_a_stopped_request_has_a_partial_result():
     """The engine ends the request, and `Done` says CANCELLED."""
     async with running() as client:
         stream = client.submit(request_to("slow"))
-        assert isinstance(await anext(stream), Started)
+        assert isinstance(await anext(stream), PrefillStarted)
         stream.stop()
         last = await stream.done()
         assert last.finish_reason is FinishReason.CANCELLED
@@ -511,9 +511,9 @@ async def test_drain():
         client.drain()
         with pytest.raises(Draining):
             client.submit(request_to("echo", "late"))
-        assert isinstance(await anext(stream), Started)
+        assert isinstance(await anext(stream), PrefillStarted)
         delta = await anext(stream)
-        assert isinstance(delta, Delta)
+        assert isinstance(delta, OutputDelta)
         assert isinstance(delta.events[0], TextDelta)
         running_process(client).kill()
         with pytest.raises(EngineLost):
@@ -613,7 +613,7 @@ async def test_stopping_elsewhere():
             [each.submit(request_to("slow", n)) for n in "abc"] for each in (client, other)
         )
         for stream in another:
-            assert isinstance(await anext(stream), Started)
+            assert isinstance(await anext(stream), PrefillStarted)
         assert await client.stop_elsewhere(RequestKey("a")) == 1
         assert (await another[0].done()).finish_reason is FinishReason.CANCELLED
         assert await client.stop_elsewhere(RequestKey("a")) == 0

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from legato_engine.client import monitor, recovery
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.engine_client import Backoff, ChildProcess
+from legato_engine.client.engine_client import ChildProcess, RestartBackoff
 from legato_engine.client.monitor import TICK, Liveness
 from legato_engine.client.recovery import SUSPECT, RefusedRequests, fingerprint
 from legato_engine.errors import Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.ipc.messages import Heartbeat, Load
+from legato_engine.ipc.messages import Heartbeat, SchedulerLoad
 from legato_engine.shm import BlobStore, new_namespace
 from legato_engine.types import (
     CachedImage,
@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 def beat(step=0, **load):
     """A heartbeat."""
-    return Heartbeat(step=step, load=Load(**load), estimated_wait=0.0)
+    return Heartbeat(step=step, load=SchedulerLoad(**load), estimated_wait=0.0)
 
 
 def test_silence_grows_until_a_heartbeat(clock):
@@ -102,12 +102,12 @@ def delays(backoff, count, **how):
 
 def test_a_process_that_never_got_ready_is_restarted_ever_later():
     """Every crash doubles the delay up to the cap."""
-    assert delays(Backoff(first=1, cap=5, ready_cap=2), 5) == [1, 2, 4, 5, 5]
+    assert delays(RestartBackoff(first=1, cap=5, ready_cap=2), 5) == [1, 2, 4, 5, 5]
 
 
 def test_a_process_that_got_ready_and_served_nothing_is_restarted_a_little_later():
     """Up to a lower cap: it starts well."""
-    backoff = Backoff(first=1, cap=50, ready_cap=3)
+    backoff = RestartBackoff(first=1, cap=50, ready_cap=3)
     assert delays(backoff, 4, ready=True) == [1, 2, 3, 3]
     assert delays(backoff, 2) == [6, 12]
     assert delays(backoff, 1, ready=True) == [3]
@@ -115,7 +115,7 @@ def test_a_process_that_got_ready_and_served_nothing_is_restarted_a_little_later
 
 def test_a_process_that_served_is_restarted_at_once():
     """However often it dies; and the delays start over."""
-    backoff = Backoff(first=1, cap=5, ready_cap=2)
+    backoff = RestartBackoff(first=1, cap=5, ready_cap=2)
     assert delays(backoff, 3) == [1, 2, 4]
     assert delays(backoff, 100, ready=True, served=True) == [0] * 100
     assert delays(backoff, 1) == [1]

@@ -13,7 +13,7 @@ from legato_engine.errors import (
     PromptTooLong,
     to_value,
 )
-from legato_engine.ipc.messages import Delta, Done, Failed, TimelineBatch, TimelineSpan
+from legato_engine.ipc.messages import Done, Failed, LaunchSpan, OutputDelta, TimelineBatch
 from legato_engine.types import (
     Box,
     Event,
@@ -44,7 +44,7 @@ DONE = Done(
 
 def delta(*events):
     """A delta of request r."""
-    return Delta(request_id=RequestKey("r"), events=events)
+    return OutputDelta(request_id=RequestKey("r"), events=events)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ async def test_a_deadline_after_the_end_takes_nothing_from_the_reader(stream, ab
 
 def batch(number, *, started=1):
     """Return a batch of one span with this launch, of the engine that started then."""
-    span = TimelineSpan("slot 0", "held", 0, 1, number, "decode", 1, 0, 0)
+    span = LaunchSpan("slot 0", "held", 0, 1, number, "decode", 1, 0, 0)
     return TimelineBatch(spans=(span,), started=started)
 
 

@@ -16,7 +16,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.adapters import AdapterStore
 from legato_engine.core.assembly import assemble
 from legato_engine.errors import AdapterNotFound, AdapterUnusable, InvalidField
-from legato_engine.ipc.messages import Done, Failed, Started
+from legato_engine.ipc.messages import Done, Failed, PrefillStarted
 from legato_engine.layers.lora import AdapterWeights, MlpWeights
 from legato_engine.models.base import Adapter
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
@@ -156,7 +156,7 @@ def test_a_prefix_is_shared_under_its_adapter_alone(world):
     for number, name in enumerate(("x", "x", "", "y", "", "x", "y")):
         world.submit(f"r-{number}", DetectTask(object="x"), world.encoded(data), adapter=name)
         world.run(f"r-{number}")
-        hit = world.of(f"r-{number}", Started)[0].cached_tokens > 0
+        hit = world.of(f"r-{number}", PrefillStarted)[0].cached_tokens > 0
         assert hit == cached[name]
         cached[name] = True
 
@@ -186,7 +186,7 @@ def test_a_replaced_file_is_for_later_requests(world, folder):
     assert answers[20] != answers[21]
     path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 20)))
     world.submit("old", task, world.encoded(data), adapter="changing")
-    while not world.of("old", Started):
+    while not world.of("old", PrefillStarted):
         world.core.step()
     path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 21)))
     world.submit("new", task, world.encoded(data), adapter="changing")

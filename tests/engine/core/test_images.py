@@ -18,7 +18,7 @@ from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import inspect
 from legato_engine.images.memory import PixelMemory, host_slab
-from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped, Started
+from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped, PrefillStarted
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
@@ -63,7 +63,7 @@ def test_a_known_image_needs_no_thread(world, by):
     assert world.core.busy
     assert world.core.next_deadline() == math.inf
     world.core.step()
-    assert world.of("b", Started)
+    assert world.of("b", PrefillStarted)
 
 
 def test_bytes_are_not_hashed_between_steps(world):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from legato_engine import failpoints
 from legato_engine.errors import InternalError, InvalidField, TaskUnsupported, from_value
-from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
@@ -35,12 +35,12 @@ def test_queued_is_sent_once_to_waiting_requests(world):
     for name in names:
         world.submit(name, QueryTask(question="hello"))
     world.run(*names)
-    assert world.of("r0", Queued) == []
-    queued = [world.of(name, Queued) for name in names]
+    assert world.of("r0", QueuePosition) == []
+    queued = [world.of(name, QueuePosition) for name in names]
     assert [len(outputs) for outputs in queued[1:]] == [1] * 6
     assert [outputs[0].position for outputs in queued[1:]] == list(range(6))
     for name in names:
-        assert isinstance(world.of(name)[-2], Delta | Started)
+        assert isinstance(world.of(name)[-2], OutputDelta | PrefillStarted)
 
 
 def test_full_queue(gated):
@@ -78,8 +78,8 @@ def test_the_queue_position_follows_the_priority(world):
     world.submit("low", QueryTask(question="hello"), priority=-1)
     world.submit("high", QueryTask(question="hello"), priority=100)
     world.run("low", "high")
-    assert world.of("high", Queued)[0].position == 0
-    assert world.of("low", Queued)[0].position > 0
+    assert world.of("high", QueuePosition)[0].position == 0
+    assert world.of("low", QueuePosition)[0].position > 0
 
 
 def test_an_id_is_in_use_at_every_stage(gated):

@@ -14,7 +14,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
-from legato_engine.ipc.messages import Delta, Done
+from legato_engine.ipc.messages import Done, OutputDelta
 from legato_engine.types import (
     DetectTask,
     FinishReason,
@@ -161,7 +161,7 @@ def test_an_outline_is_refined_before_it_is_sent(world):
     """Deltas have the coarse outline and the result the refined one; nothing else changes."""
     ask(world, "r")
     (done,) = world.run("r")
-    events = [event for delta in world.of("r", Delta) for event in delta.events]
+    events = [event for delta in world.of("r", OutputDelta) for event in delta.events]
     assert all(isinstance(event, OutlineEvent) for event in events)
     assert "".join(event.path_delta for event in events) == scripted.PATH
     better = outline(done)

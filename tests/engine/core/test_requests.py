@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from legato_engine.core.assembly import Assembly, with_decode_path
 from legato_engine.errors import PromptTooLong
-from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
     Box,
     CaptionResult,
@@ -57,9 +57,9 @@ def test_every_task_on_an_image(world, task):
     (done,) = world.run("r")
     assert isinstance(done, Done)
     kinds = [type(r) for r in world.of("r")]
-    assert kinds[0] is Started
+    assert kinds[0] is PrefillStarted
     assert kinds[-1] is Done
-    assert set(kinds[1:-1]) <= {Delta}
+    assert set(kinds[1:-1]) <= {OutputDelta}
     started = world.of("r")[0]
     assert started.image == done.image
     assert done.image is not None
@@ -76,13 +76,15 @@ def test_text_deltas_add_up_to_the_result(world):
     """The deltas of a caption add up to its result."""
     world.submit("r", CaptionTask(), world.encoded(png()))
     (done,) = world.run("r")
-    texts = [e.text for d in world.of("r", Delta) for e in d.events if isinstance(e, TextDelta)]
+    texts = [
+        e.text for d in world.of("r", OutputDelta) for e in d.events if isinstance(e, TextDelta)
+    ]
     assert isinstance(done.result, CaptionResult)
     assert "".join(texts) == done.result.caption
 
 
 def test_query_without_an_image(world):
-    """A query needs no image; its `Started` names none."""
+    """A query needs no image; its `PrefillStarted` names none."""
     world.submit("r", QueryTask(question="hello"))
     (done,) = world.run("r")
     assert done.image is None
@@ -111,9 +113,9 @@ def test_deltas_are_optional(world):
     world.submit("a", CaptionTask(), world.encoded(png()))
     world.submit("b", CaptionTask(), world.encoded(png()), deltas=False)
     first, second = world.run("a", "b")
-    assert world.of("a", Delta)
-    assert [type(output) for output in world.of("b") if not isinstance(output, Queued)] == [
-        Started,
+    assert world.of("a", OutputDelta)
+    assert [type(output) for output in world.of("b") if not isinstance(output, QueuePosition)] == [
+        PrefillStarted,
         Done,
     ]
     assert second.result == first.result
@@ -236,14 +238,14 @@ def test_abort_while_preparing(gated, has_image):
 
 
 def test_stop_while_preparing(gated):
-    """A pending request that is stopped sends `Started` and an empty result."""
+    """A pending request that is stopped sends `PrefillStarted` and an empty result."""
     world, frontend = gated
     world.submit("r", DetectTask(object="cat"), world.encoded(png()))
     frontend.entered.wait(10)
     world.core.stop(RequestKey("r"))
     world.core.stop(RequestKey("r"))
     begun, done = world.of("r")
-    assert isinstance(begun, Started)
+    assert isinstance(begun, PrefillStarted)
     assert isinstance(done, Done)
     assert (done.result, done.finish_reason) == (DetectResult(), FinishReason.CANCELLED)
     assert world.core.load().waiting == 0
@@ -264,9 +266,9 @@ def test_stop_after_any_step(assembly, num_steps, depth):
         world.core.step()
     world.core.stop(RequestKey("r"))
     world.core.stop(RequestKey("r"))
-    outputs = [output for output in world.of("r") if not isinstance(output, Queued)]
+    outputs = [output for output in world.of("r") if not isinstance(output, QueuePosition)]
     begun, *deltas, done = outputs
-    assert isinstance(begun, Started)
+    assert isinstance(begun, PrefillStarted)
     assert isinstance(done, Done)
     assert done.finish_reason is FinishReason.CANCELLED
     said = "".join(event.text for output in deltas for event in output.events)

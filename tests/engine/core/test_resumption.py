@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from legato_engine.client.request_stream import RequestStream, merge_events
 from legato_engine.core.assembly import assemble
-from legato_engine.ipc.messages import Delta, Done, Started
+from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted
 from legato_engine.types import (
     CaptionTask,
     DetectTask,
@@ -82,7 +82,7 @@ def resumed_after(request, outputs):
 
 def said(outputs):
     """What outputs say, without what it cost."""
-    events = [event for each in outputs if isinstance(each, Delta) for event in each.events]
+    events = [event for each in outputs if isinstance(each, OutputDelta) for event in each.events]
     done = outputs[-1]
     assert isinstance(done, Done)
     usage = msgspec.structs.replace(done.usage, cached_tokens=0)
@@ -96,8 +96,10 @@ def test_every_moment(assembly, name):
     request = msgspec.structs.replace(request, cache_image=False)  # nothing is shared
     world = World(assembly)
     whole = run(world, request, has_image)
-    deltas = [each for each in whole if isinstance(each, Delta)]
-    started = Started(request_id=KEY, model="", input_tokens=0, cached_tokens=0, queue_time=0.0)
+    deltas = [each for each in whole if isinstance(each, OutputDelta)]
+    started = PrefillStarted(
+        request_id=KEY, model="", input_tokens=0, cached_tokens=0, queue_time=0.0
+    )
     for count in range(len(deltas) + 1):
         told = [started, *deltas[:count]]
         rest = run(world, resumed_after(request, told), has_image)
@@ -125,7 +127,7 @@ def test_tokens_without_text_are_told_with_the_next_delta(assembly):
     request, _ = CASES["logprobs"]
     request = msgspec.structs.replace(request, return_tokens=False, logprobs=False)
     outputs = run(world, request, has_image=False)
-    told = [each for out in outputs if isinstance(out, Delta) for each in out.token_ids]
+    told = [each for out in outputs if isinstance(out, OutputDelta) for each in out.token_ids]
     request = msgspec.structs.replace(request, return_tokens=True)
     sampled = [each.token_id for each in run(world, request, has_image=False)[-1].tokens]
     assert told == sampled[: len(told)]
@@ -142,7 +144,9 @@ def test_a_full_queue_takes_a_resumed_request(assembly):
     arrival = time.monotonic() - 10
     world.submit("again", QueryTask(question="hello"), resumed=Resumed(arrival=arrival))
     world.run("waiting", "again")
-    order = [each.request_id.caller_id for each in world.outputs if isinstance(each, Started)]
+    order = [
+        each.request_id.caller_id for each in world.outputs if isinstance(each, PrefillStarted)
+    ]
     assert order == ["again", "waiting"]
     (done,) = world.of("again", Done)
     assert done.timings.total > 10
@@ -175,7 +179,7 @@ def test_a_checkpoint_goes_on_as_an_engine_does(assembly, name):
     for count in (2, len(whole) - 1):
         rest = run(world, checkpoint(request, whole[:count]), has_image)
         assert said(whole[:count] + rest) == said(whole)
-        assert isinstance(rest[0], Started), "its client may know of no `started`"
+        assert isinstance(rest[0], PrefillStarted), "its client may know of no `started`"
     world.close()
 
 

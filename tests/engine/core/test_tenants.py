@@ -25,7 +25,7 @@ from legato_engine.ipc.messages import (
     HoldImage,
     ImageDropped,
     ImageHeld,
-    Started,
+    PrefillStarted,
 )
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
@@ -180,7 +180,7 @@ def _observation(outputs: list[EngineOutput]) -> Observation:
         case Failed():
             return Observation(last.error.kind)
         case Done():
-            started = next(output for output in outputs if isinstance(output, Started))
+            started = next(output for output in outputs if isinstance(output, PrefillStarted))
             assert started.cached_tokens == last.usage.cached_tokens
             image = last.image
             return Observation(

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
 from legato_engine.errors import from_value
-from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
+from legato_engine.ipc.messages import (
+    Done,
+    EngineMessage,
+    Failed,
+    HoldImage,
+    ImageHeld,
+    SchedulerLoad,
+)
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey, SamplingParams
 from PIL import Image
@@ -93,7 +100,7 @@ class World:
         while self.core.busy:
             self.core.step()
         load = self.core.load()
-        assert load == Load(
+        assert load == SchedulerLoad(
             pipeline_depth=load.pipeline_depth,
             pages_total=load.pages_total,
             prefix_pages=load.prefix_pages,

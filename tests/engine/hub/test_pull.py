@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import constants, file_download
 from legato_engine.errors import InvalidField
 from legato_engine.hub import download, listing, store
-from legato_engine.hub.store import INDEX, MODELS, Published, Source
+from legato_engine.hub.store import INDEX, MODELS, Published, RepositoryFiles
 from legato_engine.models import registry
 
 from tests.clients.python.face import until
@@ -35,8 +35,8 @@ REPOSITORY = "maker/tiny"
 def tiny(revision: str = COMMIT, **sha256: str) -> Published:
     """A model with its tokenizer in another repository."""
     files = ("config.json", "model.safetensors", INDEX, "LICENSE*")
-    tokenizer = Source("maker/words", COMMIT, ("tokenizer.json",))
-    weights = Source(
+    tokenizer = RepositoryFiles("maker/words", COMMIT, ("tokenizer.json",))
+    weights = RepositoryFiles(
         REPOSITORY,
         revision,
         files,
@@ -121,7 +121,7 @@ def test_the_catalogue_is_believed_before_the_hub(hub, tmp_path):
     with pytest.raises(download.ContentMismatch, match="asked for"):
         pulled(tmp_path / "other")
     branch = pulled(tmp_path / "branch", tiny(revision="main").__class__(
-        "tiny", "llama", (Source(REPOSITORY, "main", ("config.json",)),), "", 1
+        "tiny", "llama", (RepositoryFiles(REPOSITORY, "main", ("config.json",)),), "", 1
     ))  # fmt: skip
     assert branch.origins == (f"{REPOSITORY}@{hub.commit}",)
 
@@ -398,7 +398,7 @@ def test_a_pulled_model_is_served_without_a_network(hub, tmp_path, monkeypatch):
     for path in (tmp_path / "made").iterdir():
         hub.files[REPOSITORY][path.name] = path.read_bytes()
     catalogued = MODELS["smollm2-135m"].sources[0]
-    source = Source(REPOSITORY, COMMIT, catalogued.files)
+    source = RepositoryFiles(REPOSITORY, COMMIT, catalogued.files)
     model = Published("smollm2-135m", "llama", (source,), "", 1)
     pulled(tmp_path / "models" / model.name, model)
 

@@ -16,11 +16,11 @@ from legato_engine.ipc.messages import (
     Expect,
     Failed,
     ImageDropped,
-    Queued,
+    QueuePosition,
     Shutdown,
     Stop,
     StopElsewhere,
-    Stopped,
+    StoppedCalls,
     Submit,
     TimelineBatch,
     WatchTimeline,
@@ -62,7 +62,7 @@ def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
 
 def queued(name):
     """An output that is not the last."""
-    return Queued(request_id=as_key(name), position=0, estimated_wait=0.0)
+    return QueuePosition(request_id=as_key(name), position=0, estimated_wait=0.0)
 
 
 async def test_an_output_goes_to_the_process_that_submitted():
@@ -225,10 +225,10 @@ async def test_stopping_requests_of_other_processes():
         assert await stopped(first, "9", None, 2) == {A1, C1}
         ends.engine.flush()
         assert await second.received(2) == [
-            Stopped(request_id=RequestKey("7"), count=2),
-            Stopped(request_id=RequestKey("8"), count=1),
+            StoppedCalls(request_id=RequestKey("7"), count=2),
+            StoppedCalls(request_id=RequestKey("8"), count=1),
         ]
-        assert await first.received(1) == [Stopped(request_id=RequestKey("9"), count=2)]
+        assert await first.received(1) == [StoppedCalls(request_id=RequestKey("9"), count=2)]
 
 
 async def test_a_backlog_of_outputs_is_sent_in_order():

@@ -9,7 +9,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.ipc import latency_policy, service_connections, transport
 from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED, BusyPoll, resolve, setting_in
-from legato_engine.ipc.messages import Abort, Heartbeat, Load, Queued
+from legato_engine.ipc.messages import Abort, Heartbeat, QueuePosition, SchedulerLoad
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.types import RequestKey
 
@@ -71,7 +71,7 @@ async def test_the_end_is_reported_once_after_the_last_message():
         service = ends.connect()
         service.submit("a")
         await ends.received()
-        ends.engine.post(Queued(request_id=RequestKey("a"), position=0, estimated_wait=0.0))
+        ends.engine.post(QueuePosition(request_id=RequestKey("a"), position=0, estimated_wait=0.0))
         ends.engine.post(done("a", size=1_000_000))
         received_at_end: list[int] = []
         service.transport._on_end = lambda: received_at_end.append(len(service.messages))
@@ -97,7 +97,7 @@ async def test_a_connection_between_two_engines_waits_for_the_next():
 
 async def test_heartbeats_reach_all_connections():
     """A later connection receives the next heartbeat."""
-    beats = [Heartbeat(step=i, load=Load(), estimated_wait=0.0) for i in range(2)]
+    beats = [Heartbeat(step=i, load=SchedulerLoad(), estimated_wait=0.0) for i in range(2)]
     with both_ends() as ends:
         first = ends.connect()
         ends.subscribers.send(beats[0])
@@ -109,7 +109,7 @@ async def test_heartbeats_reach_all_connections():
 
 async def test_a_closed_subscriber_is_dropped():
     """A heartbeat to a closed connection raises nothing and closes its socket."""
-    beat = Heartbeat(step=1, load=Load(), estimated_wait=0.0)
+    beat = Heartbeat(step=1, load=SchedulerLoad(), estimated_wait=0.0)
     with both_ends() as ends:
         service = ends.connect()
         ends.subscribers.send(beat)
@@ -140,7 +140,7 @@ async def test_a_process_is_not_half_rejected(monkeypatch):
 
         monkeypatch.setattr(transport, "pending_connections", pending_connections_late)
         ends.listeners.reject_pending()
-        beat = Heartbeat(step=1, load=Load(), estimated_wait=0.0)
+        beat = Heartbeat(step=1, load=SchedulerLoad(), estimated_wait=0.0)
         ends.subscribers.send(beat)
         (service,) = ends.services
         await until(lambda: service.ends or service.messages)

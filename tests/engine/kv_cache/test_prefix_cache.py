@@ -8,8 +8,8 @@ from legato_engine.kv_cache.pools import PagePool
 from legato_engine.kv_cache.radix_tree import (
     EvictionCandidate,
     Namespace,
-    Node,
     RadixTree,
+    TreeNode,
     eviction_order,
 )
 
@@ -295,7 +295,7 @@ def test_an_invalid_answer_leaves_the_prompt() -> None:
 PLAIN = Namespace("", "")
 
 
-def cache(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> Node:
+def cache(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> TreeNode:
     """Add an unreferenced chain of full pages of these tokens; return its last node."""
     node = tree.root(PLAIN) or tree.add_root(PLAIN, 0, 0)
     tree.acquire(node)

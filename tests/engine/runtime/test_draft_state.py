@@ -7,7 +7,7 @@ from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.decode_loop import DONE
 from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime.buffers import TokenRing
-from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Layout, RowState
+from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, RowState, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
 from legato_engine.runtime.drafting import DraftSnapshot
 from legato_engine.speculation import FixedBlockPolicy
@@ -72,7 +72,7 @@ class Rows:
             dtype=torch.float32,
             max_drafting=ROWS,
         )
-        self.drafts.lay_out([Layout(2, 1), Layout(4, 1), Layout(TOKENS, 1)], TOKENS)
+        self.drafts.lay_out([StepLayout(2, 1), StepLayout(4, 1), StepLayout(TOKENS, 1)], TOKENS)
         self.table_RM = torch.zeros(ROWS + 1, 2, dtype=torch.int64)
         self.token_R = torch.zeros(ROWS + 1, dtype=torch.int64)
 

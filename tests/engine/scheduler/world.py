@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 
 import msgspec
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.messages import SchedulerLoad
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import (
     ALONE,
@@ -354,7 +354,7 @@ class World:
         """Assert the invariants at rest."""
         load = self.scheduler.load()
         assert self.scheduler.idle
-        rest = Load(
+        rest = SchedulerLoad(
             pipeline_depth=self.pipeline.depth,
             prefix_pages=load.prefix_pages,
             pages_total=load.pages_total,

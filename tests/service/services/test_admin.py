@@ -17,7 +17,7 @@ from legato.v1 import admin_pb2 as pb
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.timeline_watch import MAX_UNREAD
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.messages import Load, PipelineStats, TimelineBatch, TimelineSpan
+from legato_engine.ipc.messages import LaunchSpan, PipelineStats, SchedulerLoad, TimelineBatch
 from legato_engine.types import RequestKey
 from legato_service.config import ServiceConfig
 from legato_service.config import check as check_config
@@ -34,7 +34,7 @@ TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
 async def test_load_is_the_last_heartbeats():
     """Counts, the share of the KV cache, the step and the wait are those that the engine sent."""
     engine = FakeEngine()
-    engine.load = Load(running=3, waiting=2, inflight=2, pages_used=25, pages_total=100)
+    engine.load = SchedulerLoad(running=3, waiting=2, inflight=2, pages_used=25, pages_total=100)
     engine.step, engine.estimated_wait = 41, 1.5
     async with running(engine) as server:
         load = await server.admin.GetLoad(ASK)
@@ -65,7 +65,7 @@ async def test_load_has_the_costs_of_decode_steps():
     engine = FakeEngine()
     async with running(engine) as server:
         assert not (await server.admin.GetLoad(ASK)).HasField("decode_steps")
-        engine.load = Load(running=8, decode_steps=report)
+        engine.load = SchedulerLoad(running=8, decode_steps=report)
         load = await server.admin.GetLoad(ASK)
     assert load.decode_steps == pb.DecodeSteps(
         steps=256,
@@ -309,7 +309,7 @@ async def test_sessions_are_counted_and_aborted():
 async def test_drain_returns_at_once_with_what_is_left():
     """Health changes, new work is refused, running work ends well; the counts are the engine's."""
     engine = FakeEngine(begin)
-    engine.load = Load(running=2, waiting=1)
+    engine.load = SchedulerLoad(running=2, waiting=1)
     async with running(engine, sessions=FakeSessions()) as server:
         call = server.inference.Query(query_request())
         await until(lambda: bool(engine.streams))
@@ -351,7 +351,7 @@ async def test_a_drain_without_grace_takes_the_servers():
 async def test_admin_answers_under_full_load():
     """With every place taken the operator sees it, and can abort requests."""
     engine = FakeEngine(hold)
-    engine.load = Load(running=16, waiting=256)
+    engine.load = SchedulerLoad(running=16, waiting=256)
     async with running(engine) as server:
         calls = [server.inference.Query(query_request("?", f"r{n}")) for n in range(50)]
         await until(lambda: len(engine.streams) == 50)
@@ -366,7 +366,7 @@ async def test_admin_answers_under_full_load():
 
 # ---------------------------------------------------------------- timeline
 
-SPAN = TimelineSpan("device compute", "forward", 5_000_000_000, 2_000, 7, "decode", 3, 1, 2, 4)
+SPAN = LaunchSpan("device compute", "forward", 5_000_000_000, 2_000, 7, "decode", 3, 1, 2, 4)
 STEPS = PipelineStats(
     num_steps=9,
     num_tokens=20,
@@ -387,7 +387,7 @@ STEPS = PipelineStats(
 async def test_spans_and_gains_arrive_while_a_caller_watches():
     """A batch is one message; the engine is asked to begin, and to end when the caller leaves."""
     async with running() as server:
-        server.engine.load = Load(decode_steps=STEPS)
+        server.engine.load = SchedulerLoad(decode_steps=STEPS)
         call = server.admin.WatchTimeline(admin_pb2.WatchTimelineRequest())
         first = await call.read()
         assert (len(first.spans), first.decode_steps.steps) == (0, 9)

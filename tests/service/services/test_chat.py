@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
-from legato_engine.ipc.messages import Delta
+from legato_engine.ipc.messages import OutputDelta
 from legato_engine.types import (
     Alternative,
     CaptionLength,
@@ -33,7 +33,7 @@ from legato_engine.types import (
     Turn,
 )
 from legato_service.convert import skills
-from legato_service.convert.skills import MAX_MESSAGES, MAX_TEXT_BYTES, Conversation
+from legato_service.convert.skills import MAX_MESSAGES, MAX_TEXT_BYTES, ChatQuestion
 
 from tests.grammar import replay
 from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, solution, started
@@ -208,7 +208,7 @@ def test_the_longest_conversation():
     """As many messages as are allowed are read in order."""
     turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (MAX_MESSAGES // 2))]
     read = skills.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
-    assert isinstance(read, Conversation)
+    assert isinstance(read, ChatQuestion)
     assert read.system == "s"
     assert read.question == str(MAX_MESSAGES - 2)
     pairs = [(str(at), str(at + 1)) for at in range(0, MAX_MESSAGES - 2, 2)]
@@ -248,7 +248,7 @@ def sure(engine, stream):
         case _:
             event = OutlineEvent(index=0, box=BOX)
             result = SegmentResult(segments=(Outline(path="", box=BOX, **about),))
-    told = Delta(
+    told = OutputDelta(
         request_id=asked.request_id,
         events=(event,),
         token_ids=(5,),
@@ -410,7 +410,7 @@ def parts(engine, stream):
     if isinstance(asked.task, QueryTask):
         span = Grounding(start_index=1, end_index=2, points=(POINT,))
         events = (ReasoningDelta(text="Hm", grounding=(span,)),)
-    told = Delta(request_id=asked.request_id, events=tuple(events))
+    told = OutputDelta(request_id=asked.request_id, events=tuple(events))
     engine.feed(stream, started(asked), told, done(asked, result, reason))
 
 

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.ipc.messages import Delta, Queued
+from legato_engine.ipc.messages import OutputDelta, QueuePosition
 from legato_engine.types import (
     CaptionTask,
     QueryResult,
@@ -70,7 +70,7 @@ async def test_a_waiting_request_is_queued_first():
     def wait_then_answer(engine, stream):
         engine_request = stream.request
         queued = [
-            Queued(request_id=engine_request.request_id, position=at, estimated_wait=at / 2)
+            QueuePosition(request_id=engine_request.request_id, position=at, estimated_wait=at / 2)
             for at in (1, 0)
         ]
         _, result = solution(engine_request.task)
@@ -229,7 +229,7 @@ def in_two_deltas(engine, stream):
     """Two boxes of one delta."""
     asked = stream.request
     boxes, result = solution(asked.task)
-    told = Delta(
+    told = OutputDelta(
         request_id=asked.request_id,
         events=tuple(boxes),
         token_ids=(7, 8),
@@ -294,7 +294,7 @@ async def test_an_engine_lost_later_is_told_the_checkpoint_too():
         begin(engine, stream)
         engine.feed(
             stream,
-            Delta(request_id=stream.request_id, events=tuple(boxes), token_ids=(3,)),
+            OutputDelta(request_id=stream.request_id, events=tuple(boxes), token_ids=(3,)),
         )
         seen.append(stream.resumed(None).resumed)
         engine.feed(stream, done(stream.request, result))
@@ -429,11 +429,11 @@ async def test_deltas_that_were_not_read_in_time_keep_their_tokens():
     """A client that reads slowly gets merged events, and every token once."""
     asked = Request(request_id=RequestKey("r"), task=CaptionTask())
     stream = RequestStream(asked, lambda _: None, lambda _: None)
-    one = Delta(request_id=asked.request_id, events=words("a"), payloads=((0.0, 1.0),))
+    one = OutputDelta(request_id=asked.request_id, events=words("a"), payloads=((0.0, 1.0),))
     for index in range(200):
         stream.feed(msgspec.structs.replace(one, token_ids=(index,), logprobs=(-float(index),)))
     merged = await anext(stream)
-    assert isinstance(merged, Delta)
+    assert isinstance(merged, OutputDelta)
     assert merged.token_ids == tuple(range(200))
     assert merged.logprobs == tuple(-float(index) for index in range(200))
     assert len(merged.payloads) == 200

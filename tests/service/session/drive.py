@@ -10,10 +10,10 @@ from legato_service.session.core import (
     Accepted,
     Dropped,
     DropReason,
-    Event,
     Frame,
-    GoAway,
-    Result,
+    FrameOutcome,
+    FrameOutput,
+    GoAwayNotice,
     SessionCore,
     SessionSettings,
 )
@@ -66,16 +66,16 @@ class Ledger:
                 assert message.sequence in self.sent
                 self.dropped[message.sequence] = message.reason
                 assert message.dropped_total == len(self.dropped)
-            case Event():
+            case FrameOutput():
                 self.spent += 1
                 assert message.frame.sequence not in self.dropped
                 assert message.index not in self.results.get(message.frame.sequence, [])
-            case Result():
+            case FrameOutcome():
                 self._check_result(message, now)
             case _:
-                assert isinstance(message, GoAway)
+                assert isinstance(message, GoAwayNotice)
 
-    def _check_result(self, message: Result[Frame], now: float) -> None:
+    def _check_result(self, message: FrameOutcome[Frame], now: float) -> None:
         frame, num_sent = message.frame, self.results[message.frame.sequence]
         self.spent += 1
         assert frame.sequence not in self.dropped

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legato_engine.errors import ClientTooSlow, SessionProtocol
-from legato_engine.ipc.messages import Delta, Queued
+from legato_engine.ipc.messages import OutputDelta, QueuePosition
 from legato_engine.types import ObjectEvent, RequestKey, TextDelta
 from legato_service.session.core import (
     MAX_UNREAD,
@@ -15,10 +15,10 @@ from legato_service.session.core import (
     CaptureClock,
     Dropped,
     DropReason,
-    Event,
+    FrameOutcome,
+    FrameOutput,
     FramePolicy,
-    GoAway,
-    Result,
+    GoAwayNotice,
 )
 
 from tests.service.fakes import BOX
@@ -27,7 +27,9 @@ from tests.service.session.drive import Drive
 
 def words(*texts):
     """Return text in pieces, as one output."""
-    return Delta(request_id=RequestKey("r"), events=tuple(TextDelta(text=text) for text in texts))
+    return OutputDelta(
+        request_id=RequestKey("r"), events=tuple(TextDelta(text=text) for text in texts)
+    )
 
 
 def of(kind, messages):
@@ -70,7 +72,7 @@ def test_preempt():
     assert drive.runner.stopped == [(one, 0), (one, 1)]
     assert drive.running() == [one]
     drive.end(one)
-    results = of(Result, drive.read())
+    results = of(FrameOutcome, drive.read())
     assert [each.stopped for each in results] == [DropReason.SUPERSEDED] * 2
     assert drive.running() == [two]
     drive.finish()
@@ -132,10 +134,10 @@ def test_a_frame_with_a_result_sent_is_not_dropped():
     drive = Drive(max_frame_age=1.0)
     sequence = drive.send("a", "b")
     drive.end(sequence, 0)
-    assert [each.last for each in of(Result, drive.read())] == [False]
+    assert [each.last for each in of(FrameOutcome, drive.read())] == [False]
     drive.now += 5.0
     drive.end(sequence, 1)
-    assert [each.last for each in of(Result, drive.read())] == [True]
+    assert [each.last for each in of(FrameOutcome, drive.read())] == [True]
     drive.finish()
 
 
@@ -151,7 +153,7 @@ def test_cancel_by_sequence():
     messages = drive.read()
     assert dropped(messages) == [(two, DropReason.CANCELLED)]
     drive.end(one, 1)
-    assert [each.stopped for each in of(Result, messages + drive.read())] == [
+    assert [each.stopped for each in of(FrameOutcome, messages + drive.read())] == [
         None,
         DropReason.CANCELLED,
     ]
@@ -189,7 +191,7 @@ def test_accepted_has_the_credits():
     assert drive.read() == [Accepted(1, 5)]
     drive.core.go_away(2.0)
     drive.send()
-    assert drive.read() == [GoAway(2.0), Dropped(2, DropReason.GOING_AWAY, 0, 1)]
+    assert drive.read() == [GoAwayNotice(2.0), Dropped(2, DropReason.GOING_AWAY, 0, 1)]
     drive.finish()
 
 
@@ -217,7 +219,7 @@ def test_the_oldest_unsent_frame_is_dropped_as_a_whole():
     assert dropped(drive.read()) == [(half, DropReason.OVERLOADED)]
     assert half not in drive.running()
     drive.core.grant(2)
-    assert [each.frame.sequence for each in of(Result, drive.read())] == later
+    assert [each.frame.sequence for each in of(FrameOutcome, drive.read())] == later
     drive.finish()
 
 
@@ -226,7 +228,7 @@ def test_unsent_frames_that_must_run_are_kept():
     drive = Drive(response_credits=1, max_unsent_frames=1)
     half = drive.send("a", "b")
     drive.end(half)
-    assert len(of(Result, drive.read())) == 1
+    assert len(of(FrameOutcome, drive.read())) == 1
     drive.send()
     assert not drive.running()
     drive.core.grant(9)
@@ -263,7 +265,7 @@ def test_half_close_needs_no_credits():
     for _ in range(3):
         drive.end(drive.send())
     drive.core.half_close()
-    assert len(of(Result, drive.read())) == 3
+    assert len(of(FrameOutcome, drive.read())) == 3
     assert drive.core.is_finished
 
 
@@ -274,14 +276,14 @@ def test_deltas_are_merged_while_they_wait():
     (frame,) = drive.runner.running
     thing = ObjectEvent(box=BOX, label="cup")
     for output in (
-        Queued(request_id=RequestKey("r"), position=1, estimated_wait=0.0),
-        Queued(request_id=RequestKey("r"), position=0, estimated_wait=0.0),
+        QueuePosition(request_id=RequestKey("r"), position=1, estimated_wait=0.0),
+        QueuePosition(request_id=RequestKey("r"), position=0, estimated_wait=0.0),
         words("a", "b"),
         words("c"),
-        Delta(request_id=RequestKey("r"), events=(thing, thing)),
+        OutputDelta(request_id=RequestKey("r"), events=(thing, thing)),
     ):
         drive.core.output(frame, 0, output)
-    queued, text, *things = [each.output for each in of(Event, drive.read())]
+    queued, text, *things = [each.output for each in of(FrameOutput, drive.read())]
     assert queued.position == 0
     assert text.events == (TextDelta(text="abc"),)
     assert [each.events for each in things] == [(thing,), (thing,)]
@@ -295,14 +297,14 @@ def test_a_result_without_credits_for_its_deltas_is_sent_alone():
     (frame,) = drive.runner.running
     drive.core.output(frame, 0, words("a"))
     drive.end(1)
-    assert len(of(Result, drive.read())) == 1
+    assert len(of(FrameOutcome, drive.read())) == 1
     drive.finish()
     drive = Drive(response_credits=2)
     drive.send()
     (frame,) = drive.runner.running
     drive.core.output(frame, 0, words("a"))
     drive.end(1)
-    assert [type(each) for each in drive.read()] == [Event, Result]
+    assert [type(each) for each in drive.read()] == [FrameOutput, FrameOutcome]
     drive.finish()
 
 
@@ -316,7 +318,7 @@ def test_stop_all_and_end_all():
     drive.core.end_all()
     messages = drive.read()
     assert dropped(messages) == [(two, DropReason.GOING_AWAY)]
-    assert [each.outcome is None for each in of(Result, messages)] == [False, True]
+    assert [each.outcome is None for each in of(FrameOutcome, messages)] == [False, True]
     assert drive.core.is_settled
     assert not drive.running()
 
@@ -394,7 +396,7 @@ class Session(RuleBasedStateMachine):
         if self.drive.runner.running:
             frame = data.draw(st.sampled_from(self.drive.runner.running))
             self.drive.core.image_ready(frame)
-            word = Delta(request_id=RequestKey("r"), events=(TextDelta(text="word "),))
+            word = OutputDelta(request_id=RequestKey("r"), events=(TextDelta(text="word "),))
             self.drive.core.output(frame, len(frame.task_ids) - 1, word)
 
     @precondition(lambda self: not self.is_closed)

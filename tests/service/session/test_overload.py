@@ -6,7 +6,7 @@ import random
 import grpc
 import pytest
 from legato.v1 import admin_pb2, session_pb2
-from legato_service.session.core import FramePolicy, Result
+from legato_service.session.core import FrameOutcome, FramePolicy
 
 from tests.service.fakes import FakeEngine, begin, delta, done, hold, solution
 from tests.service.harness import running
@@ -57,7 +57,7 @@ class Simulation:
         if chance.random() < 0.02:
             drive.core.cancel(drive.sequence - chance.randrange(3))
         if chance.random() < 0.6:  # else the reader dawdles
-            results = [each for each in drive.read() if isinstance(each, Result)]
+            results = [each for each in drive.read() if isinstance(each, FrameOutcome)]
             self.ages += [drive.now - each.frame.captured_at for each in results if each.last]
         if chance.random() < 0.5:
             drive.core.grant(chance.randrange(1, 3))

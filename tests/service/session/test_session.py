@@ -12,7 +12,7 @@ from legato_engine.errors import ImageUndecodable, QueueFull
 from legato_engine.types import CachedImage, EncodedImage, RequestKey
 from legato_service.arguments import parse
 from legato_service.session.frames import FrameRunner
-from legato_service.session.session import Session
+from legato_service.session.session import SessionDriver
 
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
 from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
@@ -438,7 +438,9 @@ async def test_a_session_leaves_nothing_to_collect(way):
     """A session is in no reference cycle: all that it held is freed at its end."""
     async with running(FakeEngine(hold)) as server:
         with no_collections():
-            others = remaining(Session, FrameRunner)  # other tests' that something still holds
+            others = remaining(
+                SessionDriver, FrameRunner
+            )  # other tests' that something still holds
             async with session(server) as client:
                 await client.frame(1)
                 await begun(server)
@@ -453,7 +455,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     server.server.sessions.abort_all()
                     await client.failure()
             await settled(server)
-            await until(lambda: remaining(Session, FrameRunner).keys() <= others.keys())
+            await until(lambda: remaining(SessionDriver, FrameRunner).keys() <= others.keys())
 
 
 async def test_a_drain_says_go_away():

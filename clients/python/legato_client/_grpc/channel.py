@@ -268,7 +268,7 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Method(Generic[ResponseT, ValueT]):
+class StubMethod(Generic[ResponseT, ValueT]):
     """RPC definition; `parse` turns its response into a value."""
 
     path: str
@@ -299,8 +299,8 @@ _SERVER = "/legato.v1.ServerService/"
 
 SESSION_PATH = "/legato.v1.SessionService/Session"
 
-OF_SKILLS: Mapping[str, Method[Any, Any]] = {
-    skill.name: Method(
+OF_SKILLS: Mapping[str, StubMethod[Any, Any]] = {
+    skill.name: StubMethod(
         f"{_INFERENCE}{skill.name.capitalize()}",
         skill.response,
         functools.partial(_answer, skill),
@@ -308,21 +308,21 @@ OF_SKILLS: Mapping[str, Method[Any, Any]] = {
     for skill in skills.SKILLS
 }
 """Each skill's own call, by the skill's name."""
-RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
-GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event_of)
-PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, responses.held_image)
-DELETE_IMAGE = Method(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, responses.no_image)
-GET_SERVER_INFO = Method(
+RUN_TASKS = StubMethod(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
+GENERATE = StubMethod(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event_of)
+PUT_IMAGE = StubMethod(_IMAGE + "PutImage", image_pb2.PutImageResponse, responses.held_image)
+DELETE_IMAGE = StubMethod(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, responses.no_image)
+GET_SERVER_INFO = StubMethod(
     _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, responses.server_info
 )
-LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, responses.models)
-GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, responses.load)
-ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, responses.abort_count)
-GET_METRICS = Method(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, responses.metrics)
-WATCH_TIMELINE = Method(
+LIST_MODELS = StubMethod(_SERVER + "ListModels", server_pb2.ListModelsResponse, responses.models)
+GET_LOAD = StubMethod(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, responses.load)
+ABORT = StubMethod(_ADMIN + "Abort", admin_pb2.AbortResponse, responses.abort_count)
+GET_METRICS = StubMethod(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, responses.metrics)
+WATCH_TIMELINE = StubMethod(
     _ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, responses.timeline
 )
-SET_PIPELINE_DEPTH = Method(
+SET_PIPELINE_DEPTH = StubMethod(
     _ADMIN + "SetPipelineDepth", admin_pb2.SetPipelineDepthResponse, responses.no_depth
 )
-DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, responses.unfinished)
+DRAIN = StubMethod(_ADMIN + "Drain", admin_pb2.DrainResponse, responses.unfinished)

@@ -25,7 +25,7 @@ from legato_client._errors import (
     Unavailable,
     from_rpc_error,
 )
-from legato_client._grpc.channel import GENERATE, Metadata, Method, message_of
+from legato_client._grpc.channel import GENERATE, Metadata, StubMethod, message_of
 from legato_client._grpc.settings import CallMetadata, ClientSettings
 from legato_client._types import results
 
@@ -45,19 +45,19 @@ class Transport(Protocol):
     """
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT: ...
 
     async def upload(
         self,
-        method: Method[ResponseT, ValueT],
+        method: StubMethod[ResponseT, ValueT],
         requests: Iterator[bytes],
         timeout: float,
         affinity: str,
     ) -> ResponseT: ...
 
     def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         """Yield the responses; closing the iterator early cancels the call."""
         ...
@@ -181,7 +181,7 @@ class AsyncTransport:
         return made
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT:
         pooled = self.channel()
         start = pooled.starts.get(method.path)
@@ -197,7 +197,7 @@ class AsyncTransport:
 
     async def upload(
         self,
-        method: Method[ResponseT, ValueT],
+        method: StubMethod[ResponseT, ValueT],
         requests: Iterator[bytes],
         timeout: float,
         affinity: str,
@@ -212,7 +212,7 @@ class AsyncTransport:
                 raise from_rpc_error(await status.resolve(error)) from error
 
     async def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         with self.channel() as channel:
             start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
@@ -273,7 +273,7 @@ class BlockingTransport:
         return self._metadata.current(affinity)
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT:
         start = self._starts.get(method.path)
         if start is None:
@@ -287,7 +287,7 @@ class BlockingTransport:
 
     async def upload(
         self,
-        method: Method[ResponseT, ValueT],
+        method: StubMethod[ResponseT, ValueT],
         requests: Iterator[bytes],
         timeout: float,
         affinity: str,
@@ -300,7 +300,7 @@ class BlockingTransport:
             raise from_rpc_error(error) from error
 
     async def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
+        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self.channel.unary_stream(method.path)
         call = start(request, timeout=timeout, metadata=self.metadata(affinity))

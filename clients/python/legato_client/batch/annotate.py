@@ -72,7 +72,9 @@ def _video(
     yield from problems
 
 
-def _readable(source: str, choice: video.FrameChoice, problems: list[str]) -> Iterator[video.Frame]:
+def _readable(
+    source: str, choice: video.FrameChoice, problems: list[str]
+) -> Iterator[video.DecodedFrame]:
     """Yield frames as far as the video can be read; append the error to `problems`."""
     try:
         yield from video.frames(source, choice)

@@ -33,7 +33,7 @@ class FrameChoice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
+class DecodedFrame:
     """A decoded frame; `number` counts from 0, `time` is in seconds from the first frame.
 
     `pixel_aspect` is the width of a stored pixel divided by its height.
@@ -74,7 +74,7 @@ def _as_displayed(image: Image.Image, decoded: av.VideoFrame) -> Image.Image:
     return image.rotate(-clockwise, expand=True) if clockwise else image
 
 
-def frames(path: str, choice: FrameChoice) -> Iterator[Frame]:
+def frames(path: str, choice: FrameChoice) -> Iterator[DecodedFrame]:
     """Yield the chosen frames, in order. Raises as `decoded`."""
     due = 0.0
     for frame in decoded(path):
@@ -92,7 +92,7 @@ def decoded(
     container: str | None = None,
     options: Mapping[str, str] = MappingProxyType({}),
     silence: float | None = None,
-) -> Iterator[Frame]:
+) -> Iterator[DecodedFrame]:
     """Decode all frames of a file, or of any other FFmpeg source, in order.
 
     `container` and `options` are FFmpeg's. With `silence`, in seconds, the source is live: each
@@ -117,7 +117,7 @@ def decoded(
         for number, each in enumerate(opened.decode(stream)):
             time = each.time or 0.0
             start = time if start is None else start
-            yield Frame(number, time - start, each, stream.sample_aspect_ratio or _SQUARE)
+            yield DecodedFrame(number, time - start, each, stream.sample_aspect_ratio or _SQUARE)
 
 
 class VideoWriter:

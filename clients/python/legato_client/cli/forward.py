@@ -72,7 +72,7 @@ def _typed(root: Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Program:
+class ForwardedProgram:
     """A module that is run, and its parser as MODULE:FUNCTION.
 
     `replaces` this process: signals and the exit code are the program's own.
@@ -87,7 +87,7 @@ class Program:
 
 
 MODULES = {
-    "serve": Program(
+    "serve": ForwardedProgram(
         "legato_service",
         "legato_service.arguments:make_parser",
         "start a server",
@@ -98,37 +98,37 @@ MODULES = {
         "128 + N ended by signal N while draining",
         replaces=True,
     ),
-    "pull": Program(
+    "pull": ForwardedProgram(
         "legato_engine.hub.download",
         "legato_engine.hub.store:pull_parser",
         "download a model's weights",
         "legato pull moondream2",
     ),
-    "quantize": Program(
+    "quantize": ForwardedProgram(
         "legato_engine.models.moondream.quantised",
         "legato_engine.hub.store:quantize_parser",
         "write a model's weights in 8 or 4 bits",
         "legato quantize --model moondream2 --weight-dtype int8 --output moondream2.safetensors",
     ),
-    "models": Program(
+    "models": ForwardedProgram(
         "legato_engine.hub.listing",
         "legato_engine.hub.store:models_parser",
         "list models: available, downloaded, and which fit this machine",
         "legato models --json",
     ),
-    "bench": Program(
+    "bench": ForwardedProgram(
         "legato_engine.bench",
         "legato_engine.bench.options:bench_parser",
         "measure this machine's engine",
         "legato bench --device cuda --streams 1,8,32",
     ),
-    "trace": Program(
+    "trace": ForwardedProgram(
         "legato_engine.bench.trace",
         "legato_engine.bench.options:trace_parser",
         "record the timeline of a running server, or of a short run here",
         "legato trace --server gpu-box:50051 --seconds 10 --output trace.json",
     ),
-    "replay": Program(
+    "replay": ForwardedProgram(
         "legato_engine.bench.replay",
         "legato_engine.bench.options:replay_parser",
         "run the launches of a crash bundle again",

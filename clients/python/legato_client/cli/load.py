@@ -20,7 +20,7 @@ from legato_client.cli import arguments
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.load import report
-from legato_client.load.plan import ARRIVALS, KINDS, Plan
+from legato_client.load.plan import ARRIVALS, KINDS, LoadPlan
 from legato_client.load.run import LoadFailed
 from legato_client.load.run import run as run_load
 
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         prefix.with_suffix(".md").write_text(report.markdown(plan, record))
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> LoadPlan:
     """Build the plan. Raises CommandError for options that make no plan."""
     if args.warm_up >= args.seconds:
         raise CommandError("--warm-up must be shorter than --seconds", ExitCode.USAGE)
     image = _image(args)
     task = _task(args)
     path, request = _request(args, task, image)
-    return Plan(
+    return LoadPlan(
         target=args.server,
         security=arguments.security_of(args),
         kind=args.kind,
@@ -118,7 +118,7 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
     return image
 
 
-def _described(plan: Plan) -> dict[str, object]:
+def _described(plan: LoadPlan) -> dict[str, object]:
     """Describe the plan: bytes by their number, tokens not at all."""
     values = {each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)}
     values["security"] = plan.security.summary()

@@ -44,7 +44,7 @@ KINDS: tuple[Kind, ...] = ("unary", "stream", "session")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """Load to run; times are in seconds.
 
     `request` is the serialised request of every call: of `path` when it is unary, a

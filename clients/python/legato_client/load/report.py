@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from legato_client.load.plan import Plan
+from legato_client.load.plan import LoadPlan
 
 _BITS = 7  # kept of a duration: buckets are at most 1/64 wide, relatively
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 
-class Histogram:
+class DurationHistogram:
     """Counts of durations in seconds, in logarithmic buckets; percentiles err by 1.6% at most.
 
     The extremes and the sum are exact.
@@ -35,7 +35,7 @@ class Histogram:
         self.maximum = max(self.maximum, seconds)
         self.minimum = min(self.minimum, seconds)
 
-    def merge(self, other: Histogram) -> None:
+    def merge(self, other: DurationHistogram) -> None:
         self._counts.update(other._counts)
         self.count += other.count
         self.total += other.total
@@ -80,7 +80,7 @@ def _upper_edge(bucket: int) -> float:
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
+class LoadResults:
     """Results of all requests due within the measurement window.
 
     `latency` runs to the last message and `first` to the first answer in it, both from when the
@@ -89,17 +89,17 @@ class Record:
     whenever their request was due. `errors` counts by reason.
     """
 
-    latency: Histogram = dataclasses.field(default_factory=Histogram)
-    first: Histogram = dataclasses.field(default_factory=Histogram)
-    gap: Histogram = dataclasses.field(default_factory=Histogram)
-    lag: Histogram = dataclasses.field(default_factory=Histogram)
+    latency: DurationHistogram = dataclasses.field(default_factory=DurationHistogram)
+    first: DurationHistogram = dataclasses.field(default_factory=DurationHistogram)
+    gap: DurationHistogram = dataclasses.field(default_factory=DurationHistogram)
+    lag: DurationHistogram = dataclasses.field(default_factory=DurationHistogram)
     due: int = 0
     completed: int = 0
     messages: int = 0
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     cpu_share: float = 0.0  # fraction of a core, of the busiest sender
 
-    def merge(self, other: Record) -> None:
+    def merge(self, other: LoadResults) -> None:
         for mine, theirs in (
             (self.latency, other.latency),
             (self.first, other.first),
@@ -137,7 +137,7 @@ class Meter:
     """Recorder of what falls into the window, `opens` to `closes` of `time.monotonic()`."""
 
     def __init__(self, opens: float, closes: float) -> None:
-        self.record = Record()
+        self.record = LoadResults()
         self._opens = opens
         self._closes = closes
 
@@ -196,17 +196,17 @@ LATE_MS = 5.0  # a P99 lag beyond this: the senders, not the server, were too sl
 HEADS = ("", "count", "mean ms", *(f"P{percent:g} ms" for percent in PERCENTILES), "max ms")
 
 
-def rows(record: Record) -> list[list[str]]:
+def rows(record: LoadResults) -> list[list[str]]:
     named = (
         ("latency", record.latency),
-        ("first answer", record.first if record.gap.count else Histogram()),
+        ("first answer", record.first if record.gap.count else DurationHistogram()),
         ("between answers", record.gap),
         ("sent late by", record.lag),
     )
     return [[name, *_cells(histogram)] for name, histogram in named if histogram.count]
 
 
-def summary(plan: Plan, record: Record) -> list[str]:
+def summary(plan: LoadPlan, record: LoadResults) -> list[str]:
     how = (
         f"{plan.rate:g} requests a second, {plan.arrivals} arrivals (open loop)"
         if plan.rate
@@ -227,12 +227,12 @@ def summary(plan: Plan, record: Record) -> list[str]:
     return lines
 
 
-def markdown(plan: Plan, record: Record) -> str:
+def markdown(plan: LoadPlan, record: LoadResults) -> str:
     table = [HEADS, ["---"] * len(HEADS), *rows(record)]
     text = [f"# Load on {plan.target}", "", *summary(plan, record), ""]
     return "\n".join([*text, *(f"| {' | '.join(row)} |" for row in table), ""])
 
 
-def _cells(histogram: Histogram) -> Sequence[str]:
+def _cells(histogram: DurationHistogram) -> Sequence[str]:
     figures = list(histogram.summary_ms().values())
     return [f"{figures[0]:.0f}", *(f"{figure:.3f}" for figure in figures[1:])]

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from legato_client.load.plan import Plan
-from legato_client.load.report import Record
+from legato_client.load.plan import LoadPlan
+from legato_client.load.report import LoadResults
 from legato_client.load.sender import send
 from legato_client.load.targets import CallFailed, reason_of
 
@@ -22,7 +22,7 @@ class LoadFailed(Exception):
     """A sender could not send."""
 
 
-def run(plan: Plan) -> Record:
+def run(plan: LoadPlan) -> LoadResults:
     """Run the plan. Raises `LoadFailed` if a sender ends without a record."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -40,7 +40,7 @@ def run(plan: Plan) -> Record:
         start = time.monotonic() + _HEAD_START
         for pipe in pipes:
             pipe.send(start)
-        total = Record()
+        total = LoadResults()
         for pipe in pipes:
             total.merge(_receive(pipe, plan.seconds + plan.timeout + _PATIENCE))
         return total
@@ -50,7 +50,7 @@ def run(plan: Plan) -> Record:
             process.join()
 
 
-def _receive(pipe: Connection, seconds: float) -> Record:
+def _receive(pipe: Connection, seconds: float) -> LoadResults:
     """Receive a sender's record; it sends an empty one when it is ready, then its own."""
     try:
         if not pipe.poll(seconds):
@@ -60,12 +60,12 @@ def _receive(pipe: Connection, seconds: float) -> Record:
         raise LoadFailed("a sender died") from None
     if isinstance(said, str):
         raise LoadFailed(said)
-    assert isinstance(said, Record)
+    assert isinstance(said, LoadResults)
     return said
 
 
-def _serve(pipe: Connection, plan: Plan, share: int) -> None:
-    pipe.send(Record())
+def _serve(pipe: Connection, plan: LoadPlan, share: int) -> None:
+    pipe.send(LoadResults())
     try:
         pipe.send(send(plan, share, pipe.recv()))
     except (grpc.RpcError, CallFailed) as error:

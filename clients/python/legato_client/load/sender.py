@@ -9,8 +9,8 @@ import time
 import grpc
 
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES, ChannelOptions
-from legato_client.load.plan import Plan, due_times
-from legato_client.load.report import Meter, Record, RequestMeasurement
+from legato_client.load.plan import LoadPlan, due_times
+from legato_client.load.report import LoadResults, Meter, RequestMeasurement
 from legato_client.load.targets import CallFailed, LoadTarget, make_target, reason_of
 
 MAX_PENDING = 20_000  # per sender; further requests count as NOT_SENT
@@ -20,7 +20,7 @@ _CHANNEL: ChannelOptions = (
 )
 
 
-def send(plan: Plan, share: int, start: float) -> Record:
+def send(plan: LoadPlan, share: int, start: float) -> LoadResults:
     """Send share number `share` of a plan that begins at `start` of `time.monotonic()`.
 
     Raises `grpc.RpcError` or `CallFailed` when a session cannot be opened.
@@ -32,7 +32,7 @@ def send(plan: Plan, share: int, start: float) -> Record:
         return runner.run(_send(plan, share, start))
 
 
-async def _send(plan: Plan, share: int, start: float) -> Record:
+async def _send(plan: LoadPlan, share: int, start: float) -> LoadResults:
     meter = Meter(start + plan.warm_up, start + plan.seconds)
     async with _channel(plan) as channel:
         target = make_target(channel, plan, share)
@@ -51,7 +51,7 @@ async def _send(plan: Plan, share: int, start: float) -> Record:
     return meter.record
 
 
-def _channel(plan: Plan) -> grpc.aio.Channel:
+def _channel(plan: LoadPlan) -> grpc.aio.Channel:
     credentials = plan.security.credentials
     options = _CHANNEL + plan.security.channel_options
     if credentials is None:
@@ -60,7 +60,7 @@ def _channel(plan: Plan) -> grpc.aio.Channel:
 
 
 async def _open_loop(
-    plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
+    plan: LoadPlan, share: int, start: float, target: LoadTarget, meter: Meter
 ) -> None:
     """Measure from when each request is due, not from when it was sent."""
     pending: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ async def _open_loop(
 
 
 async def _closed_loop(
-    plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
+    plan: LoadPlan, share: int, start: float, target: LoadTarget, meter: Meter
 ) -> None:
     end = start + plan.seconds
 

@@ -11,7 +11,7 @@ from legato.v1 import inference_pb2, media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
 from legato_client._grpc.channel import GENERATE, OF_SKILLS
-from legato_client.load.plan import Plan
+from legato_client.load.plan import LoadPlan
 from legato_client.load.report import RequestMeasurement
 
 SESSION = "/legato.v1.SessionService/Session"
@@ -48,7 +48,7 @@ def reason_of(error: grpc.RpcError | CallFailed) -> str:
 class UnaryTarget:
     """Target with one unary call for each request."""
 
-    def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
+    def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan) -> None:
         self._plan = plan
         parse = _RESPONSES[plan.path].FromString
         self._call: Any = channel.unary_unary(plan.path, response_deserializer=parse)
@@ -71,7 +71,7 @@ class UnaryTarget:
 class StreamTarget:
     """Generate, to its end."""
 
-    def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
+    def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan) -> None:
         self._plan = plan
         parse = inference_pb2.GenerateResponse.FromString
         self._call: Any = channel.unary_stream(GENERATE.path, response_deserializer=parse)
@@ -95,7 +95,7 @@ class StreamTarget:
 class SessionTarget:
     """Frames over sessions that stay open, in turn."""
 
-    def __init__(self, channel: grpc.aio.Channel, plan: Plan, sessions: int) -> None:
+    def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan, sessions: int) -> None:
         parse = session_pb2.SessionResponse.FromString
         start: Any = channel.stream_stream(SESSION, response_deserializer=parse)
         self._sessions = [_Session(start, plan) for _ in range(max(sessions, 1))]
@@ -117,7 +117,7 @@ class SessionTarget:
 class _Session:
     """Open session with a reading task."""
 
-    def __init__(self, start: Any, plan: Plan) -> None:
+    def __init__(self, start: Any, plan: LoadPlan) -> None:
         self._plan = plan
         self._start = start
         self._image = media_pb2.Image.FromString(plan.image)
@@ -196,7 +196,7 @@ def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
         ended.set_exception(CallFailed(reason))
 
 
-def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:
+def make_target(channel: grpc.aio.Channel, plan: LoadPlan, share: int) -> LoadTarget:
     if plan.kind == "unary":
         return UnaryTarget(channel, plan)
     if plan.kind == "stream":

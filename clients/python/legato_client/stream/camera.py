@@ -149,7 +149,7 @@ class Camera:
                 self._backoff.note_success()
             self._on_frame(self._captured(frame, captured_ns))
 
-    def _captured(self, frame: video.Frame, captured_ns: int) -> CapturedFrame:
+    def _captured(self, frame: video.DecodedFrame, captured_ns: int) -> CapturedFrame:
         if self._begin_ns is None:
             self._begin_ns = captured_ns
         # A stream's own times restart with each connection.
@@ -158,7 +158,9 @@ class Camera:
         read = functools.partial(_sent, frame, self._encoding)
         return CapturedFrame(number, time, captured_ns, read, frame.image, self._source.shown)
 
-    def _paced(self, frames: Iterator[video.Frame]) -> Iterator[tuple[video.Frame, int]]:
+    def _paced(
+        self, frames: Iterator[video.DecodedFrame]
+    ) -> Iterator[tuple[video.DecodedFrame, int]]:
         """Yield frames at the file's own pace; the capture time is the due time."""
         begin_ns = time.time_ns()
         delay_ns = 0
@@ -172,7 +174,9 @@ class Camera:
                 due_ns += round(late * 1e9)
             yield frame, due_ns
 
-    def _arriving(self, frames: Iterator[video.Frame]) -> Iterator[tuple[video.Frame, int]]:
+    def _arriving(
+        self, frames: Iterator[video.DecodedFrame]
+    ) -> Iterator[tuple[video.DecodedFrame, int]]:
         clock = SourceClock()
         for frame in frames:
             yield frame, clock.captured_ns(frame.time, time.time_ns())
@@ -183,5 +187,5 @@ def _without_password(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-def _sent(frame: video.Frame, encoding: FrameEncoding) -> ImageInput:
+def _sent(frame: video.DecodedFrame, encoding: FrameEncoding) -> ImageInput:
     return encoding.encode(frame.image())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from legato_client._images.sources import ImageInput
 from legato_client._session.state import age_limit_problem
-from legato_client.load.report import Histogram
+from legato_client.load.report import DurationHistogram
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -128,7 +128,7 @@ class FrameCounters:
         self._begin = time.monotonic()
         self._counts: collections.Counter[str] = collections.Counter()
         self._dropped: collections.Counter[str] = collections.Counter()
-        self._ages = Histogram()
+        self._ages = DurationHistogram()
         self._recent: dict[str, collections.deque[float]] = {
             name: collections.deque(maxlen=1000) for name in ("taken", "answered")
         }

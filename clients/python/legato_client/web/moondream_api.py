@@ -268,7 +268,7 @@ class PathEvent(Struct, tag_field="type", tag="path_delta"):
     completed: bool = False
 
 
-class OutlineEvent(Struct, tag_field="type", tag="final", kw_only=True):
+class FinalOutline(Struct, tag_field="type", tag="final", kw_only=True):
     """The whole outline, last."""
 
     path: str
@@ -278,7 +278,7 @@ class OutlineEvent(Struct, tag_field="type", tag="final", kw_only=True):
     completed: bool = True
 
 
-SegmentEvent = BoxEvent | PathEvent | OutlineEvent
+SegmentEvent = BoxEvent | PathEvent | FinalOutline
 
 
 def answer_of(result: Result) -> Answer:
@@ -318,11 +318,11 @@ def event_of(event: Event) -> TextEvent | SegmentEvent | None:
             return None
 
 
-def _last(result: Result) -> TextEvent | OutlineEvent:
+def _last(result: Result) -> TextEvent | FinalOutline:
     info = result.info
     if isinstance(result, SegmentResult):
         path, bbox = _outline(result)
-        return OutlineEvent(
+        return FinalOutline(
             path=path, bbox=bbox, request_id=info.request_id, finish_reason=info.finish_reason
         )
     return TextEvent(
@@ -428,7 +428,7 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
         if body.stream:
             events = backend.client.generate(image, task, options=options, timeout=seconds)
             request_id, begun = await streams.begin(request.receive, events)
-            return streams.EventStream(_frames(begun), request_id)
+            return streams.ServerSentEvents(_frames(begun), request_id)
         call = operations.ask(backend.client, image, task, options, seconds)
         result = await streams.cancel_on_disconnect(request.receive, call)
     return answered(answer_of(result), result.info.request_id)

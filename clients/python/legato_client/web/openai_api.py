@@ -56,7 +56,7 @@ def null() -> Raw:
 
 
 @dataclasses.dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """A message of a conversation in either wire form.
 
     `where` is its place in the body; `images` are data URLs with theirs.
@@ -76,7 +76,7 @@ class Conversation:
     names of `max_tokens` and of the JSON schema of `response_format`.
     """
 
-    turns: Sequence[Turn]
+    turns: Sequence[ChatTurn]
     model: str | None
     sampling: Sampling
     reasoning: bool
@@ -114,7 +114,7 @@ class Conversation:
         )
 
 
-async def _message(turn: Turn, *, may_show: bool) -> Message:
+async def _message(turn: ChatTurn, *, may_show: bool) -> Message:
     if not turn.images:
         return Message(turn.role, turn.said)
     url, field = turn.images.pop()  # the image takes its memory's place
@@ -338,13 +338,13 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return ChatForm(created, logprobs=bool(self.logprobs), usage=self.includes_usage)
 
 
-def _turn(message: ChatMessage, where: str) -> Turn:
+def _turn(message: ChatMessage, where: str) -> ChatTurn:
     for name in ("tool_calls", "function_call", "audio"):
         if short_value(getattr(message, name)):
             raise RejectedRequest("tools and audio are not served", field=f"{where}.{name}")
     content, role = message.content, ROLES[message.role]
     if content is None or isinstance(content, str):
-        return Turn(where, role, content or "")
+        return ChatTurn(where, role, content or "")
     texts, images = [], []
     for index, part in enumerate(content):
         match part:
@@ -353,7 +353,7 @@ def _turn(message: ChatMessage, where: str) -> Turn:
                 shown.url = ""  # only the turn holds its memory
             case TextPart(text) | RefusalPart(text):
                 texts.append(text)
-    return Turn(where, role, tuple(texts), images)
+    return ChatTurn(where, role, tuple(texts), images)
 
 
 _INSTEAD = {
@@ -501,7 +501,7 @@ class ChatChunk(Struct, kw_only=True):
     usage: ChatUsage | UnsetType | None = UNSET
 
 
-class Model(Struct, kw_only=True):
+class ModelEntry(Struct, kw_only=True):
     """A served model. `tasks` are Legato's names of what it can do; when it was made is unknown.
 
     `max_model_len` is vLLM's name of the context length, which Frigate reads.
@@ -520,7 +520,7 @@ class ModelList(Struct, kw_only=True):
     """Answer of `/v1/models`."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelEntry]
 
 
 def completion_id(request_id: str) -> str:
@@ -692,7 +692,7 @@ def routes() -> list[BaseRoute]:
         event=ChatChunk,
     )
     listing = Operation(method="GET", path="/v1/models", tag=_TAG, answer=ModelList)
-    one = Operation(method="GET", path="/v1/models/{name:path}", tag=_TAG, answer=Model)
+    one = Operation(method="GET", path="/v1/models/{name:path}", tag=_TAG, answer=ModelEntry)
     return [
         OperationRoute(chat, chat_completions),
         OperationRoute(listing, models),
@@ -760,7 +760,7 @@ async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:
         if not asked.stream:
             result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
             return answered(form.answer(result, tokens), request_id)
-    return streams.EventStream(_framed(begun, form), request_id, form.failure)
+    return streams.ServerSentEvents(_framed(begun, form), request_id, form.failure)
 
 
 async def _framed(
@@ -804,8 +804,8 @@ async def _collected(
     raise AssertionError("a stream ends with Finished or raises")
 
 
-def _model(served: ModelInfo) -> Model:
+def _model(served: ModelInfo) -> ModelEntry:
     length = served.max_context_tokens
-    return Model(
+    return ModelEntry(
         id=served.name, tasks=list(served.tasks), context_length=length, max_model_len=length
     )

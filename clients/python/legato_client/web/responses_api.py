@@ -28,12 +28,12 @@ from legato_client.web.openai_api import (
     ROLES,
     AnswerTokens,
     AnyObject,
+    ChatTurn,
     Conversation,
     Count,
     NamedSchema,
     PlainText,
     TokenLogprob,
-    Turn,
     check_unserved,
     finish_reason,
     logprobs_of,
@@ -87,7 +87,7 @@ class InputItem(Struct):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputText | InputImage | AnswerText | AnswerRefusal | Thought] | None = None
 
-    def turn(self, where: str) -> Turn | None:
+    def turn(self, where: str) -> ChatTurn | None:
         """Return the message, None for reasoning. Raises RejectedRequest for other items."""
         if self.type == "reasoning":
             return None
@@ -100,7 +100,7 @@ class InputItem(Struct):
         if self.role is None:
             raise RejectedRequest("a message needs its role", field=f"{where}.role")
         if not isinstance(self.content, list):
-            return Turn(where, ROLES[self.role], self.content or "")
+            return ChatTurn(where, ROLES[self.role], self.content or "")
         texts, images = [], []
         for index, part in enumerate(self.content):
             field = f"{where}.content[{index}]"
@@ -116,7 +116,7 @@ class InputItem(Struct):
                     )
                 case InputText(text) | AnswerText(text) | AnswerRefusal(text):
                     texts.append(text)
-        return Turn(where, ROLES[self.role], tuple(texts), images)
+        return ChatTurn(where, ROLES[self.role], tuple(texts), images)
 
 
 class ResponsesSchema(NamedSchema, tag_field="type", tag="json_schema"):
@@ -206,9 +206,13 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     def asked(self) -> Conversation:
         """Return the request. Raises RejectedRequest for what is not served."""
         self.check()
-        said = [Turn("input", "user", self.input)] if isinstance(self.input, str) else self._turns()
+        said = (
+            [ChatTurn("input", "user", self.input)]
+            if isinstance(self.input, str)
+            else self._turns()
+        )
         wanted = self.text.format if self.text else None
-        told = [Turn("instructions", "system", self.instructions)] if self.instructions else []
+        told = [ChatTurn("instructions", "system", self.instructions)] if self.instructions else []
         return Conversation(
             turns=[*told, *said],
             model=self.model,
@@ -225,7 +229,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             schema="text.format.schema",
         )
 
-    def _turns(self) -> list[Turn]:
+    def _turns(self) -> list[ChatTurn]:
         assert isinstance(self.input, list), "only called with items"
         turns = [each.turn(f"input[{index}]") for index, each in enumerate(self.input)]
         return [each for each in turns if each is not None]

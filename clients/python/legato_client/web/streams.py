@@ -62,7 +62,7 @@ def _failure(error: LegatoError) -> bytes:
     return frame(msgspec.json.encode(document_of(error)))
 
 
-class EventStream:
+class ServerSentEvents:
     """Server-sent events, each made by `frame`.
 
     A failure is the last event, made by `failure`, and cuts the connection: a client that looks for

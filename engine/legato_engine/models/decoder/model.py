@@ -29,7 +29,7 @@ from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
 from legato_engine.models.base import Model
-from legato_engine.models.checkpoint import Destination, Header, headers, opened
+from legato_engine.models.checkpoint import Destination, TensorHeader, headers, opened
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.frontend import PreparedImage
@@ -115,7 +115,7 @@ def _parts(network: DecoderNetwork) -> dict[str, _Part]:
     return parts
 
 
-def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
+def _check_rows(stored: Sequence[TensorHeader], parts: dict[str, _Part]) -> None:
     """Refuse a part with too many rows: it would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
@@ -126,7 +126,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
             raise InvalidField(f"{header.name}: {shape}", field="weights")
 
 
-def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
+def _check_tied(stored: Sequence[TensorHeader], embeddings: str) -> None:
     """Refuse a stored head unless it equals the embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
@@ -138,7 +138,7 @@ def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
         )
 
 
-def _read(header: Header) -> torch.Tensor:
+def _read(header: TensorHeader) -> torch.Tensor:
     tensor = torch.empty(header.shape, dtype=header.dtype)
     with opened(header.file) as fill:
         fill(header.name, tensor)

@@ -48,7 +48,7 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
-from legato_engine.models.moondream.region import Region, coord_reach, size_reach
+from legato_engine.models.moondream.region import RegionCoder, coord_reach, size_reach
 from legato_engine.models.moondream.text import Text, TextBlock, affine
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.speculation import BlockPolicy
@@ -139,7 +139,7 @@ def expert_dtype(text: Text) -> torch.dtype:
     return torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
 
 
-def value_heads(config: MoondreamConfig, text: Text, region: Region) -> ValueHeads:
+def value_heads(config: MoondreamConfig, text: Text, region: RegionCoder) -> ValueHeads:
     return ValueHeads(
         value_sizes(config),
         ValueEncoder(region.coord_features, affine(region.coord_encoder)),
@@ -162,7 +162,7 @@ def _dense(mlp: MLP) -> DenseMlp:
     return DenseMlp(affine(mlp.fc1), affine(mlp.fc2))
 
 
-def _value_decoders(region: Region) -> MlpDecoders | NormedDecoders:
+def _value_decoders(region: RegionCoder) -> MlpDecoders | NormedDecoders:
     coord, size = region.coord_decoder, region.size_decoder
     if isinstance(coord, MLP) and isinstance(size, MLP):
         return MlpDecoders(_dense(coord), _dense(size))
@@ -205,7 +205,7 @@ class MoondreamStep:
         self,
         config: MoondreamConfig,
         text: Text,
-        region: Region,
+        region: RegionCoder,
         kv: KVCache,
         adapters: AdapterBank | None = None,
         stages: Stages = DEFAULT_STAGES,

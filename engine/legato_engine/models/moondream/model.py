@@ -41,7 +41,7 @@ from legato_engine.models.moondream.preprocess import (
     crop_geometry,
     max_crops_of,
 )
-from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.region import RegionCoder
 from legato_engine.models.moondream.tasks import constraint_table
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
@@ -138,7 +138,7 @@ class Network(nn.Module):
         super().__init__()
         self.vision = Vision(config.vision, config.text.dim)
         self.text = Text(config.text)
-        self.region = Region(config.region, config.text.dim)
+        self.region = RegionCoder(config.region, config.text.dim)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def pack(self, kind: str, library: Library | None) -> None:

@@ -25,7 +25,7 @@ from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
 from legato_engine.kernels.step import KINDS, FoldedCodes, MapCodes
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint import Destination, Header
+from legato_engine.models.checkpoint import Destination, TensorHeader
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.model import Network
@@ -84,7 +84,7 @@ def write(bundle: MoondreamBundle, kind: str, output: Path, progress: checkpoint
     return output.stat().st_size
 
 
-def _planned(config: MoondreamConfig, weights: Path, kind: str) -> tuple[list[Header], int]:
+def _planned(config: MoondreamConfig, weights: Path, kind: str) -> tuple[list[TensorHeader], int]:
     """Return the tensors that stay as they are, and the bytes of the file."""
     network = empty_network(config, torch.bfloat16)
     before = network.state_dict()
@@ -92,7 +92,7 @@ def _planned(config: MoondreamConfig, weights: Path, kind: str) -> tuple[list[He
     after = network.state_dict()
     destination = rename(config.text.num_heads)
 
-    def is_kept(header: Header) -> bool:
+    def is_kept(header: TensorHeader) -> bool:
         to = destination(header.name)
         name = to.name if isinstance(to, Destination) else to
         return name not in before or name in after
@@ -127,7 +127,7 @@ def _quantised(
     return tensors
 
 
-def _digests(kept: Sequence[Header]) -> dict[str, str]:
+def _digests(kept: Sequence[TensorHeader]) -> dict[str, str]:
     digests = {}
     for file in dict.fromkeys(header.file for header in kept):
         with file.open("rb") as data:

@@ -19,7 +19,7 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint import Header, plan
+from legato_engine.models.checkpoint import TensorHeader, plan
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream import outline_shapes
 from legato_engine.models.moondream.config import MoondreamConfig, VisionConfig
@@ -416,7 +416,9 @@ def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> MaskHead:
     dim, num_masks = _sizes(path, stored)
     with torch.device("meta"):
         head = MaskHead(vision.dim, vision.grid, dim, num_masks).to(like.dtype)
-    headers = [Header(name, path, tuple(each.shape), each.dtype) for name, each in stored.items()]
+    headers = [
+        TensorHeader(name, path, tuple(each.shape), each.dtype) for name, each in stored.items()
+    ]
     try:
         moves = plan(head, headers, lambda name: name)
     except InvalidField as error:

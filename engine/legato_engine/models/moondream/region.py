@@ -36,7 +36,7 @@ def size_reach(num_bins: int) -> int:
     return round((num_bins - 1) * _NEAR_OCTAVES / _SIZE_OCTAVES)
 
 
-class Region(nn.Module):
+class RegionCoder(nn.Module):
     """Encoders and decoders of float32 values."""
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:

@@ -17,7 +17,13 @@ import torch
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.step import GROUP_INPUTS, KINDS, WeightKind
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint import Destination, Header, Rename, headers, require_layers
+from legato_engine.models.checkpoint import (
+    Destination,
+    Rename,
+    TensorHeader,
+    headers,
+    require_layers,
+)
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 from legato_engine.models.moondream.text import head_kind
@@ -81,12 +87,12 @@ def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
     return destination
 
 
-def has_fp8_experts(headers: Iterable[Header]) -> bool:
+def has_fp8_experts(headers: Iterable[TensorHeader]) -> bool:
     """Only experts have three dimensions."""
     return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
 
 
-def missing_kv_scales(headers: Iterable[Header], num_layers: int) -> list[str]:
+def missing_kv_scales(headers: Iterable[TensorHeader], num_layers: int) -> list[str]:
     found = {name for header in headers if _KV_SCALE.fullmatch(name := _plain(header.name))}
     names = (
         f"text_model.transformer.h.{layer}.kv_quantizer.{kind}_scale"
@@ -165,7 +171,7 @@ def random_weights(
     return network.eval()
 
 
-def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) -> bool:
+def _uses_kv_scales(stored: Sequence[TensorHeader], num_layers: int, kv_dtype: str) -> bool:
     if kv_dtype == "model":
         return False
     missing = missing_kv_scales(stored, num_layers)

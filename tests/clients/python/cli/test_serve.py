@@ -76,7 +76,7 @@ def _normal(distribution: str) -> str:
 def test_command_of_another_version(monkeypatch, capsys):
     """A command whose module this version lacks says so."""
     monkeypatch.setattr(forward, "_ENGINE_NEEDS", ())
-    lacking = forward.Program("legato_engine.none", "legato_engine.none:make_parser", "")
+    lacking = forward.ForwardedProgram("legato_engine.none", "legato_engine.none:make_parser", "")
     monkeypatch.setitem(forward.MODULES, "bench", lacking)
     assert main(["bench"]) == 1
     assert "this version has no `legato bench`" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.models.checkpoint import Header, plan
+from legato_engine.models.checkpoint import TensorHeader, plan
 from legato_engine.models.moondream import weights
 from legato_engine.models.moondream.config import Gelu, MoEConfig, TauConfig, Template, parse_config
 from legato_engine.models.moondream.model import MoondreamModel, Network
@@ -482,7 +482,7 @@ def test_e4m3_experts_need_their_scales(tiny3_config, state, tmp_path):
 def headers_of(tensors):
     """A file's headers, without the file."""
     file = Path("model.safetensors")
-    return [Header(name, file, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    return [TensorHeader(name, file, tuple(t.shape), t.dtype) for name, t in tensors.items()]
 
 
 def meta_state(config, *, e4m3=False):
