@@ -25,6 +25,7 @@ _OTHER_DESCRIPTORS = 128  # of this process's channels, files and libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
 _DISCARD_PAUSE = 0.025  # seconds between two discarding reads of 256 KiB
 _FULL_PAUSE = 0.05  # seconds between polls of a full listener
+_GRACE = 1.0  # seconds for the first bytes, before a client counts as silent
 _LOG_PERIOD = 10.0  # seconds between two lines about failed accepts
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ class GuardedConnection(H11Protocol):
         return self._is_idle or bool(self.cycle.more_body)
 
     @property
-    def eviction_order(self) -> tuple[bool, float]:
-        """Connections without a request first, then those that began to wait first."""
-        return not self._is_idle, self._since
+    def eviction_order(self) -> tuple[bool, bool, float]:
+        """Silent connections first, of these the ones without a request, then the oldest."""
+        is_silent = self._since < self.loop.time() - _GRACE
+        return not is_silent, is_silent and not self._is_idle, self._since
 
     def abort(self) -> None:
         self.transport.abort()

@@ -267,12 +267,20 @@ def test_a_head_that_trickles_ends_the_connection(impatient):
 
 @pytest.mark.parametrize("length", [None, 10**7])
 def test_silent_connections_make_room(length):
-    """Those that owe the server a head or a body go first when all connections are taken."""
+    """Those that owe a head or a body go first, not a new one whose request is on its way."""
     begun = b"POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sent = HALF if length is None else begun + f"Content-Length: {length}\r\n\r\n{{".encode()
-    with serving(limits=ConnectionLimits(connections=8)) as web, contextlib.ExitStack() as silent:
+    with serving(limits=ConnectionLimits(connections=16)) as web, contextlib.ExitStack() as silent:
         for _ in range(40):
             silent.enter_context(open_connection(web)).sendall(sent)
+        assert web.get("/healthz").status == 200  # what the others sent has been read
+        with contextlib.closing(connect(web.url)) as slow:
+            slow.connect()
+            for _ in range(4):
+                silent.enter_context(open_connection(web)).sendall(sent)
+            time.sleep(0.1)  # these have made room for themselves
+            slow.request("GET", "/healthz")
+            assert slow.getresponse().status == 200
         for _ in range(3):
             assert web.get("/healthz").status == 200
             assert web.post("/v1/query", QUERY).status == 200
