@@ -46,7 +46,40 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-class Server:
+class ServerLog:
+    """Log of a server's processes. Each writes its lines some time after what they tell of."""
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, path: Path) -> None:
+        self._log = path
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Its whole log lines of this name so far; lines of other programs' are passed over."""
+        whole, _, _ = self._log.read_bytes().rpartition(b"\n")
+        lines = [line for line in whole.splitlines() if line.startswith(b"{")]
+        return [event for line in lines if (event := json.loads(line)).get("event") == name]
+
+    def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        """The lines of this name; waits until there are `count`."""
+        until(lambda: len(self.events(name)) >= count)
+        return self.events(name)
+
+    def wait_for_address(self) -> str:
+        """Where it listens; an error with its log if it ends before it is ready."""
+        until(lambda: self.events("ready") or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log()
+        return str(self.wait_for("ready")[0]["address"])
+
+    def worker_pids(self, count: int = 1) -> list[int]:
+        """The process ids of its workers, ended ones included; waits for `count` of them."""
+        return [int(each["pid"]) for each in self.wait_for("worker_ready", count)]
+
+
+class Server(ServerLog):
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
@@ -64,7 +97,7 @@ class Server:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         """`credentials` are those of the test's own channel, to a server with TLS."""
-        self._log = folder / "server.log"
+        super().__init__(folder / "server.log")
         self._options = options
         self._program = program
         self._environment = {**ENVIRONMENT, **(environment or {})}
@@ -81,7 +114,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
-        self.address = self._wait_for_address()
+        self.address = self.wait_for_address()
         # No retry policy: the tests see the first answer of the server, whatever it is.
         if self._credentials is None:
             self.channel = grpc.insecure_channel(self.address)
@@ -108,18 +141,6 @@ class Server:
             self.process.kill()
 
     # ------------------------------------------------------------ what it says
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Its whole log lines of this name so far; lines of other programs' are passed over."""
-        whole, _, _ = self._log.read_bytes().rpartition(b"\n")
-        lines = [line for line in whole.splitlines() if line.startswith(b"{")]
-        return [event for line in lines if (event := json.loads(line)).get("event") == name]
-
-    def _wait_for_address(self) -> str:
-        while not (ready := self.events("ready")):
-            assert self.process.poll() is None, self._log.read_text()
-            time.sleep(0.05)
-        return str(ready[0]["address"])
 
     def is_serving(self) -> bool:
         """What its health says."""

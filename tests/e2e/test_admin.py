@@ -183,7 +183,7 @@ def test_a_drain_finishes_what_runs(tmp_path):
         stream = server.inference.Generate(long_stream(max_tokens=150))
         events = [next(stream)]
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.events("drain_begun"))
+        server.wait_for("drain_begun")
         assert not server.is_serving()
         refused = failure_of(lambda: server.inference.Detect(PROBE))
         assert refused.code is grpc.StatusCode.UNAVAILABLE
@@ -230,7 +230,7 @@ def test_calls_that_a_drain_cuts_are_told_so(tmp_path, ended_by, processes):
             next(stream)
         until(lambda: server.holds(running=8, waiting=0))
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.events("drain_begun"))
+        server.wait_for("drain_begun")
         if ended_by == "second signal":
             server.process.send_signal(signal.SIGTERM)
         reads: list[Callable[[], object]] = [call.result for call in unary]
@@ -271,7 +271,7 @@ _SCRAPED_ELSEWHERE = {"instance", "job"}  # labels that Prometheus adds
 
 def scrape(server):
     """Scrape over HTTP."""
-    (line,) = server.events("metrics_listening")
+    (line,) = server.wait_for("metrics_listening")
     with urllib.request.urlopen(f"http://{line['address']}/metrics", timeout=30) as response:
         return Scrape(response.read().decode())
 
@@ -292,7 +292,7 @@ def ask(server):
 def server(tmp_path_factory):
     """A server that has answered."""
     with Server(tmp_path_factory.mktemp("metrics"), *OPTIONS) as running:
-        until(lambda: running.events("worker_ready"))
+        running.worker_pids()
         ask(running)
         yield running
 
@@ -363,10 +363,10 @@ def test_a_dead_worker_goes_on_counting(server):
     """The sums of a scrape do not fall when a worker dies and another takes its place."""
     before = scrape(server).value("legato_rpcs_total", code="OK")
     engine_and_worker = children(server.process.pid)
-    (worker,) = {line["pid"] for line in server.events("worker_ready")}
+    (worker,) = server.worker_pids()
     assert worker in engine_and_worker
     subprocess.run(["kill", "-9", str(worker)], check=True)
-    until(lambda: len(server.events("worker_ready")) == 2)
+    server.worker_pids(2)
     assert scrape(server).value("legato_rpcs_total", code="OK") >= before
 
 

@@ -153,8 +153,7 @@ def test_a_crash_is_bundled_and_happens_again_in_a_replay(tmp_path, monkeypatch)
     with Server(tmp_path, "--crash-folder", str(folder)) as server:
         with pytest.raises(grpc.RpcError):
             list(server.inference.Generate(long_stream()))
-        until(lambda: server.events("engine_crash_bundle"))
-        path = server.events("engine_crash_bundle")[0]["path"]
+        path = server.wait_for("engine_crash_bundle")[0]["path"]
     monkeypatch.delitem(ENVIRONMENT, "LEGATO_FAILPOINTS")
     bundle = json.loads((pathlib.Path(path) / "bundle.json").read_text())
     assert bundle["death"]["exit_code"] == 86
@@ -174,8 +173,7 @@ def test_a_killed_engine_leaves_a_bundle_with_its_stacks(tmp_path):
     folder = tmp_path / "crashes"
     with Server(tmp_path, "--model", "null", "--crash-folder", str(folder)) as server:
         os.kill(server.engine_pid, signal.SIGABRT)
-        until(lambda: server.events("engine_crash_bundle"))
-        path = pathlib.Path(server.events("engine_crash_bundle")[0]["path"])
+        path = pathlib.Path(server.wait_for("engine_crash_bundle")[0]["path"])
         until(server.is_serving)
     assert json.loads((path / "bundle.json").read_text())["signal"] == "SIGABRT"
     assert "process.py" in (path / "stacks.txt").read_text()
@@ -226,7 +224,7 @@ def test_callers_are_refused_while_the_engine_is_paused(tmp_path, processes):
     with Server(tmp_path, "--model", "null", "--processes", processes) as server:
         engine = next(pid for pid in server.child_pids() if "core.process" in command(pid))
         os.kill(engine, signal.SIGSTOP)
-        until(lambda: len(server.events("engine_hung")) == int(processes))
+        server.wait_for("engine_hung", int(processes))
         for _ in range(5):
             with grpc.insecure_channel(server.address, (("grpc.use_local_subchannel_pool", 1),)):
                 refused = failure_of(lambda: server.inference.Detect(PROBE))
@@ -236,7 +234,7 @@ def test_callers_are_refused_while_the_engine_is_paused(tmp_path, processes):
         assert not server.is_serving()
         os.kill(engine, signal.SIGCONT)
         until(server.is_serving)
-        until(lambda: len(server.events("engine_responds")) == int(processes))
+        server.wait_for("engine_responds", int(processes))
         assert server.inference.Detect(PROBE).objects
         assert not server.events("engine_lost")
 
@@ -256,7 +254,7 @@ def test_an_engine_that_is_paused_for_long_is_replaced(server, seconds):
     os.kill(engine, signal.SIGSTOP)
     timer = threading.Timer(seconds, lambda: _continue(engine))
     timer.start()
-    until(lambda: server.events("engine_killed"))
+    server.wait_for("engine_killed")
     until(server.is_serving)
     assert timer.is_alive()
     assert not exists(engine)

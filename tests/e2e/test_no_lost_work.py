@@ -73,12 +73,6 @@ def test_a_stream_goes_on_where_it_was(mortal):
     assert finished.result.query == calm[-1].finished.result.query
     assert finished.info.resumptions == 1
     assert calm[-1].finished.info.resumptions == 0
-    (resumed,) = (
-        each
-        for each in mortal.events("request_resumed")
-        if each["request_id"] == finished.info.request_id
-    )
-    assert resumed["tokens"] >= 4
     until(
         lambda: (
             [
@@ -89,6 +83,12 @@ def test_a_stream_goes_on_where_it_was(mortal):
             == [1]
         )
     )
+    (resumed,) = (
+        each
+        for each in mortal.events("request_resumed")
+        if each["request_id"] == finished.info.request_id
+    )
+    assert resumed["tokens"] >= 4
     mortal.settle()
 
 
@@ -170,8 +170,8 @@ def test_the_request_that_ends_engines(tmp_path, options):
         other = inference_pb2.QueryRequest(question="another", image=IMAGE.message())
         assert stubs[0].Query(other).info.resumptions == 0
         assert server.engine_pid == engine
-        assert len(server.events("engine_lost")) == 4
-        assert len(server.events("request_poisoned")) == 1
+        assert len(server.wait_for("engine_lost", 4)) == 4
+        assert len(server.wait_for("request_poisoned")) == 1
         server.settle()
         for channel in channels:
             channel.close()

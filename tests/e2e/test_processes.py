@@ -71,7 +71,7 @@ def test_both_processes_answer_alike(pair, alone):
 
 def test_only_the_engine_takes_a_core_from_others(pair):
     """On few cores every thread of the service waits for its turn; none of the engine's does."""
-    (follower,) = (each["pid"] for each in pair.events("worker_ready"))
+    (follower,) = pair.worker_pids()
     (engine,) = set(children(pair.process.pid)) - {follower}
     expected = latency_policy.resolve("auto").service_scheduler
     for pid in (pair.process.pid, follower):
@@ -89,16 +89,16 @@ def answers(server):
 
 def test_a_killed_process_leaves_nothing(pair, inferences):
     """The engine forgets what a killed process had asked, and another one takes its place."""
-    first = pair.events("worker_ready")
+    first = pair.worker_pids()
     calls = [inference.Query.future(long_query()) for inference in inferences]
     until(lambda: pair.load().running + pair.load().waiting == CONNECTIONS)
-    os.kill(first[0]["pid"], signal.SIGKILL)
+    os.kill(first[0], signal.SIGKILL)
     until(lambda: any(call.done() for call in calls))
     lost = [call for call in calls if call.done()]
     assert {failure_of(call.result).code for call in lost} == {grpc.StatusCode.UNAVAILABLE}
     for call in calls:
         call.cancel()
-    until(lambda: len(pair.events("worker_ready")) > len(first))
+    pair.worker_pids(len(first) + 1)
     until(lambda: answers(pair))
     pair.settle()
     for inference in inferences:
@@ -209,7 +209,7 @@ async def test_the_end_of_an_engine_is_seen_by_its_requests_only(two_engines):
     assert [text for text, _ in ended] == [text for text, _ in calm]
     assert [each.running for each in loads] == [CALLERS // 2] * 2
     assert collections.Counter(resumptions for _, resumptions in ended) == {0: 6, 1: 6}
-    assert [each["engine"] for each in two_engines.events("engine_lost")] == [0]
+    assert [each["engine"] for each in two_engines.wait_for("engine_lost")] == [0]
     assert two_engines.load().engines[0].restarts == 1
 
 
@@ -224,8 +224,7 @@ def test_a_request_that_ends_engines_reaches_two_of_three(tmp_path):
         assert failure_of(lambda: server.inference.Query(deadly)).reason == "POISONED"
         answers = [call.result() for call in healthy]
         assert len({each.answer for each in answers}) == 1
-        until(lambda: len(server.events("engine_lost")) == 4)
-        assert len({each["engine"] for each in server.events("engine_lost")}) == 2
+        assert len({each["engine"] for each in server.wait_for("engine_lost", 4)}) == 2
         again = [server.inference.Query.future(deadly) for _ in range(6)]
         assert {failure_of(call.result).reason for call in again} == {"POISONED"}
         assert len(server.events("engine_lost")) == 4

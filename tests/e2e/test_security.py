@@ -34,7 +34,7 @@ from legato_client.cli import main
 
 from tests.clients.python.secure_server import Certificates
 from tests.conformance import programs
-from tests.e2e.server import ENVIRONMENT, PATIENCE, Server, children, until
+from tests.e2e.server import ENVIRONMENT, PATIENCE, Server, ServerLog, children, until
 from tests.service.access.credentials import HOST, Authority, Files, Token, write
 
 STREET = (importlib.resources.files("legato_tiny") / "samples" / "street.jpg").read_bytes()
@@ -361,7 +361,7 @@ ROBOT = Token("robot", ["infer", "upload"])
 CONNECTIONS = 16  # the kernel spreads them over the processes
 
 
-class SecuredServer:
+class SecuredServer(ServerLog):
     """Two service processes with TLS and tokens, on all interfaces."""
 
     def __init__(self, folder: Path) -> None:
@@ -369,7 +369,7 @@ class SecuredServer:
         self.files = Files(folder, self.authority.server())
         self.tokens = folder / "tokens.toml"
         write(self.tokens, OPERATOR, ROBOT)
-        self._log = folder / "server.log"
+        super().__init__(folder / "server.log")
         self._options = [
             *("--model", "null", "--processes", "2", "--log-level", "debug"),
             *("--listen", "0.0.0.0:0", "--health-listen", "127.0.0.1:0"),
@@ -386,9 +386,7 @@ class SecuredServer:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
-        until(lambda: self.events("ready") or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log()
-        self.port = int(self.events("ready")[0]["address"].rpartition(":")[2])
+        self.port = int(self.wait_for_address().rpartition(":")[2])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -397,13 +395,6 @@ class SecuredServer:
             self.process.wait(PATIENCE)
         finally:
             self.process.kill()
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == name]
 
     def ask(self, root: bytes, token: Token) -> grpc.StatusCode:
         """The status of a call over a new connection."""
@@ -446,7 +437,7 @@ def test_the_client_brings_a_token_over_tls(server, tmp_path):
 
 
 def test_probes_need_neither_tls_nor_a_token(server):
-    (listening,) = server.events("health_listening")
+    (listening,) = server.wait_for("health_listening")
     with grpc.insecure_channel(listening["address"]) as channel:
         request = health_pb2.HealthCheckRequest(service="legato.v1.InferenceService")
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -455,7 +446,7 @@ def test_probes_need_neither_tls_nor_a_token(server):
 
 
 def test_the_user_that_runs_the_server_is_its_operator(server):
-    (listening,) = server.events("admin_listening")
+    (listening,) = server.wait_for("admin_listening")
     assert listening["address"].startswith("unix:")
     with grpc.insecure_channel(listening["address"]) as channel:
         load = admin_pb2_grpc.AdminServiceStub(channel).GetLoad(admin_pb2.GetLoadRequest())
@@ -488,14 +479,14 @@ def test_no_secret_leaves_the_server(server):
         for secret in secrets:
             assert secret not in command
             assert secret not in environment
-    (worker,) = (each["pid"] for each in server.events("worker_ready"))
+    (worker,) = server.worker_pids()
     assert str(server.tokens) in Path(f"/proc/{worker}/cmdline").read_text(), "it gets the path"
     os.kill(worker, signal.SIGABRT)  # writes its stacks
     until(lambda: "most recent call first" in server.log())
-    assert server.events("rpc_ended")
+    assert server.wait_for("rpc_ended")
     for secret in secrets:
         assert secret not in server.log()
-    until(lambda: len(server.events("worker_ready")) == 2)
+    assert len(server.worker_pids(2)) == 2
 
 
 # ---------------------------------------------------------------- fair shares

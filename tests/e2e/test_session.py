@@ -7,7 +7,7 @@ import grpc
 from legato.v1 import session_pb2, session_pb2_grpc, task_pb2
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes
-from tests.e2e.server import Server, until
+from tests.e2e.server import Server
 from tests.service.session.client import SessionClient
 
 STANDING = [
@@ -101,7 +101,7 @@ async def test_a_delayed_drain_says_go_away_at_its_beginning(tmp_path):
     null = ("--model", "null", "--drain-delay", "600", "--drain-grace", "60")
     with Server(tmp_path, *null) as server:
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.events("drain_delayed"))
+        server.wait_for("drain_delayed")
         async with session(server.address, standing_tasks=STANDING[:1]) as client:
             await client.frame(1, image=VIDEO[0].message())
             await client.wait_for(lambda: client.whole)

@@ -188,7 +188,7 @@ def test_a_killed_server_leaves_nothing_for_good(tmp_path, own_temporary, proces
         held = owned(live.process.pid, own_temporary)
         with Server(folders[2], *options, environment=environment) as another:
             assert not any(path.exists() for path in (*found, *blobs))
-            (told,) = another.events("leftovers_removed")
+            (told,) = another.wait_for("leftovers_removed")
             assert told["blobs"] >= 1
             assert all(path.exists() for path in held)
             assert live.is_serving()

@@ -345,7 +345,7 @@ def test_a_fault_at_any_point_of_a_step_changes_no_answer(tmp_path, expected, fa
         responses = list(server.inference.Generate(long_stream(NUM_TOKENS)))
         assert _text(responses) == expected
         assert responses[-1].finished.info.resumptions >= 1
-        assert server.events("engine_lost")
+        server.wait_for("engine_lost")
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_an_engine_that_cannot_start_is_refused_as_unavailable(tmp_path):
     with pytest.raises(AssertionError, match="engine_never_ready"):
         server.__enter__()
     assert server.process.wait() != 0
-    until(lambda: server.events("engine_never_ready"))
+    server.wait_for("engine_never_ready")
 
 
 def _text(responses):

@@ -22,7 +22,7 @@ def server(tmp_path):
 
 def parts(server):
     """Service process, worker, engine."""
-    (worker,) = (each["pid"] for each in server.events("worker_ready"))
+    (worker,) = server.worker_pids()
     return server.process.pid, worker, server.engine_pid
 
 
