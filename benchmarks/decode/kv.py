@@ -80,7 +80,7 @@ def sharing(assembly: Assembly, shared: int, repeats: int) -> list[dict[str, flo
     asker, rows = Asker(assembly), []
     draw = np.random.default_rng(0)
     for what in ("words", "picture"):
-        if what == "picture" and not assembly.frontend.takes_images:
+        if what == "picture" and not assembly.frontend.max_images:
             continue
         asker.first_token_ms(*_start(assembly, what, shared, draw))  # warm-up
         asker.first_token_ms(())

@@ -24,7 +24,7 @@ from legato_engine.ipc.messages import ImageTotals, SchedulerLoad, StepTotals
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
-from legato_engine.types import WITH_BLOB, Request, RequestKey
+from legato_engine.types import Request, RequestKey
 from legato_service import lifecycle, logs
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
@@ -129,9 +129,8 @@ class InsideEngine:
 
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request.request_id, None)
-        image: Any = stream.request.image
-        if image is not None and isinstance(image, WITH_BLOB):
-            self.blobs.discard(image.blob)
+        for blob in stream.request.blobs:
+            self.blobs.discard(blob)
 
 
 async def _serve() -> None:

@@ -173,11 +173,55 @@ class SequenceStatus(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Positions `[start, start + length)` of the prompt, which are of image `index`."""
+
+    start: int
+    length: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class VisualPrompt:
+    """A prompt with images between its tokens.
+
+    `rope_3P`: int64 (time, row, column) of each position for rotary embeddings; that of a later
+    position is the position plus `rope_offset`, in all three.
+    """
+
+    spans: tuple[ImageSpan, ...]
+    rope_3P: Any
+    rope_offset: int
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class VisualInputs:
+    """A visual prompt with its prepared images."""
+
+    prompt: VisualPrompt
+    images: abc.Sequence[Any]
+
+
+class VisualTask:
+    """Base of a `Task` with images in its prompt."""
+
+    visual: VisualInputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HostInputs:
-    """Host data, kept until the sequence is finalized because preemption recomputes it."""
+    """Host data, kept until the sequence is finalized because preemption recomputes it.
+
+    `image`: of the prefix. `visual`: images in the prompt.
+    """
 
     image: Any = None
     adapter: Any = None
+    visual: VisualInputs | None = None
 
 
 NO_INPUTS = HostInputs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -129,7 +129,6 @@ class CachedImage(Value, frozen=True):
 
 
 ImageSource = EncodedImage | RawImage | CachedImage
-WITH_BLOB = (EncodedImage, RawImage)  # kinds that own a blob
 
 
 class ImageInfo(Value, frozen=True):
@@ -159,6 +158,17 @@ class Turn(Value, frozen=True):
     answer: str
 
 
+class ImagePlace(Value, frozen=True):
+    """The place of an image: before character `offset` of question `turn`, as counted by `history`.
+
+    `time`: of a frame of a clip, in seconds from the clip's beginning.
+    """
+
+    turn: int = 0
+    offset: int = 0
+    time: float | None = None
+
+
 class ResponseFormat(Value, frozen=True):
     """Texts that an answer may be; one field is set. `grammar` is in GBNF or Lark."""
 
@@ -169,11 +179,11 @@ class ResponseFormat(Value, frozen=True):
 
 
 class QueryTask(Value, frozen=True):
-    """Answer a question, about the image if there is one.
+    """Answer a question, about the images if there are any.
 
-    The image precedes the first question of `history`; `shows_image` requires one. Then that
-    question may be empty: it asks for a description. The answer, not the reasoning, matches
-    `response_format`.
+    Images stand at their `places`, in order, or without any before the first question of `history`;
+    `shows_image` requires one. Then that question may be empty: it asks for a description. The
+    answer, not the reasoning, matches `response_format`.
     """
 
     question: str
@@ -182,6 +192,7 @@ class QueryTask(Value, frozen=True):
     system: str = ""
     history: tuple[Turn, ...] = ()
     shows_image: bool = False
+    places: tuple[ImagePlace, ...] = ()
     response_format: ResponseFormat | None = None
 
     @property
@@ -494,7 +505,7 @@ class Resumed(Value, frozen=True):
 
 
 class Request(Value, frozen=True):
-    """Request: one task on at most one image.
+    """Request: one task on an image, on `more_images` besides, or on none.
 
     `deadline` is in `time.monotonic()` seconds, one clock for all processes of a host. A higher
     `priority` starts first. Without `progress`, `Queued` and `Started` are not sent.
@@ -503,6 +514,7 @@ class Request(Value, frozen=True):
     request_id: RequestKey
     task: TaskSpec
     image: ImageSource | None = None
+    more_images: tuple[ImageSource, ...] = ()  # of a query only
     sampling: SamplingParams = SamplingParams()
     model: str = ""
     adapter: str = ""
@@ -519,6 +531,18 @@ class Request(Value, frozen=True):
     @property
     def tenant(self) -> str:
         return self.request_id.tenant
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        return () if self.image is None else (self.image, *self.more_images)
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        return tuple([each.blob for each in self.images if not isinstance(each, CachedImage)])
+
+    def with_images(self, images: Sequence[ImageSource]) -> Request:
+        first, more = (images[0] if images else None), tuple(images[1:])
+        return msgspec.structs.replace(self, image=first, more_images=more)
 
     @property
     def ends_by(self) -> float:

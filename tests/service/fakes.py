@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 from legato_engine.client.connection import Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
@@ -33,11 +32,11 @@ from legato_engine.types import (
     CaptionTask,
     DetectResult,
     DetectTask,
-    EncodedImage,
     Event,
     FinishReason,
     Grounding,
     ImageInfo,
+    ImageSource,
     ObjectEvent,
     Outline,
     OutlineEvent,
@@ -175,8 +174,7 @@ class FakeEngine:
         """Run the request of another engine."""
         stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
         if renew and stream.restage is not None:
-            image = stream.restage(self.blobs)
-            stream.request = msgspec.structs.replace(stream.request, image=image)
+            stream.request = stream.request.with_images(stream.restage(self.blobs))
         self.requests.append(stream.request)
         self.streams[stream.request_id] = stream
         self.script(self, stream)
@@ -236,8 +234,8 @@ class FakeEngine:
 
     def _forget(self, stream: RequestStream) -> None:
         self.streams.pop(stream.request_id, None)
-        if isinstance(stream.request.image, EncodedImage | RawImage):
-            self.blobs.discard(stream.request.image.blob)
+        for blob in stream.request.blobs:
+            self.blobs.discard(blob)
 
 
 def started(request: Request) -> PrefillStarted:
@@ -248,7 +246,7 @@ def started(request: Request) -> PrefillStarted:
         input_tokens=USAGE.input_tokens,
         cached_tokens=USAGE.cached_tokens,
         queue_time=TIMINGS.queue,
-        image=image_of(request),
+        image=image_of(request.image),
     )
 
 
@@ -269,17 +267,16 @@ def done(
         finish_reason=reason,
         usage=USAGE,
         timings=TIMINGS,
-        image=image_of(request),
+        image=image_of(request.image),
+        more_images=tuple(info for each in request.more_images if (info := image_of(each))),
     )
 
 
-def image_of(request: Request) -> ImageInfo | None:
+def image_of(source: ImageSource | None) -> ImageInfo | None:
     """Return the image of a result; one named by its id was seen before."""
-    if request.image is None:
-        return None
-    if isinstance(request.image, CachedImage):
-        return ImageInfo(image_id=request.image.image_id, width=640, height=480, cache_hit=True)
-    return IMAGE
+    if isinstance(source, CachedImage):
+        return ImageInfo(image_id=source.image_id, width=640, height=480, cache_hit=True)
+    return IMAGE if source is not None else None
 
 
 def solution(task: TaskSpec) -> tuple[Sequence[Event], TaskResult]:

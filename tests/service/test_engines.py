@@ -256,7 +256,7 @@ async def test_requests_that_wait_go_on_where_there_is_least_to_do(engines, grou
     request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
 
     def restage(blobs):
-        return as_source("image/png", blobs.put(b"image"))
+        return [as_source("image/png", blobs.put(b"image"))]
 
     stream = engines[1].submit(request, restage)
     assert group.take_over(stream)

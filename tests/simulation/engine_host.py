@@ -8,7 +8,7 @@ import random
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -356,7 +356,8 @@ class FakeFrontend:
     """Reads a task's sizes from the question: `<prompt tokens> <constrained>`."""
 
     name = NAME
-    takes_images = True
+    max_images = 1
+    places_images = False
     tasks = ("query",)
     constraints = (Constraint(),) * 8  # as many as `FakeTask` names
     vocab_size = 2**31
@@ -364,7 +365,7 @@ class FakeFrontend:
     def prefix_length(self, has_image: bool) -> int:
         return PREFIX if has_image else 1
 
-    def make_task(self, request: Request) -> FakeTask:
+    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> FakeTask:
         return task_of(request)
 
 

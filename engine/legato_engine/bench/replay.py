@@ -161,7 +161,7 @@ class SyntheticRequests:
         task = shape.task if shape.task in frontend.tasks else "query"
         name = f"replay-{seq_id}"
         image, source = None, None
-        if shape.width and frontend.takes_images:
+        if shape.width and frontend.max_images:
             info = ImageInfo(image_id=name, width=shape.width, height=shape.height, cache_hit=False)
             pixels = self._random.integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
             image = frontend.prepare_image(Image.fromarray(pixels), name, info)

@@ -56,7 +56,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm import BlobStore
-from legato_engine.types import WITH_BLOB, CachedImage, Request, RequestKey
+from legato_engine.types import CachedImage, Request, RequestKey
 
 RepliedCommand = HoldImage | DropImage | StopElsewhere
 Reply = ImageHeld | ImageDropped | StoppedCalls
@@ -218,9 +218,9 @@ class OpenRequests:
         for stream in list(self._streams.values()):
             self._fail(stream, error)
 
-    def discard_blob(self, request: Request) -> None:
-        if isinstance(request.image, WITH_BLOB):
-            self._blobs.discard(request.image.blob)
+    def discard_blobs(self, request: Request) -> None:
+        for blob in request.blobs:
+            self._blobs.discard(blob)
 
     # ------------------------------------------------------------ changes of engines
 
@@ -247,7 +247,7 @@ class OpenRequests:
         for stream in self._waiting():
             if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
                 continue
-            self.discard_blob(stream.request)
+            self.discard_blobs(stream.request)
             if not self.siblings.take_over(stream):
                 return
             del self._streams[stream.request_id]
@@ -256,11 +256,12 @@ class OpenRequests:
         return [each for each in self._streams.values() if not each.is_sent]
 
     def _find_image(self, stream: RequestStream, failed: Failed) -> None:
-        """Retry a request whose image is missing: on a sibling, or with the caller's bytes."""
+        """Retry a request whose image is missing: on a sibling, or once with its bytes."""
+        again = self._number in stream.searched
         stream.searched += (self._number,)
         if self.siblings is not None and self.siblings.find_image(stream):
             del self._streams[stream.request_id]
-        elif stream.restage is not None:
+        elif stream.restage is not None and not again:
             self._send_again(stream)
         else:
             stream.feed(failed)
@@ -270,7 +271,7 @@ class OpenRequests:
         try:
             if renew:
                 if stream.restage is not None:
-                    self.discard_blob(stream.request)
+                    self.discard_blobs(stream.request)
                 stream.request = self._recovery.renew(stream)
         except LegatoError as error:
             self._fail(stream, error)
@@ -304,11 +305,11 @@ class OpenRequests:
         if self._polls and not self._streams:
             self._busy_poll.extend(EXPECTED_REQUEST)
         if request.image is not None:
-            self.discard_blob(request)
+            self.discard_blobs(request)
 
 
 def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
-    named = isinstance(stream.request.image, CachedImage)
+    named = any(isinstance(each, CachedImage) for each in stream.request.images)
     return named and failed.error.kind == ImageNotFound.__name__
 
 
@@ -420,10 +421,10 @@ class EngineConnection(EngineMonitor):
     def submit(
         self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
     ) -> RequestStream:
-        """Send a request and register its stream; its blob is always discarded.
+        """Send a request and register its stream; its blobs are always discarded.
 
-        The blob is in `blobs`. `restage` stages the image again: for another engine, or for one
-        that does not have the image it names. With `may_wait` the request waits for an engine.
+        The blobs are in `blobs`. `restage` stages the images again: for another engine, or for one
+        that does not have an image it names. With `may_wait` the request waits for an engine.
 
         Raises:
             EngineStarting: the engine is not ready yet.
@@ -440,7 +441,7 @@ class EngineConnection(EngineMonitor):
             if self.recovery.refused:
                 self.recovery.refused.check(request, self.blobs)
         except LegatoError:
-            self._requests.discard_blob(request)
+            self._requests.discard_blobs(request)
             raise
         stream = self._requests.add(request, restage)
         if self.state is _READY:

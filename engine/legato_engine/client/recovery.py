@@ -14,7 +14,7 @@ from legato_engine.errors import EngineLost, LegatoError, Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import RunningAlone
 from legato_engine.shm import BlobStore
-from legato_engine.types import WITH_BLOB, CachedImage, RawImage, Request
+from legato_engine.types import CachedImage, ImageSource, RawImage, Request
 
 REFUSAL = 600.0  # seconds
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -23,8 +23,8 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 class RefusedRequests:
     """Fingerprints of refused requests, each kept for `REFUSAL` seconds.
 
-    A fingerprint is of a request's task, sampling, adapter and image. An image is hashed only if
-    the rest matches; the blob, if the request has one, is in `blobs` and not read yet.
+    A fingerprint is of a request's task, sampling, adapter and images. Images are hashed only if
+    the rest matches; the blobs, if the request has any, are in `blobs` and not read yet.
     """
 
     def __init__(self) -> None:
@@ -52,18 +52,16 @@ class RefusedRequests:
 
 
 def fingerprint(request: Request, blobs: BlobStore) -> str:
-    """Return the fingerprint of a request whose blob, if any, is in `blobs` and not read yet."""
-    return f"{_words_of(request)}:{_image_of(request, blobs)}"
+    """Return the fingerprint of a request whose blobs, if any, are in `blobs` and not read yet."""
+    images = ",".join(_image_of(source, blobs) for source in request.images)
+    return f"{_words_of(request)}:{images}"
 
 
 def poisoned() -> Poisoned:
     return Poisoned("the engine ends whenever it runs this request")
 
 
-def _image_of(request: Request, blobs: BlobStore) -> str:
-    source = request.image
-    if source is None:
-        return ""
+def _image_of(source: ImageSource, blobs: BlobStore) -> str:
     if isinstance(source, CachedImage):
         return source.image_id
     raw = source if isinstance(source, RawImage) else None
@@ -112,8 +110,8 @@ class Recovery:
         if alone is not None and alone.is_last:
             self.refused.add(alone.fingerprint)
         for stream in streams:
-            if isinstance(stream.request.image, WITH_BLOB):
-                self._blobs.discard(stream.request.image.blob)
+            for blob in stream.request.blobs:
+                self._blobs.discard(blob)
             was_sent, stream.is_sent = stream.is_sent, False
             was_alone = alone is not None and stream.request_id == alone.request_id
             if was_sent and (was_alone or alone is None):
@@ -126,16 +124,16 @@ class Recovery:
                 yield stream, error
 
     def renew(self, stream: RequestStream) -> Request:
-        """Return an open request for the next engine, its image in a new blob.
+        """Return an open request for the next engine, its images in new blobs.
 
         Raises:
             QueueFull: shared memory is full.
         """
-        image = stream.request.image if stream.restage is None else stream.restage(self._blobs)
+        images = stream.request.images if stream.restage is None else stream.restage(self._blobs)
         if not stream.resumptions:  # no engine has started it
-            return msgspec.structs.replace(stream.request, image=image)
+            return stream.request.with_images(images)
         alone = stream.resumptions >= SUSPECT
-        request = stream.resumed(image, alone=alone)
+        request = stream.resumed(images, alone=alone)
         resumed = request.resumed
         assert resumed is not None
         if alone:
@@ -157,5 +155,5 @@ class Recovery:
 
 
 def can_resume(stream: RequestStream) -> bool:
-    """Return whether another engine can be given the request's image."""
-    return stream.restage is not None or not isinstance(stream.request.image, WITH_BLOB)
+    """Return whether another engine can be given the request's images."""
+    return stream.restage is not None or not stream.request.blobs

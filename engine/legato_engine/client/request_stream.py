@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import msgspec
@@ -32,8 +32,8 @@ StreamOutput = QueuePosition | PrefillStarted | OutputDelta | Done
 MAX_LOOSE = 32
 """Unread deltas that are kept as they came; as many more are merged into one."""
 
-Restage = Callable[[BlobStore], ImageSource | None]
-"""Puts the bytes of a request's image into a new blob of an engine's store.
+Restage = Callable[[BlobStore], Sequence[ImageSource]]
+"""Puts the bytes of a request's images into new blobs of an engine's store.
 
 Raises `QueueFull`: memory is full.
 """
@@ -52,12 +52,12 @@ class RequestStream(msgspec.Struct, eq=False):
     request: Request
     on_abort: Callable[[RequestStream], None]
     on_stop: Callable[[RequestStream], None]
-    restage: Restage | None = None  # if None, an image's bytes are lost with the engine
+    restage: Restage | None = None  # if None, images' bytes are lost with the engine
     arrival: float = msgspec.field(default_factory=time.monotonic)
     is_sent: bool = False  # to the current engine
     is_stopped: bool = False
     resumptions: int = 0  # lost engines that had the request
-    searched: tuple[int, ...] = ()  # numbers of the engines without the image that it names
+    searched: tuple[int, ...] = ()  # numbers of the engines without an image that it names
     ended: bool = False
     """Whether the last output has arrived; outputs may still be unread."""
     _started: PrefillStarted | None = None
@@ -160,7 +160,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self._merge_loose()
         self._wake()
 
-    def resumed(self, image: ImageSource | None, *, alone: bool = False) -> Request:
+    def resumed(self, images: Sequence[ImageSource], *, alone: bool = False) -> Request:
         """Return the request for another engine, with its progress so far."""
         known = len(self._certainties) == len(self._token_ids)  # otherwise the caller lost some
         resumed = Resumed(
@@ -172,7 +172,7 @@ class RequestStream(msgspec.Struct, eq=False):
             certainties=tuple(self._certainties) if known else (),
             alone=alone,
         )
-        return msgspec.structs.replace(self.request, image=image, resumed=resumed)
+        return msgspec.structs.replace(self.request.with_images(images), resumed=resumed)
 
     def fail(self, error: LegatoError) -> None:
         """End with `error`, after unread outputs."""

@@ -112,6 +112,7 @@ class Assembly:
             max_output_tokens=self.model.max_context - prompt,
             max_running=self.config.max_running,
             max_waiting=self.config.max_waiting,
+            max_images=self.frontend.max_images,
             num_parameters=self.model.num_parameters,
             dtype=dtype_name(self.model.dtype),
             adapters=self.bank is not None,
@@ -195,7 +196,7 @@ class Assembly:
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
             max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
         )
-        if self.frontend.takes_images:
+        if self.frontend.max_images:
             preprocessor.warm_up()
         requests = RequestTable(wake=wake)
         refinements = Refinements(self.refiner, requests, send=send)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections import abc
 
 import msgspec
 import structlog
@@ -106,7 +107,7 @@ class EngineCore:
             case PendingRequest() as request:
                 self._requests.remove(request_id)
                 request.cancel()
-                self._schedule(dataclasses.replace(request, image=None, adapter=None))
+                self._schedule(dataclasses.replace(request, images=(), adapter=None))
                 self._scheduler.stop(request_id)
             case ScheduledRequest():
                 self._scheduler.stop(request_id)
@@ -115,7 +116,7 @@ class EngineCore:
 
     def hold(self, command: HoldImage) -> None:
         try:
-            if not self._frontend.takes_images:
+            if not self._frontend.max_images:
                 raise TaskUnsupported("this model takes no images", task="image")
             self._make_room(command.request_id, command.owner)
             self._requests.add(self._leases.start(command))
@@ -218,6 +219,14 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+        most = max(self._frontend.max_images, 1)  # a text model has an error of its own
+        if len(request.images) > most:
+            raise InvalidField(
+                f"this model takes {most} in a query",
+                field="images",
+                limit=most,
+                actual=len(request.images),
+            )
         if not request.was_admitted:
             self._make_room(request.request_id, request.tenant, request.priority)
 
@@ -241,7 +250,8 @@ class EngineCore:
         adapters = self._adapters
         adapter = adapters.start(request.adapter) if adapters and request.adapter else None
         task = Lazy(functools.partial(self._frontend.make_task, request))
-        image = self._start_image(request, task)
+        places_images = self._frontend.places_images and request.image is not None
+        images = self._start_images(request, None if places_images else task)
         return PendingRequest(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -249,13 +259,14 @@ class EngineCore:
             request=request,
             arrival=arrival,
             task=task,
-            text=self._start_text(request, task, image),
-            image=image,
+            text=None if places_images else self._start_text(request, task, images),
+            images=images,
             adapter=adapter,
+            awaits_images=places_images,
         )
 
     def _start_text(
-        self, request: Request, task: Lazy[Task], image: PendingImage | None
+        self, request: Request, task: Lazy[Task], images: abc.Sequence[PendingImage]
     ) -> concurrent.futures.Future[Task] | None:
         """Tokenise a short text on this thread, which is faster than waking another thread.
 
@@ -270,38 +281,52 @@ class EngineCore:
         try:
             task.get()
         except BaseException:
-            if isinstance(image, concurrent.futures.Future):
-                image.cancel()
+            for image in images:
+                if isinstance(image, concurrent.futures.Future):
+                    image.cancel()
             raise
         return None
 
-    def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
-        """Start to prepare an image.
+    def _start_images(
+        self, request: Request, prefetch: Lazy[Task] | None
+    ) -> abc.Sequence[PendingImage]:
+        """Start to prepare the images.
 
-        If the scheduler is idle, hash on this thread and, if no request is pending, decode, too.
+        If the scheduler is idle, hash on this thread and, if no request is pending, decode a single
+        image, too, which hides `prefetch`.
         """
-        source = request.image
-        if source is None or not self._frontend.takes_images:
-            return None
+        if not self._frontend.max_images:
+            return ()
         self._leases.expire()
-        idle = self._scheduler.idle
-        found = self._preprocessor.find(source, tenant=request.tenant, may_hash=idle)
-        if isinstance(found, PreprocessedImage):
-            return found
-        assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
-        inline = idle and not self._requests.count(PendingRequest)
-        return self._preprocessor.start(
-            source,
-            found,
+        idle, places_images = self._scheduler.idle, self._frontend.places_images
+        find = functools.partial(
+            self._preprocessor.find, tenant=request.tenant, may_hash=idle, loads=places_images
+        )
+        found = [find(source) for source in request.images]
+        if places_images:
+            self._frontend.check_images([each.size for each in found if each is not None])
+        start = functools.partial(
+            self._preprocessor.start,
             tenant=request.tenant,
             keep=request.cache_image,
-            inline=inline,
-            prefetch=task,
+            inline=idle and len(found) == 1 and not self._requests.count(PendingRequest),
+            prefetch=prefetch,
         )
+        images: list[PendingImage] = []
+        for source, each in zip(request.images, found, strict=True):
+            if isinstance(each, PreprocessedImage):
+                images.append(each)
+            else:
+                assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
+                images.append(start(source, each))
+        return images
 
     def _admit(self, pending: PendingRequest) -> None:
         failure = pending.failure
         if failure is None and not pending.is_ready:
+            return
+        if failure is None and pending.awaits_images:
+            self._place_images(pending)
             return
         self._requests.remove(pending.request_id)
         if failure is None:
@@ -312,6 +337,13 @@ class EngineCore:
             pending.request_id, failure
         )  # not raised: a traceback would keep the image alive
 
+    def _place_images(self, pending: PendingRequest) -> None:
+        """Make the prompt around the prepared images, on the thread for long texts."""
+        images = [each.image for each in pending.prepared_images]
+        pending.task = Lazy(functools.partial(self._frontend.make_task, pending.request, images))
+        pending.text, pending.awaits_images = self._texts.submit(pending.task.get), False
+        self._requests.watch(pending)
+
     def _schedule(self, pending: PendingRequest) -> None:
         try:
             self._submit_sequence(pending)
@@ -319,10 +351,11 @@ class EngineCore:
             self._fail(pending.request_id, error)
 
     def _submit_sequence(self, pending: PendingRequest) -> None:
-        request, preprocessed = pending.request, pending.prepared_image
-        image = preprocessed.image if preprocessed else None
+        request, preprocessed = pending.request, pending.prepared_images
+        images = [each.image for each in preprocessed]
+        prefix = images[0] if images and not self._frontend.places_images else None
         sequence = make_sequence(
-            self._frontend, request, image, pending.prepared_adapter, task=pending.task.get()
+            self._frontend, request, prefix, pending.prepared_adapter, task=pending.task.get()
         )
         sequence.seq_id = next(self._seq_ids)
         sequence.timing.arrival = pending.arrival
@@ -337,11 +370,11 @@ class EngineCore:
                 request_id=pending.request_id,
                 tenant=pending.tenant,
                 request=request,
-                image=image.info if image else None,
-                image_seconds=preprocessed.seconds if preprocessed else 0.0,
+                images=tuple([image.info for image in images]),
+                image_seconds=max((each.seconds for each in preprocessed), default=0.0),
                 tokens=tokens,
                 num_sent_tokens=sequence.num_committed,
-                image_to_refine=self._refinements.image_to_refine(request, image),
+                image_to_refine=self._refinements.image_to_refine(request, prefix),
             )
         )
         if finish_reason is None:

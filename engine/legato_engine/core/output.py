@@ -62,7 +62,7 @@ class OutputSink:
                 input_tokens=sequence.prompt_length,
                 cached_tokens=sequence.pages.cached_tokens,
                 queue_time=_queue_time(sequence, request),
-                image=request.image,
+                image=request.images[0] if request.images else None,
             )
         )
 
@@ -87,7 +87,8 @@ class OutputSink:
                 finish_reason=finish_reason,
                 usage=_usage(sequence),
                 timings=_timings(sequence, request),
-                image=request.image,
+                image=request.images[0] if request.images else None,
+                more_images=request.images[1:],
                 tokens=tuple(request.tokens),
                 preemptions=sequence.pages.num_preemptions,
             ),
@@ -126,12 +127,16 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
 
 
 def _usage(sequence: Sequence) -> Usage:
-    has_image = sequence.request.image is not None
+    visual, image_tokens = sequence.inputs.visual, 0
+    if visual is not None:
+        image_tokens = visual.prompt.num_image_tokens
+    elif sequence.request.image is not None:
+        image_tokens = sequence.prefix_length - 1  # all of it but BOS
     return Usage(
         input_tokens=sequence.prompt_length,
         output_tokens=sequence.num_committed,
         cached_tokens=sequence.pages.cached_tokens,
-        image_tokens=sequence.prefix_length - 1 if has_image else 0,  # all of it but BOS
+        image_tokens=image_tokens,
         reasoning_tokens=sequence.task.reasoning_tokens,
     )
 

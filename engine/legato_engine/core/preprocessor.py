@@ -19,7 +19,7 @@ from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.decoding_workers import DecodingWorkers
-from legato_engine.images.headers import ImageHeader, inspect
+from legato_engine.images.headers import ImageHeader, displayed_size, inspect
 from legato_engine.images.memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.ipc.messages import ImageTotals
@@ -87,6 +87,10 @@ class PreprocessedImage:
     image: PreparedImage
     seconds: float
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.image.info.width, self.image.info.height
+
 
 PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
 """A prepared image, or its future."""
@@ -112,6 +116,18 @@ class LoadedImage:
     @property
     def cache_key(self) -> ImageKey:
         return ImageKey(self.tenant, self.image_id)
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether the bytes are hashed faster than another thread wakes."""
+        return len(self.view) <= _MAX_INLINE_BYTES
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the width and height, after EXIF orientation; raise as `inspect` does."""
+        if isinstance(self.source, RawImage):
+            return self.source.width, self.source.height
+        return displayed_size(self.view, self.header.get())
 
     @property
     def cost(self) -> int:
@@ -219,12 +235,12 @@ class Preprocessor:
         )
 
     def find(
-        self, source: ImageSource, *, tenant: str, may_hash: bool
+        self, source: ImageSource, *, tenant: str, may_hash: bool, loads: bool = False
     ) -> PreprocessedImage | LoadedImage | None:
         """Return the cached image, its bytes if they were loaded, or None.
 
         With `may_hash`, a small image is hashed if it may have been seen: that is faster than
-        waking another thread.
+        waking another thread. With `loads` the bytes of an image that is not hashed are loaded.
 
         Raises:
             ImageNotFound: no image of this id is cached.
@@ -238,7 +254,7 @@ class Preprocessor:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
             return PreprocessedImage(image, time.monotonic() - start)
         if not may_hash or source.blob.size > _MAX_INLINE_BYTES:
-            return None
+            return self._load(source, tenant) if loads else None
         loaded = self._load(source, tenant)
         seen = self._seen.has(tenant, loaded.view)
         image = self._cached(loaded.cache_key) if seen else None
@@ -272,7 +288,7 @@ class Preprocessor:
                 return prepared
         job = _Job(source, loaded, tenant, keep)
         self._light.submit(self._run, job, self._light)
-        if loaded is not None:
+        if loaded is not None and loaded.is_small:
             loaded.key.get()
         return job.future
 
@@ -323,6 +339,8 @@ class Preprocessor:
     def _loaded(self, job: _Job) -> LoadedImage:
         if job.loaded is None:
             job.loaded = self._load(job.source, job.tenant)
+            job.loaded.key.get()
+        elif not job.loaded.is_small:  # else the thread that loaded it hashes it
             job.loaded.key.get()
         if job.sha256:
             job.loaded.check_sha256(job.sha256)

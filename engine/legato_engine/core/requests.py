@@ -25,6 +25,7 @@ from legato_engine.sequence import (
     Sequence,
     SequenceAdapter,
     Task,
+    VisualTask,
     tokens_of,
 )
 from legato_engine.types import (
@@ -62,21 +63,23 @@ class RequestStage:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest(RequestStage):
-    """Request whose image, adapter or long text is being prepared.
+    """Request whose images, adapter or text are being prepared.
 
-    `text` completes when `task` is computed; None if that was done synchronously.
+    `text` completes when `task` is computed; None if that was done synchronously or, with
+    `awaits_images`, if it has not begun.
     """
 
     request: Request
     arrival: float
     task: Lazy[Task]
     text: Future[Task] | None
-    image: PendingImage | None
+    images: abc.Sequence[PendingImage]
     adapter: Future[Adapter] | None
+    awaits_images: bool = False
 
     @property
     def futures(self) -> abc.Sequence[Future[Any]]:
-        parts = (self.image, self.adapter, self.text)
+        parts = (*self.images, self.adapter, self.text)
         return [part for part in parts if isinstance(part, Future)]
 
     @property
@@ -89,16 +92,16 @@ class PendingRequest(RequestStage):
         return next((failure for failure in failures if failure is not None), None)
 
     @property
-    def prepared_image(self) -> PreprocessedImage | None:
-        return self.image.result() if isinstance(self.image, Future) else self.image
+    def prepared_images(self) -> list[PreprocessedImage]:
+        return [each.result() if isinstance(each, Future) else each for each in self.images]
 
     @property
     def prepared_adapter(self) -> Adapter | None:
         return None if self.adapter is None else self.adapter.result()
 
     def cancel(self) -> None:
-        """Cancel the image and the text; other requests may wait for the adapter."""
-        for part in (self.image, self.text):
+        """Cancel the images and the text; other requests may wait for the adapter."""
+        for part in (*self.images, self.text):
             if isinstance(part, Future):
                 part.cancel()
 
@@ -128,7 +131,7 @@ class ScheduledRequest(RequestStage):
     counts_toward_queue_limit: ClassVar[bool] = False  # the scheduler counts its own queue
 
     request: Request
-    image: ImageInfo | None = None
+    images: tuple[ImageInfo, ...] = ()
     image_seconds: float = 0.0
     tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
     num_sent_tokens: int = 0  # tokens sent in deltas, also by earlier engines
@@ -324,9 +327,11 @@ def make_sequence(
 ) -> Sequence:
     """Make a waiting sequence; raise as `make_task`.
 
-    The prefix is not shared under another adapter, which changes its keys and values.
+    `image` is that of the prefix, which is not shared under another adapter: it changes keys and
+    values.
     """
     task = task or frontend.make_task(request)
+    visual = task.visual if isinstance(task, VisualTask) else None
     return Sequence(
         seq_id=0,
         request=request,
@@ -335,6 +340,6 @@ def make_sequence(
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
         num_crops=image.num_crops if image else 0,
-        inputs=HostInputs(image, adapter),
+        inputs=HostInputs(image, adapter, visual),
         adapter=SequenceAdapter(adapter.key, adapter.rank) if adapter else SequenceAdapter(),
     )

@@ -244,6 +244,7 @@ class ServedModel(Value, frozen=True):
     max_waiting: int
     num_parameters: int
     dtype: str
+    max_images: int = 1  # of a query
     adapters: bool = False
     kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
@@ -331,6 +332,7 @@ class Done(Value, frozen=True):
     tokens: tuple[TokenInfo, ...] = ()
     preemptions: int = 0
     resumptions: int = 0  # set by the service
+    more_images: tuple[ImageInfo, ...] = ()  # of a query about several
 
 
 class ImageHeld(Value, frozen=True):

@@ -37,7 +37,7 @@ from legato_engine.ipc.messages import (
     encode,
 )
 from legato_engine.shm import namespace_of
-from legato_engine.types import WITH_BLOB, RequestKey
+from legato_engine.types import RequestKey
 
 
 class WakeReason(enum.Enum):
@@ -208,8 +208,8 @@ class ServiceConnections:
         """Return the commands without those that target another process's request."""
         match command:
             case Submit(request=request):
-                if not connection.namespace and isinstance(request.image, WITH_BLOB):
-                    connection.namespace = namespace_of(request.image.blob.name)
+                if not connection.namespace and (blobs := request.blobs):
+                    connection.namespace = namespace_of(blobs[0].name)
                 return (command,) if self._claim(request.request_id, connection, stops=True) else ()
             case HoldImage(request_id=key) | DropImage(request_id=key):
                 return (command,) if self._claim(key, connection, stops=False) else ()

@@ -188,7 +188,8 @@ class MaskRefiner(Protocol):
 
 # The seam between the runtime and an architecture.
 #
-# Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers.
+# Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers, N tokens
+# of an image, K features of each.
 
 
 class Model(abc.ABC):
@@ -214,6 +215,9 @@ class Model(abc.ABC):
 
     has_value_heads: bool = False
     """`values` and `payload_logprobs` read tokens with a value."""
+
+    has_visual_prompts: bool = False
+    """`encode_image` gives the features of images between a prompt's tokens (`VisualRows`)."""
 
     has_prefill_chunks: bool = False
     """`prefill_chunk` runs prompts in passes of fixed shape."""
@@ -248,6 +252,10 @@ class Model(abc.ABC):
     def own_threads(self) -> bool:
         """Return whether it computes on the CPU with threads of its own, so torch needs one."""
         return False
+
+    def encode_image(self, image: PreparedImage) -> torch.Tensor:
+        """[N, K, D]: features of the image's N tokens (`VisualRows`)."""
+        raise NotImplementedError
 
     def values(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor

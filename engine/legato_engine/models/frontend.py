@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from legato_engine.sequence import Constraint, Task
@@ -27,11 +28,14 @@ class PreparedImage:
 class ModelFrontend(Protocol):
     """Prepares images and makes tasks, on any thread.
 
-    Without `takes_images`, `prepare_image` is never called, and `make_task` refuses images.
+    A query takes up to `max_images`, any other task one of them. With 0, `prepare_image` is never
+    called, and `make_task` refuses images. With `places_images` a prompt has its images between its
+    tokens, and is made once they are prepared; without, one image is the prefix.
     """
 
     name: str
-    takes_images: bool
+    max_images: int
+    places_images: bool
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
     vocab_size: int
@@ -54,8 +58,20 @@ class ModelFrontend(Protocol):
         """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
         ...
 
-    def make_task(self, request: Request) -> Task:
+    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Check the width and height of images before they are decoded.
+
+        Raises:
+            InvalidField: a size is not one that the model takes.
+            PromptTooLong: the images leave no position for text.
+        """
+        ...
+
+    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> Task:
         """Make the task, with its sampling and seed resolved.
+
+        `images`: the request's for a frontend that `places_images`, none if it is stopped before
+        they are prepared; other frontends ignore them.
 
         Raises:
             InvalidField: a field is out of range, or the model cannot take the image.

@@ -40,11 +40,15 @@ class KVCache:
 
 @dataclasses.dataclass(slots=True)
 class DecodeBatch:
-    """Positions and page ids (int64) of single-token rows; `adapters` None: no row has one."""
+    """Positions and page ids (int64) of single-token rows; `adapters` None: no row has one.
+
+    `rope_offset_B` (int64; None: zero) is added to a position for its rotary embedding.
+    """
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
     adapters: AdaptedRows | None = None
+    rope_offset_B: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +67,19 @@ class Chunk:
 
 
 @dataclasses.dataclass(slots=True)
+class VisualRows:
+    """The images among T tokens: N of them, at the indices `rows_N`, with K features each.
+
+    The first feature is the token's embedding; feature k is added to it after layer k - 1.
+    `rope_3T` (int64): time, row and column of each token for rotary embeddings.
+    """
+
+    rope_3T: torch.Tensor
+    rows_N: torch.Tensor
+    features_NKD: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
 class PrefillSpan:
     """Consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 
@@ -73,6 +90,7 @@ class PrefillSpan:
     pages_M: torch.Tensor
     bidirectional: bool
     adapters: AdaptedRows | None = None
+    visual: VisualRows | None = None  # None: text at its own positions
 
 
 # ---------------------------------------------------------------- paged attention

@@ -181,21 +181,16 @@ class NullEngine:
 
     def submit(self, request: Request) -> None:
         arrival, resumed = time.monotonic(), request.resumed
-        image, image_seconds = None, 0.0
         try:
             self._check(request)
             starts = not len(self._queue) and self.rows_free > 0
             must_queue = not (starts or request.was_admitted)
             if must_queue:
                 self._make_room(request.tenant, request.priority)
-            if request.image is not None:
-                self._images.leases.expire()
-                image = self._images.find_or_load(
-                    request.image, tenant=request.tenant, keep=request.cache_image
-                )
-                image_seconds = time.monotonic() - arrival
-            length, output = self._model.answer(request, has_image=image is not None)
-            null_request = NullRequest(request, output, image, arrival, image_seconds, length)
+            images = self._load_images(request)
+            image_seconds = time.monotonic() - arrival if images else 0.0
+            length, output = self._model.answer(request)
+            null_request = NullRequest(request, output, images, arrival, image_seconds, length)
             if must_queue:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
@@ -215,6 +210,16 @@ class NullEngine:
         self._queue.add(null_request)
         if request.progress and not self.rows_free:
             self._announce_queued(null_request)
+
+    def _load_images(self, request: Request) -> tuple[ImageInfo, ...]:
+        """Return the images and read their blobs; raise as `Preprocessor.start`."""
+        if not request.images:
+            return ()
+        self._images.leases.expire()
+        keep, tenant = request.cache_image, request.tenant
+        return tuple(
+            [self._images.find_or_load(each, tenant=tenant, keep=keep) for each in request.images]
+        )
 
     def stop(self, request_id: RequestKey) -> None:
         now = time.monotonic()
@@ -351,6 +356,7 @@ class NullEngine:
                 usage=running.usage(),
                 timings=running.timings(now),
                 image=running.image,
+                more_images=running.images[1:],
                 tokens=output.tokens(num_tokens, request) if request.return_tokens else (),
             )
         )

@@ -26,6 +26,7 @@ from legato_engine.types import (
 )
 
 IMAGE_TOKENS = 729
+MAX_IMAGES = 8
 
 
 class NullRequest(msgspec.Struct, eq=False):
@@ -33,7 +34,7 @@ class NullRequest(msgspec.Struct, eq=False):
 
     request: Request
     output: ScriptedOutput
-    image: ImageInfo | None
+    images: tuple[ImageInfo, ...]
     arrival: float
     image_seconds: float
     input_tokens: int
@@ -58,8 +59,13 @@ class NullRequest(msgspec.Struct, eq=False):
         return self.request.was_admitted
 
     @property
+    def image(self) -> ImageInfo | None:
+        return self.images[0] if self.images else None
+
+    @property
     def cached_tokens(self) -> int:
-        return 1 + IMAGE_TOKENS if self.image and self.image.cache_hit else 0
+        hits = [image.cache_hit for image in self.images]
+        return 1 + IMAGE_TOKENS * len(hits) if hits and all(hits) else 0
 
     @property
     def queue_time(self) -> float:
@@ -70,7 +76,7 @@ class NullRequest(msgspec.Struct, eq=False):
             input_tokens=self.input_tokens,
             output_tokens=self.num_tokens,
             cached_tokens=self.cached_tokens,
-            image_tokens=IMAGE_TOKENS if self.image else 0,
+            image_tokens=IMAGE_TOKENS * len(self.images),
             reasoning_tokens=min(self.num_tokens, self.output.num_thoughts),
         )
 
@@ -104,6 +110,7 @@ def info(config: EngineConfig) -> ServedModel:
         max_output_tokens=max_context - IMAGE_TOKENS - 1,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
+        max_images=MAX_IMAGES,
         num_parameters=0,
         dtype="none",
         confidence=confidence_info(SKILLS, None),
@@ -129,7 +136,7 @@ class NullModel:
         if request.adapter:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
 
-    def answer(self, request: Request, *, has_image: bool) -> tuple[int, ScriptedOutput]:
+    def answer(self, request: Request) -> tuple[int, ScriptedOutput]:
         """Return the length of the prompt and the output.
 
         Raises:
@@ -137,7 +144,11 @@ class NullModel:
             PromptTooLong: not even one token fits.
         """
         length, output = _scripted(
-            request.task, request.sampling, has_image, self._num_objects, self._max_context
+            request.task,
+            request.sampling,
+            len(request.images),
+            self._num_objects,
+            self._max_context,
         )
         if request.resumed is not None:
             _check_tokens(request.resumed, output)
@@ -154,11 +165,11 @@ def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
 
 @functools.lru_cache(1024)
 def _scripted(
-    task: TaskSpec, sampling: SamplingParams, has_image: bool, num_objects: int, max_context: int
+    task: TaskSpec, sampling: SamplingParams, num_images: int, num_objects: int, max_context: int
 ) -> tuple[int, ScriptedOutput]:
     """Return the prompt's length and the output, truncated to the context as by a model.
 
-    The prompt is BOS, the image, and a token for each word.
+    The prompt is BOS, the images, and a token for each word.
 
     Raises:
         InvalidField: a field is out of range.
@@ -169,7 +180,7 @@ def _scripted(
     if isinstance(task, (DetectTask, PointTask)):
         max_objects(task.max_objects, num_objects)
     output = scripted_output(task, sampling, num_objects)
-    length = 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
+    length = 1 + IMAGE_TOKENS * num_images + output.num_words
     budget = token_budget(resolved.max_tokens, length, max_context)
     if len(output.events) > budget:
         cut = msgspec.structs.replace(sampling, max_tokens=budget)

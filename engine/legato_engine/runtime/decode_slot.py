@@ -167,7 +167,7 @@ def _prompt_fields(
         "prefix_pages": pages,
         "pages": pages,
         "copied": ((num_prompts, 2), torch.int64),
-        **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
+        **dict.fromkeys(("adapter_slot", "seed", "top_k", "rope_offset"), one),
         **dict.fromkeys(("temperature", "top_p"), number),
     }
     if speculates:
@@ -391,6 +391,7 @@ class RowState:
         self.top_k_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_R = torch.zeros(rows, device=device)
         self.top_p_R = torch.ones(rows, device=device)
+        self.rope_offset_R = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def admit(self, slot: DecodeSlot) -> None:
         """Unused prompt indices have the scratch row. Can be captured."""
@@ -402,6 +403,7 @@ class RowState:
         self.top_k_R.index_copy_(0, row_K, staged["top_k"])
         self.temperature_R.index_copy_(0, row_K, staged["temperature"])
         self.top_p_R.index_copy_(0, row_K, staged["top_p"])
+        self.rope_offset_R.index_copy_(0, row_K, staged["rope_offset"])
         if self.drafts is not None:
             self.drafts.admit(slot)
 

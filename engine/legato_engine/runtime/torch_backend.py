@@ -14,8 +14,9 @@ import torch
 from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.proposer import UNKNOWN
-from legato_engine.models.base import Adapter
-from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
+from legato_engine.models.base import Adapter, Model
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, VisualRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, initial_descriptor
@@ -24,7 +25,7 @@ from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.sampler import LogprobStep, greedy, sample
 from legato_engine.runtime.staging import Changes, bucket_for, preparation, stage_step, stage_tokens
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
-from legato_engine.sequence import Sequence, TokenKey
+from legato_engine.sequence import Sequence, TokenKey, VisualInputs
 from legato_engine.speculation import INITIAL_RATE, BlockPolicy
 
 
@@ -54,6 +55,7 @@ class DecodeStep:
             slot.staged.device["position"][:batch],
             state.page_table_RM[row_B],
             resources.adapters(state.adapter_slot_R[row_B], self._rank),
+            state.rope_offset_R[row_B] if model.has_visual_prompts else None,
         )
         hidden_BD = model.decode(x_BD, decode_batch, resources.kv)
         slot.hidden_RD[:batch].copy_(hidden_BD)
@@ -128,6 +130,8 @@ def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: 
         staged["top_k"][index] = sampling.top_k or 0
         staged["temperature"][index] = sampling.temperature or 0.0
         staged["top_p"][index] = 1.0 if sampling.top_p is None else sampling.top_p
+        visual = sequence.inputs.visual
+        staged["rope_offset"][index] = 0 if visual is None else visual.prompt.rope_offset
         if slot.speculates:
             sequence.pages.num_staged = len(sequence.pages.ids)
             _stage_history(slot, index, sequence)
@@ -158,6 +162,50 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
     slot.prompt.host["limit"][index] = sequence.max_length - 1
 
 
+class ImageFeatures:
+    """Features of images between prompts' tokens, kept for the next chunk and the next prompt.
+
+    Belongs to the compute stream.
+    """
+
+    def __init__(self, model: Model, max_bytes: int = 256 << 20) -> None:
+        self._model = model
+        self._max_bytes = max_bytes
+        self._features: dict[str, torch.Tensor] = {}  # by key of the image, the oldest first
+
+    def rows(self, visual: VisualInputs, start: int, stop: int, device: torch.device) -> VisualRows:
+        """Gather the images of positions `[start, stop)`; encode those that are not here."""
+        prompt, rows, features = visual.prompt, [], []
+        for span in prompt.spans:
+            first, last = max(span.start, start), min(span.start + span.length, stop)
+            if first < last:
+                rows.append(torch.arange(first - start, last - start))
+                encoded_NKD = self._encoded(visual.images[span.index])
+                features.append(encoded_NKD[first - span.start : last - span.start])
+        later = torch.arange(max(start, prompt.rope_3P.shape[1]), stop) + prompt.rope_offset
+        rope_3T = torch.from_numpy(prompt.rope_3P[:, start:stop])
+        return VisualRows(
+            torch.cat((rope_3T, later.expand(3, -1)), dim=1).to(device),
+            torch.cat(rows).to(device)
+            if rows
+            else torch.zeros(0, dtype=torch.int64, device=device),
+            torch.cat(features) if features else torch.zeros(0, 1, self._model.width),
+        )
+
+    def _encoded(self, image: PreparedImage) -> torch.Tensor:
+        features_NKD = self._features.pop(image.key, None)
+        if features_NKD is None:
+            features_NKD = self._model.encode_image(image)
+        self._features[image.key] = features_NKD
+        while len(self._features) > 1 and self._num_bytes > self._max_bytes:
+            del self._features[next(iter(self._features))]
+        return features_NKD
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(each.nbytes for each in self._features.values())
+
+
 class PrefillStep:
     """The torch operations of one sequence's prefill over one slot's buffers.
 
@@ -176,6 +224,7 @@ class PrefillStep:
         index: int = 0,
         first_token: int = 0,
         output: int = 0,
+        features: ImageFeatures | None = None,
     ) -> None:
         self._resources = resources
         self._model = resources.model
@@ -185,6 +234,8 @@ class PrefillStep:
         self._tokens = slice(first_token, first_token + row.num_tokens)
         self._output = slice(output, output + 1)
         self._pixels = row.sequence.inputs.image
+        self._visual = row.sequence.inputs.visual
+        self._features = features
         self._prefix = row.work
         self._start = row.position
         self._num_pages = len(row.sequence.pages.ids)
@@ -232,7 +283,12 @@ class PrefillStep:
         slot, model, staged = self._slot, self._model, self._slot.prompt.device
         x_TD = model.embed(staged["token"][self._tokens], staged["payload"][self._tokens])
         pages = staged["pages"][self._index, : self._num_pages]
-        span = PrefillSpan(self._start, pages, bidirectional=False, adapters=self._adapters)
+        visual = None
+        if self._visual is not None:
+            assert self._features is not None, "a visual prompt of a model without them"
+            stop = self._start + len(x_TD)
+            visual = self._features.rows(self._visual, self._start, stop, x_TD.device)
+        span = PrefillSpan(self._start, pages, False, self._adapters, visual)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
         slot.hidden_RD[self._output].copy_(hidden_1D)
         slot.logits_RV[self._output].copy_(model.logits(hidden_1D))
@@ -254,6 +310,7 @@ class TorchBackend:
             sampled=resources.buckets[-1],
         )
         self.encodes_images = False
+        self._features = ImageFeatures(resources.model)
         self._resources = resources
         self._slots = resources.slots
         self._graphs = resources.graphs
@@ -339,7 +396,13 @@ class TorchBackend:
             output = len(decodes) + index
             compute.submit(
                 PrefillStep(
-                    self._resources, buffers, row, index=index, first_token=first, output=output
+                    self._resources,
+                    buffers,
+                    row,
+                    index=index,
+                    first_token=first,
+                    output=output,
+                    features=self._features,
                 )
             )
             first += row.num_tokens

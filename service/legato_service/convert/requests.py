@@ -33,6 +33,24 @@ def heartbeat(
     return max(skills.seconds(message.heartbeat_interval), MIN_HEARTBEAT)
 
 
+def images(
+    message: media_pb2.Image,
+    several: Sequence[task_pb2.QueryImage],
+    task: TaskSpec,
+    path: str = "",
+) -> list[media_pb2.Image]:
+    """Return the request's images: its own, or the `several` of its query.
+
+    Raises:
+        InvalidField: it has both, or none and the task needs one.
+    """
+    if not several:
+        return [message] if check_image(message, task, path) else []
+    if message.WhichOneof("source") is not None:
+        raise InvalidField("an image or several, not both", field=f"{path}images")
+    return [each.image for each in several]
+
+
 def check_image(message: media_pb2.Image, task: TaskSpec, path: str = "") -> bool:
     """Return whether the request has an image; refuse it when the task needs one."""
     if message.WhichOneof("source") is not None:
@@ -79,8 +97,13 @@ def tracking(message: task_pb2.Tracking) -> float:
     return skills.seconds(message.max_unseen)
 
 
-def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSpec:
-    """Convert a task; `path` has no final dot, a `standing` task runs on every frame."""
+def task(
+    message: task_pb2.Task, path: str, *, standing: bool = False, own_images: bool = False
+) -> TaskSpec:
+    """Convert a task; `path` has no final dot, a `standing` task runs on every frame.
+
+    A query may have its `own_images`, or is about the call's image.
+    """
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
@@ -89,6 +112,8 @@ def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSp
         raise InvalidField(
             "tracking is for the standing tasks of a session", field=f"{kind_path}tracking"
         )
+    if kind == "query" and message.query.images and not own_images:
+        raise InvalidField("this query is about the call's image", field=f"{kind_path}images")
     return skills.BY_NAME[kind].task(getattr(message, kind), kind_path)
 
 

@@ -60,6 +60,8 @@ def fill_info(
     fill_timings(message.timings, done.timings)
     if done.image is not None:
         message.image.CopyFrom(image_info(done.image))
+        if done.more_images:
+            message.images.extend(map(image_info, (done.image, *done.more_images)))
     if stamp is not None:
         message.stamp.CopyFrom(stamp)
     if done.resumptions:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
@@ -19,6 +20,7 @@ from legato_engine.types import (
     DetectResult,
     DetectTask,
     Grounding,
+    ImagePlace,
     ObjectEvent,
     ObjectOrder,
     Outline,
@@ -127,12 +129,12 @@ _SYSTEM, _USER, _ASSISTANT = (
 
 
 class ChatQuestion(NamedTuple):
-    """A question and the messages before it."""
+    """A question and the messages before it; `places` are those of image parts."""
 
     system: str
     history: tuple[Turn, ...]
     question: str
-    shows_image: bool
+    places: tuple[ImagePlace, ...]
 
 
 def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQuestion:
@@ -154,13 +156,11 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQu
     is_system = [message.role == _SYSTEM for message in messages]
     num_system = (*is_system, False).index(False)
     _check_roles(messages, num_system, field)
-    texts = [
-        _text(message, f"{field}[{index}]", takes_image=index == num_system)
-        for index, message in enumerate(messages)
-    ]
+    texts = [_text(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     check_text_size(texts, field)
     spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
-    turns = [_joined([texts[at] for at in group]) for _, group in spoken]
+    groups = [list(group) for _, group in spoken]
+    turns = [_joined([texts[at] for at in group]) for group in groups]
     return ChatQuestion(
         system=_joined(texts[:num_system]),
         history=tuple(
@@ -168,7 +168,11 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQu
             for question, answer in zip(turns[:-1:2], turns[1::2], strict=True)
         ),
         question=turns[-1],
-        shows_image=any(part.HasField("image") for part in messages[num_system].parts),
+        places=tuple(
+            ImagePlace(turn=turn, offset=offset)
+            for turn, group in enumerate(groups[::2])
+            for offset in _image_offsets([messages[at] for at in group], texts, group)
+        ),
     )
 
 
@@ -190,16 +194,29 @@ def _joined(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else "\n\n".join(filter(str.strip, texts))
 
 
-def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> str:
+def _image_offsets(
+    messages: Sequence[task_pb2.ChatMessage], texts: Sequence[str], group: Sequence[int]
+) -> Iterator[int]:
+    """Yield the place of each image part in the text of its turn."""
+    for index, message in enumerate(messages):
+        if not any(part.HasField("image") for part in message.parts):
+            continue
+        whole = [texts[at] for at in group[: index + 1]]
+        start = len(_joined(whole)) - len(whole[-1]) if whole[-1].strip() else len(_joined(whole))
+        said = 0
+        for part in message.parts:
+            if part.HasField("image"):
+                yield start + said
+            said += len(part.text)
+
+
+def _text(message: task_pb2.ChatMessage, field: str) -> str:
     for index, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
             raise InvalidField("a part needs a text or an image", field=f"{field}.parts[{index}]")
-        if kind == "image" and not (takes_image and index == 0):
-            raise InvalidField(
-                "only one image, at the beginning of the user's first message",
-                field=f"{field}.parts[{index}].image",
-            )
+        if kind == "image" and message.role != _USER:
+            raise InvalidField("only the user shows images", field=f"{field}.parts[{index}].image")
     text = "".join(part.text for part in message.parts)
     shows_image = any(part.HasField("image") for part in message.parts)
     if message.role == _USER and not text.strip() and not shows_image:
@@ -296,7 +313,7 @@ Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 
 
 def _query(message: Query, path: str) -> QueryTask:
-    places = refs(message.spatial_refs, path)
+    refs_given = refs(message.spatial_refs, path)
     if not message.messages:
         field = f"{path}question"
         check_text_size([message.question], field)
@@ -304,7 +321,8 @@ def _query(message: Query, path: str) -> QueryTask:
         return QueryTask(
             question=question,
             reasoning=message.reasoning,
-            spatial_refs=places,
+            spatial_refs=refs_given,
+            places=_placed(message, None, path),
             response_format=_response_format(message, path),
         )
     if message.question:
@@ -313,12 +331,46 @@ def _query(message: Query, path: str) -> QueryTask:
     return QueryTask(
         question=talk.question,
         reasoning=message.reasoning,
-        spatial_refs=places,
+        spatial_refs=refs_given,
         system=talk.system,
         history=talk.history,
-        shows_image=talk.shows_image,
+        shows_image=bool(talk.places),
+        places=_placed(message, talk.places, path),
         response_format=_response_format(message, path),
     )
+
+
+def _placed(
+    message: Query, shown: Sequence[ImagePlace] | None, path: str
+) -> tuple[ImagePlace, ...]:
+    """Return the places of the images with their times; none for images before all text.
+
+    `shown` are the places of image parts: all images have one, or none.
+    """
+    count = max(len(message.images), 1)
+    if shown and len(shown) != count:
+        given = f"{len(shown)} image parts and {count} {'images' if count > 1 else 'image'}"
+        raise InvalidField(f"{given}: show all or none", field=f"{path}messages")
+    times = [_time(each, f"{path}images[{index}]") for index, each in enumerate(message.images)]
+    for index, (before, time) in enumerate(itertools.pairwise(times), 1):
+        if before is not None and time is not None and time <= before:
+            raise InvalidField(
+                f"{time:g} s after {before:g} s: a clip's frames follow each other",
+                field=f"{path}images[{index}].time",
+            )
+    placed = shown or [ImagePlace()] * len(times)
+    if times:
+        placed = [
+            msgspec.structs.replace(place, time=time)
+            for place, time in zip(placed, times, strict=True)
+        ]
+    return () if all(place == ImagePlace() for place in placed) else tuple(placed)
+
+
+def _time(image: task_pb2.QueryImage, field: str) -> float | None:
+    if image.image.WhichOneof("source") is None:
+        raise InvalidField("an image is required", field=f"{field}.image")
+    return seconds(image.time) if image.HasField("time") else None
 
 
 def _response_format(message: Query, path: str) -> ResponseFormat | None:

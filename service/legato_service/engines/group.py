@@ -373,11 +373,11 @@ class EngineGroup:
 
     def find_image(self, stream: RequestStream) -> bool:
         left = [each for each in self.serving if each.number not in stream.searched]
-        if not left:
+        if not left or stream.request.blobs:  # an engine has read the blobs
             return False
-        image = stream.request.image
-        assert isinstance(image, CachedImage), "only an image that is named can be elsewhere"
-        holders = self._holders((image_key(stream.request.tenant, image.image_id),))
+        named = (each for each in stream.request.images if isinstance(each, CachedImage))
+        tenant = stream.request.tenant
+        holders = self._holders(tuple(image_key(tenant, each.image_id) for each in named))
         first = next((each for each in left if each.number in holders), left[0])
         first.adopt(stream, renew=False)
         return True

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import structlog
@@ -332,7 +332,7 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[BlobImage]]
 """The type of `shared_memory.SharedMemory.read`."""
 
 
-def stage(image: CheckedImage, blobs: BlobStore) -> ImageSource | None:
+def stage(image: NewImage | CachedImage, blobs: BlobStore) -> ImageSource:
     """Stage the bytes in the store of an engine; its `submit` discards the blob."""
     match image:
         case InlineImage():
@@ -367,6 +367,22 @@ class ImageIntake:
         self._read_shared = read_shared
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
+
+    async def check_all(
+        self, images: Sequence[media_pb2.Image], path: str = ""
+    ) -> Sequence[CheckedImage]:
+        """Check one image, or several of a query at `path`; raise as `check`."""
+        if len(images) == 1:
+            return (await self.check(images[0]),)
+        checked: list[CheckedImage] = []
+        for index, image in enumerate(images):
+            try:
+                checked.append(await self.check(image))
+            except LegatoError as error:
+                if (field := str(error.metadata.get("field", ""))).startswith("image"):
+                    error.metadata["field"] = f"{path}images[{index}].{field}"
+                raise
+        return checked
 
     async def check(self, image: media_pb2.Image) -> CheckedImage:
         """Check the image of a request, if any.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Protocol
 
@@ -32,7 +32,16 @@ from legato_engine.errors import (
     Unavailable,
 )
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
-from legato_engine.types import CachedImage, FinishReason, QueryTask, Request, RequestKey, TaskSpec
+from legato_engine.shm import BlobStore
+from legato_engine.types import (
+    CachedImage,
+    FinishReason,
+    ImageSource,
+    QueryTask,
+    Request,
+    RequestKey,
+    TaskSpec,
+)
 
 from legato_service.convert import responses
 from legato_service.engines.group import EngineGroup, Key, image_key
@@ -183,11 +192,11 @@ class Dispatcher:
             raise AdapterNotFound("this server holds no adapters", resource=adapter)
         return model
 
-    def check(self, request: Request, path: str = "") -> ServedModel:
+    def check(self, request: Request, path: str = "", num_images: int = 0) -> ServedModel:
         """Return the model that serves the request; `path` leads to the field `sampling`.
 
         Raises:
-            InvalidField: more tokens are requested than the model gives.
+            InvalidField: more tokens are requested, or more images given, than the model takes.
             LegatoError: as `model` raises.
         """
         model = self.model(request.model, request.adapter)
@@ -199,21 +208,28 @@ class Dispatcher:
                 limit=model.max_output_tokens,
                 actual=max_tokens,
             )
+        if num_images > max(model.max_images, 1):  # an engine without images refuses one itself
+            raise InvalidField(
+                f"{model.name} takes {max(model.max_images, 1)} in a query",
+                field=f"{path}query.images" if path else "images",
+                limit=model.max_images,
+                actual=num_images,
+            )
         return model
 
     def submit(
         self,
         request: Request,
-        image: CheckedImage,
+        images: Sequence[CheckedImage],
         active: ActiveRequest,
         *,
-        original: CheckedImage = None,
+        originals: Sequence[CheckedImage] = (),
         may_wait: bool = False,
     ) -> RequestStream:
         """Submit the request, or one task of it; `active` owns the stream.
 
-        `original` has the bytes of an `image` that is named by its id. With `may_wait`, because the
-        call has already started, the request waits for an engine.
+        `originals` have the bytes of `images` that are named by their ids. With `may_wait`, because
+        the call has already started, the request waits for an engine.
 
         Nothing is awaited here, so no cancellation interrupts it. `active` ends with its asyncio
         task at the latest. A callback on the RPC's context would form a reference cycle, and keep
@@ -225,27 +241,51 @@ class Dispatcher:
         rpc = call.current()
         if rpc.gate_slot is not None:
             rpc.gate_slot.mark_submitted()
-        new = image if isinstance(image, NewImage) else original
-        restage: Restage | None = None
-        if isinstance(new, NewImage):
-            restage = functools.partial(stage, new)
-        elif isinstance(image, CachedImage):
-            restage = self._held.restage(request.tenant, image.image_id)
-        has_bytes = image is None or isinstance(new, NewImage)
-        engine = self._engine_for(request, image, has_bytes=has_bytes)
-        stream = engine.submit(
-            msgspec.structs.replace(
-                request,
-                image=None if image is None else stage(image, engine.blobs),
-                deadline=active.deadline,
-                priority=rpc.priority,
-            ),
-            restage,
-            may_wait=may_wait,
+        given = [each for each in images if each is not None]
+        bytes_of = {
+            index: each
+            for index, each in enumerate(originals or given)
+            if isinstance(each, NewImage)
+        }
+        restage = self._restage(request.tenant, given, bytes_of)
+        engine = self._engine_for(
+            request, given[0] if given else None, has_bytes=len(bytes_of) == len(given)
         )
-        field = image.field if isinstance(image, NewImage) else ""
+        request = msgspec.structs.replace(
+            request.with_images([stage(each, engine.blobs) for each in given]),
+            deadline=active.deadline,
+            priority=rpc.priority,
+        )
+        stream = engine.submit(request, restage, may_wait=may_wait)
+        field = ""
+        if bytes_of and isinstance(first := given[0], NewImage):
+            field = first.field if len(given) == 1 else "images"
         active.own(stream, self._deadlines, field)
         return stream
+
+    def _restage(
+        self,
+        tenant: str,
+        images: Sequence[NewImage | CachedImage],
+        bytes_of: Mapping[int, NewImage],
+    ) -> Restage | None:
+        """Return a function that stages the images again; None without bytes of any."""
+        held = {
+            index: restage
+            for index, image in enumerate(images)
+            if isinstance(image, CachedImage) and index not in bytes_of
+            if (restage := self._held.restage(tenant, image.image_id)) is not None
+        }
+        if not (bytes_of or held):
+            return None
+
+        def restage_all(blobs: BlobStore) -> list[ImageSource]:
+            return [
+                held[index](blobs) if index in held else stage(bytes_of.get(index, image), blobs)
+                for index, image in enumerate(images)
+            ]
+
+        return restage_all
 
     def _engine_for(
         self, request: Request, image: CheckedImage, *, has_bytes: bool

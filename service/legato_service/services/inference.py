@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 from legato.v1 import inference_pb2 as pb
-from legato.v1 import inference_pb2_grpc, task_pb2
+from legato.v1 import inference_pb2_grpc, media_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import InternalError, LegatoError
 from legato_engine.ipc.messages import Done, ServedModel
@@ -91,7 +91,7 @@ class TaskRun:
             try:
                 requests.check_image(self._message.image, request.task, f"tasks[{index}].query.")
                 stream = self._dispatcher.submit(
-                    request, image, active, original=original, may_wait=index > 0
+                    request, (image,), active, originals=(original,), may_wait=index > 0
                 )
                 if isinstance(image, NewImage) and index + 1 < len(self._requests):
                     image = cached_image(await started(stream)) or image
@@ -187,26 +187,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        given = request.options.request_id
-        key = self._dispatcher.key(given)
+        request_id = request.options.request_id
+        key = self._dispatcher.key(request_id)
         silence = requests.heartbeat(request.options)
-        task = requests.task(request.task, "task")
-        requests.check_image(request.image, task, "task.query.")
+        task = requests.task(request.task, "task", own_images=True)
+        images = requests.images(request.image, request.task.query.images, task, "task.query.")
         sampling = requests.sampling(request.task.sampling, "task.")
         converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
         resumes = request.HasField("resume_from")
         # Check first: an invalid resumption must not end the stream that it names.
-        checked = await self._checked(request, converted) if resumes else None
-        if resumes and given:
+        checked = await self._checked(request, converted, images) if resumes else None
+        if resumes and request_id:
             self._idempotency_cache.forget_stream(key)
         with (
-            self._idempotency_cache.exclusive(key) if given else nullcontext(),
+            self._idempotency_cache.exclusive(key) if request_id else nullcontext(),
             self._dispatcher.admit(key, context, self._stream_deadline, resumes=resumes) as active,
         ):
             active.is_generate = True
-            converted, image = checked or await self._checked(request, converted)
-            stream = self._dispatcher.submit(converted, image, active)
+            converted, given = checked or await self._checked(request, converted, images)
+            stream = self._dispatcher.submit(converted, given, active)
             resumptions = request.resume_from.resumptions + 1 if resumes else 0
             call.current().resumptions = resumptions
             checkpointer = checkpoints_of(converted, resumptions) if request.checkpoints else None
@@ -219,13 +219,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield event
 
     async def _checked(
-        self, request: pb.GenerateRequest, converted: Request
-    ) -> tuple[Request, CheckedImage]:
+        self, request: pb.GenerateRequest, converted: Request, images: Sequence[media_pb2.Image]
+    ) -> tuple[Request, Sequence[CheckedImage]]:
         """Validate a request and convert it, from its checkpoint if there is one."""
-        model = self._dispatcher.check(converted, "task.")
+        model = self._dispatcher.check(converted, "task.", len(images))
         if request.HasField("resume_from"):
             converted = resume(request.resume_from, converted, model)
-        return converted, await self._dispatcher.images.check(request.image)
+        return converted, await self._dispatcher.images.check_all(images, "task.query.")
 
     def _unary(
         self,
@@ -255,15 +255,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Run the skill of the request's type."""
         skill = skills.BY_REQUEST[type(request)]
         task = skill.task(request, "")
-        has_image = requests.check_image(request.image, task)
+        several = request.images if isinstance(request, pb.QueryRequest) else ()
+        images = requests.images(request.image, several, task)
         sampling = requests.sampling(request.sampling)
         converted = requests.request(
             key, task, sampling, request.options, deltas=False, progress=False
         )
         with self._dispatcher.admit(key, context, self._unary_deadline) as active:
-            model = self._dispatcher.check(converted)
-            image = await self._dispatcher.images.check(request.image) if has_image else None
-            done = completed(await self._dispatcher.submit(converted, image, active).done())
+            model = self._dispatcher.check(converted, num_images=len(images))
+            given = await self._dispatcher.images.check_all(images)
+            done = completed(await self._dispatcher.submit(converted, given, active).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
         response = skill.answer(done.result)

@@ -152,8 +152,8 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             progress=False,
         )
         model = self._dispatcher.check(converted, "task.")
-        image = await self._dispatcher.images.check(message.image) if has_image else None
-        return model, self._dispatcher.submit(converted, image, active)
+        images = [await self._dispatcher.images.check(message.image)] if has_image else []
+        return model, self._dispatcher.submit(converted, images, active)
 
 
 def _response(

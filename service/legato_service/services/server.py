@@ -87,6 +87,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
                 max_context_tokens=model.max_context_tokens,
                 confidence=_confidence(model.confidence),
                 notice=model.notice,
+                max_images=model.max_images,
             )
         ]
 

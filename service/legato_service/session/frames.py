@@ -425,7 +425,7 @@ class FrameRun:
         request = msgspec.structs.replace(request, request_id=key)
         with ActiveRequest(self._deadline) as active:
             stream = self._streams[index] = self._dispatcher.submit(
-                request, image, active, original=original, may_wait=index > 0
+                request, (image,), active, originals=(original,), may_wait=index > 0
             )
             async with aclosing(follow(stream)) as outputs:
                 async for output in outputs:

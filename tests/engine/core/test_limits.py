@@ -166,7 +166,7 @@ def test_a_wrong_request_does_not_wait_for_its_image(gated):
 class BlindFrontend(GatedFrontend):
     """A frontend that takes no images, and blocks if it gets one."""
 
-    takes_images = False
+    max_images = 0
 
     def make_task(self, request):
         """Refuse a request with an image."""

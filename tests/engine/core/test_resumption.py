@@ -77,7 +77,7 @@ def resumed_after(request, outputs):
     stream = RequestStream(request, lambda _: None, lambda _: None)
     for output in outputs:
         stream.feed(output)
-    return stream.resumed(None)
+    return stream.resumed(())
 
 
 def said(outputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.ipc.messages import OutputDelta
@@ -16,6 +17,7 @@ from legato_engine.types import (
     Event,
     FinishReason,
     Grounding,
+    ImagePlace,
     ObjectEvent,
     ObjectOrder,
     Outline,
@@ -142,19 +144,17 @@ async def test_messages_that_may_be_empty(empty):
         ([said(99, "a")], "messages[0].role"),
         ([said(USER, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
         ([said(SYSTEM, "a"), said(ASSISTANT, "b"), said(USER, "c")], "messages[1].role"),
-        ([said(USER, "a"), said(USER, "b", SHOWN)], "messages[1].parts[1].image"),
         ([said(SYSTEM, "a")], "messages"),
         ([said(USER, "a"), said(ASSISTANT, "b")], "messages"),
         ([said(USER, " ")], "messages[0].parts"),
         ([said(USER)], "messages[0].parts"),
         ([said(USER, "a"), said(ASSISTANT, "b"), said(USER, "")], "messages[2].parts"),
         ([said(USER, "a", task_pb2.ChatPart())], "messages[0].parts[1]"),
-        ([said(USER, "a", SHOWN)], "messages[0].parts[1].image"),
-        ([said(USER, SHOWN, SHOWN, "a")], "messages[0].parts[1].image"),
+        ([said(USER, SHOWN, SHOWN, "a")], "messages"),
         ([said(SYSTEM, SHOWN, "a"), said(USER, "b")], "messages[0].parts[0].image"),
         (
-            [said(USER, "a"), said(ASSISTANT, "b"), said(USER, SHOWN, "c")],
-            "messages[2].parts[0].image",
+            [said(USER, "a"), said(ASSISTANT, "b", SHOWN), said(USER, "c")],
+            "messages[1].parts[1].image",
         ),
         ([said(USER, "a"), said(ASSISTANT, "b")] * 128 + [said(USER, "c")], "messages"),
     ],
@@ -213,7 +213,129 @@ def test_the_longest_conversation():
     assert read.question == str(MAX_MESSAGES - 2)
     pairs = [(str(at), str(at + 1)) for at in range(0, MAX_MESSAGES - 2, 2)]
     assert [(turn.question, turn.answer) for turn in read.history] == pairs
-    assert not read.shows_image
+    assert not read.places
+
+
+# ---------------------------------------------------------------- several images
+
+NO_IMAGE = media_pb2.Image(encoded=media_pb2.EncodedImage(data=b"no image"))
+SEVERAL = msgspec.structs.replace(MODEL, max_images=3)
+
+
+def several(*times, **fields):
+    """Return a query about an image for each time, which None leaves out."""
+    images = [task_pb2.QueryImage(image=image_message()) for _ in times]
+    for image, time in zip(images, times, strict=True):
+        if time is not None:
+            image.time.FromNanoseconds(int(time * 1e9))
+    return inference_pb2.QueryRequest(images=images, **fields)
+
+
+@pytest.fixture
+async def server():
+    """A server whose model takes three images."""
+    engine = FakeEngine()
+    engine.model = SEVERAL
+    async with running(engine) as server:
+        yield server
+
+
+async def test_several_images_reach_the_engine_in_order(server):
+    """Each with its bytes; without parts or times they stand before the question."""
+    query = several(None, None, question="Which is larger?")
+    named = media_pb2.Image(image_id="img_kept")
+    query.images.insert(1, task_pb2.QueryImage(image=named))
+    answered = await server.inference.Query(query)
+    (asked,) = server.engine.requests
+    kinds = [type(each).__name__ for each in asked.images]
+    assert kinds == ["EncodedImage", "CachedImage", "EncodedImage"]
+    assert len({blob.name for blob in asked.blobs}) == 2
+    assert asked.task == QueryTask(question="Which is larger?")
+    assert len(answered.info.images) == 3
+    assert answered.info.images[0] == answered.info.image
+
+
+@pytest.mark.parametrize(
+    ("messages", "places"),
+    [
+        ([said(USER, SHOWN, SHOWN, "Compare.")], [(0, 0), (0, 0)]),
+        ([said(USER, "One:", SHOWN, "two:", SHOWN)], [(0, 4), (0, 8)]),
+        ([said(USER, "é", SHOWN), said(USER, "b", SHOWN, "c")], [(0, 1), (0, 4)]),
+        ([said(USER, SHOWN, "a"), said(ASSISTANT, "b"), said(USER, "c", SHOWN)], [(0, 0), (1, 1)]),
+        ([said(SYSTEM, "s"), said(USER, SHOWN), said(USER, "b", SHOWN)], [(0, 0), (0, 1)]),
+    ],
+)
+async def test_images_stand_where_the_messages_show_them(server, messages, places):
+    """Counted in characters of the turn's text, in Query and in Generate."""
+    query = several(None, None, messages=messages)
+    await server.inference.Query(query)
+    task = task_pb2.QueryTask(messages=messages, images=query.images)
+    request = inference_pb2.GenerateRequest(task=task_pb2.Task(query=task))
+    await replay(server.inference.Generate(request))
+    first, second = (each.task for each in server.engine.requests)
+    expected = [ImagePlace(turn=turn, offset=offset) for turn, offset in places]
+    assert first == second
+    assert isinstance(first, QueryTask)
+    assert first.shows_image
+    assert list(first.places) == (
+        [] if all(each == ImagePlace() for each in expected) else expected
+    )
+
+
+async def test_the_frames_of_a_clip_have_their_times(server):
+    """Beside a still; each frame is later than the one before."""
+    await server.inference.Query(several(None, 0.5, 1.25, question="What moved?"))
+    (asked,) = (each.task for each in server.engine.requests)
+    assert [each.time for each in asked.places] == [None, 0.5, 1.25]
+    failed = await refusal(server.inference.Query(several(None, 1.0, 1.0, question="What?")))
+    assert (failed.reason, field_of(failed)) == ("INVALID_FIELD", "images[2].time")
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (several(None, None, None, None, question="a"), "images"),
+        (several(None, question="a", image=image_message()), "images"),
+        (several(None, None, messages=[said(USER, SHOWN, "a")]), "messages"),
+        (
+            inference_pb2.QueryRequest(question="a", images=[task_pb2.QueryImage()]),
+            "images[0].image",
+        ),
+        (several(None, 1e6, question="a"), "images[1].time"),
+        (
+            inference_pb2.QueryRequest(
+                question="a",
+                images=[
+                    task_pb2.QueryImage(image=image_message()),
+                    task_pb2.QueryImage(image=NO_IMAGE),
+                ],
+            ),
+            "images[1].image.encoded.data",
+        ),
+    ],
+)
+async def test_images_that_make_no_query(server, query, field):
+    """Too many, two kinds at once, too few parts, and an image that is none, by field."""
+    failed = await refusal(server.inference.Query(query))
+    assert field_of(failed) == field
+    assert not server.engine.requests
+
+
+async def test_queries_of_a_shared_image_bring_none(server):
+    """In RunTasks, whose tasks are about one image."""
+    query = task_pb2.QueryTask(question="a", images=several(None).images)
+    task = task_pb2.Task(query=query)
+    request = inference_pb2.RunTasksRequest(image=image_message(), tasks=[task])
+    failed = await refusal(server.inference.RunTasks(request))
+    assert (failed.reason, field_of(failed)) == ("INVALID_FIELD", "tasks[0].query.images")
+
+
+async def test_a_model_of_one_image_refuses_two():
+    """Before their bytes go to the engine."""
+    async with running() as server:
+        failed = await refusal(server.inference.Query(several(None, None, question="a")))
+        assert (failed.reason, field_of(failed)) == ("INVALID_FIELD", "images")
+        assert not server.engine.requests
 
 
 # ---------------------------------------------------------------- confidence

@@ -296,7 +296,7 @@ async def test_an_engine_lost_later_is_told_the_checkpoint_too():
             stream,
             OutputDelta(request_id=stream.request_id, events=tuple(boxes), token_ids=(3,)),
         )
-        seen.append(stream.resumed(None).resumed)
+        seen.append(stream.resumed(()).resumed)
         engine.feed(stream, done(stream.request, result))
 
     async with running(FakeEngine(lose)) as server:

@@ -153,7 +153,9 @@ type ResponseInfo struct {
 	Tokens []*Token `protobuf:"bytes,8,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	// How often the engine, or with `GenerateRequest.resume_from` the stream, was lost while the request ran, which then
 	// went on elsewhere.
-	Resumptions   uint32 `protobuf:"varint,9,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
+	Resumptions uint32 `protobuf:"varint,9,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
+	// The images of a query about several, in order; `image` is the first. Empty for others.
+	Images        []*ImageInfo `protobuf:"bytes,10,rep,name=images,proto3" json:"images,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -251,6 +253,13 @@ func (x *ResponseInfo) GetResumptions() uint32 {
 	return 0
 }
 
+func (x *ResponseInfo) GetImages() []*ImageInfo {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
 // Asks Query.
 type QueryRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -273,8 +282,10 @@ type QueryRequest struct {
 	Messages []*ChatMessage `protobuf:"bytes,8,rep,name=messages,proto3" json:"messages,omitempty"`
 	// What the answer may be; see `QueryTask.response_format`.
 	ResponseFormat *ResponseFormat `protobuf:"bytes,9,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Several images instead of `image`, as in `QueryTask`.
+	Images        []*QueryImage `protobuf:"bytes,10,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *QueryRequest) Reset() {
@@ -366,6 +377,13 @@ func (x *QueryRequest) GetMessages() []*ChatMessage {
 func (x *QueryRequest) GetResponseFormat() *ResponseFormat {
 	if x != nil {
 		return x.ResponseFormat
+	}
+	return nil
+}
+
+func (x *QueryRequest) GetImages() []*QueryImage {
+	if x != nil {
+		return x.Images
 	}
 	return nil
 }
@@ -2452,7 +2470,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\ftop_logprobs\x18\x06 \x01(\rB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x004@H\x01R\vtopLogprobs\x88\x01\x01\x12`\n" +
 	"\x12heartbeat_interval\x18\a \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x80\xe7r^RBR\x11heartbeatIntervalB\x0e\n" +
 	"\f_cache_imageB\x0f\n" +
-	"\r_top_logprobs\"\xfc\x02\n" +
+	"\r_top_logprobs\"\xaa\x03\n" +
 	"\fResponseInfo\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2463,7 +2481,9 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
 	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\x12 \n" +
-	"\vresumptions\x18\t \x01(\rR\vresumptions\"\xdb\x03\n" +
+	"\vresumptions\x18\t \x01(\rR\vresumptions\x12,\n" +
+	"\x06images\x18\n" +
+	" \x03(\v2\x14.legato.v1.ImageInfoR\x06images\"\x92\x04\n" +
 	"\fQueryRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12&\n" +
 	"\bquestion\x18\x02 \x01(\tB\n" +
@@ -2474,7 +2494,9 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12;\n" +
 	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\x12B\n" +
-	"\x0fresponse_format\x18\t \x01(\v2\x19.legato.v1.ResponseFormatR\x0eresponseFormat:\aж\x1c\x80\x80\x80\x01\"\x88\x01\n" +
+	"\x0fresponse_format\x18\t \x01(\v2\x19.legato.v1.ResponseFormatR\x0eresponseFormat\x125\n" +
+	"\x06images\x18\n" +
+	" \x03(\v2\x15.legato.v1.QueryImageB\x06ʶ\x1c\x02 @R\x06images:\aж\x1c\x80\x80\x80\x01\"\x88\x01\n" +
 	"\rQueryResponse\x12\x16\n" +
 	"\x06answer\x18\x01 \x01(\tR\x06answer\x122\n" +
 	"\treasoning\x18\x02 \x01(\v2\x14.legato.v1.ReasoningR\treasoning\x12+\n" +
@@ -2692,17 +2714,18 @@ var file_legato_v1_inference_proto_goTypes = []any{
 	(*Sampling)(nil),            // 37: legato.v1.Sampling
 	(*ChatMessage)(nil),         // 38: legato.v1.ChatMessage
 	(*ResponseFormat)(nil),      // 39: legato.v1.ResponseFormat
-	(*Reasoning)(nil),           // 40: legato.v1.Reasoning
-	(CaptionLength)(0),          // 41: legato.v1.CaptionLength
-	(ObjectOrder)(0),            // 42: legato.v1.ObjectOrder
-	(*DetectedObject)(nil),      // 43: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 44: legato.v1.PointedObject
-	(*Outline)(nil),             // 45: legato.v1.Outline
-	(*Task)(nil),                // 46: legato.v1.Task
-	(*TaskResult)(nil),          // 47: legato.v1.TaskResult
-	(*Size)(nil),                // 48: legato.v1.Size
-	(*Grounding)(nil),           // 49: legato.v1.Grounding
-	(*Box)(nil),                 // 50: legato.v1.Box
+	(*QueryImage)(nil),          // 40: legato.v1.QueryImage
+	(*Reasoning)(nil),           // 41: legato.v1.Reasoning
+	(CaptionLength)(0),          // 42: legato.v1.CaptionLength
+	(ObjectOrder)(0),            // 43: legato.v1.ObjectOrder
+	(*DetectedObject)(nil),      // 44: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 45: legato.v1.PointedObject
+	(*Outline)(nil),             // 46: legato.v1.Outline
+	(*Task)(nil),                // 47: legato.v1.Task
+	(*TaskResult)(nil),          // 48: legato.v1.TaskResult
+	(*Size)(nil),                // 49: legato.v1.Size
+	(*Grounding)(nil),           // 50: legato.v1.Grounding
+	(*Box)(nil),                 // 51: legato.v1.Box
 }
 var file_legato_v1_inference_proto_depIdxs = []int32{
 	29, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
@@ -2712,99 +2735,101 @@ var file_legato_v1_inference_proto_depIdxs = []int32{
 	33, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
 	34, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
 	20, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
-	35, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
-	36, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	37, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 10: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
-	38, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
-	39, // 13: legato.v1.QueryRequest.response_format:type_name -> legato.v1.ResponseFormat
-	40, // 14: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
-	1,  // 15: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
-	35, // 16: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
-	41, // 17: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
-	37, // 18: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 19: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 20: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
-	1,  // 21: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
-	35, // 22: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
-	37, // 23: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 24: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 25: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
-	42, // 26: legato.v1.DetectRequest.order:type_name -> legato.v1.ObjectOrder
-	43, // 27: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
-	1,  // 28: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
-	35, // 29: legato.v1.PointRequest.image:type_name -> legato.v1.Image
-	36, // 30: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	37, // 31: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 32: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 33: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
-	42, // 34: legato.v1.PointRequest.order:type_name -> legato.v1.ObjectOrder
-	44, // 35: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
-	1,  // 36: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
-	35, // 37: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
-	36, // 38: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	37, // 39: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 40: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 41: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
-	45, // 42: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
-	1,  // 43: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
-	35, // 44: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
-	46, // 45: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
-	0,  // 46: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 47: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
-	47, // 48: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
-	1,  // 49: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
-	21, // 50: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
-	35, // 51: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
-	46, // 52: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
-	0,  // 53: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
-	34, // 54: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
-	15, // 55: legato.v1.GenerateRequest.resume_from:type_name -> legato.v1.Checkpoint
-	29, // 56: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
-	33, // 57: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
-	29, // 58: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	48, // 59: legato.v1.Token.size:type_name -> legato.v1.Size
-	18, // 60: legato.v1.Token.alternatives:type_name -> legato.v1.TokenAlternative
-	19, // 61: legato.v1.Token.certainty:type_name -> legato.v1.TokenCertainty
-	20, // 62: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
-	20, // 63: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
-	49, // 64: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
-	20, // 65: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
-	20, // 66: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
-	50, // 67: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
-	47, // 68: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
-	1,  // 69: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
-	16, // 70: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
-	17, // 71: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
-	22, // 72: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
-	23, // 73: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
-	44, // 74: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
-	43, // 75: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
-	25, // 76: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
-	26, // 77: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	27, // 78: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
-	24, // 79: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
-	15, // 80: legato.v1.GenerateResponse.checkpoint:type_name -> legato.v1.Checkpoint
-	14, // 81: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
-	2,  // 82: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
-	4,  // 83: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
-	6,  // 84: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
-	8,  // 85: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
-	10, // 86: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
-	12, // 87: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
-	28, // 88: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
-	3,  // 89: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
-	5,  // 90: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
-	7,  // 91: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
-	9,  // 92: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
-	11, // 93: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
-	13, // 94: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
-	88, // [88:95] is the sub-list for method output_type
-	81, // [81:88] is the sub-list for method input_type
-	81, // [81:81] is the sub-list for extension type_name
-	81, // [81:81] is the sub-list for extension extendee
-	0,  // [0:81] is the sub-list for field type_name
+	33, // 7: legato.v1.ResponseInfo.images:type_name -> legato.v1.ImageInfo
+	35, // 8: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
+	36, // 9: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 10: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 11: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 12: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
+	38, // 13: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
+	39, // 14: legato.v1.QueryRequest.response_format:type_name -> legato.v1.ResponseFormat
+	40, // 15: legato.v1.QueryRequest.images:type_name -> legato.v1.QueryImage
+	41, // 16: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
+	1,  // 17: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 18: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
+	42, // 19: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
+	37, // 20: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 21: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 22: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
+	1,  // 23: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 24: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
+	37, // 25: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 26: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 27: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
+	43, // 28: legato.v1.DetectRequest.order:type_name -> legato.v1.ObjectOrder
+	44, // 29: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
+	1,  // 30: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 31: legato.v1.PointRequest.image:type_name -> legato.v1.Image
+	36, // 32: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 33: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 34: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 35: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
+	43, // 36: legato.v1.PointRequest.order:type_name -> legato.v1.ObjectOrder
+	45, // 37: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
+	1,  // 38: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 39: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
+	36, // 40: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 41: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 42: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 43: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
+	46, // 44: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
+	1,  // 45: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 46: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
+	47, // 47: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
+	0,  // 48: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 49: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
+	48, // 50: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
+	1,  // 51: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
+	21, // 52: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
+	35, // 53: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
+	47, // 54: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
+	0,  // 55: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 56: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
+	15, // 57: legato.v1.GenerateRequest.resume_from:type_name -> legato.v1.Checkpoint
+	29, // 58: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
+	33, // 59: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
+	29, // 60: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	49, // 61: legato.v1.Token.size:type_name -> legato.v1.Size
+	18, // 62: legato.v1.Token.alternatives:type_name -> legato.v1.TokenAlternative
+	19, // 63: legato.v1.Token.certainty:type_name -> legato.v1.TokenCertainty
+	20, // 64: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
+	20, // 65: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
+	50, // 66: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
+	20, // 67: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
+	20, // 68: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
+	51, // 69: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
+	48, // 70: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
+	1,  // 71: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
+	16, // 72: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
+	17, // 73: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
+	22, // 74: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
+	23, // 75: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
+	45, // 76: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
+	44, // 77: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
+	25, // 78: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
+	26, // 79: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	27, // 80: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
+	24, // 81: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
+	15, // 82: legato.v1.GenerateResponse.checkpoint:type_name -> legato.v1.Checkpoint
+	14, // 83: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
+	2,  // 84: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
+	4,  // 85: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
+	6,  // 86: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
+	8,  // 87: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
+	10, // 88: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
+	12, // 89: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
+	28, // 90: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
+	3,  // 91: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
+	5,  // 92: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
+	7,  // 93: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
+	9,  // 94: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
+	11, // 95: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
+	13, // 96: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
+	90, // [90:97] is the sub-list for method output_type
+	83, // [83:90] is the sub-list for method input_type
+	83, // [83:83] is the sub-list for extension type_name
+	83, // [83:83] is the sub-list for extension extendee
+	0,  // [0:83] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_inference_proto_init() }

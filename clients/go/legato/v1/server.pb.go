@@ -372,7 +372,9 @@ type Model struct {
 	// Which results have a confidence, and how to read it. Absent: none has one.
 	Confidence *Confidence `protobuf:"bytes,6,opt,name=confidence,proto3" json:"confidence,omitempty"`
 	// A sentence for people about the model's limits, to be shown once beside its answers. Empty: there is nothing to say.
-	Notice        string `protobuf:"bytes,7,opt,name=notice,proto3" json:"notice,omitempty"`
+	Notice string `protobuf:"bytes,7,opt,name=notice,proto3" json:"notice,omitempty"`
+	// Most images of a query: 0 for a model of text. Other tasks take one.
+	MaxImages     uint32 `protobuf:"varint,8,opt,name=max_images,json=maxImages,proto3" json:"max_images,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -454,6 +456,13 @@ func (x *Model) GetNotice() string {
 		return x.Notice
 	}
 	return ""
+}
+
+func (x *Model) GetMaxImages() uint32 {
+	if x != nil {
+		return x.MaxImages
+	}
+	return 0
 }
 
 // Asks ListModels.
@@ -598,7 +607,7 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\x05tasks\x18\x01 \x03(\tR\x05tasks\x12)\n" +
 	"\x10calibrated_tasks\x18\x02 \x03(\tR\x0fcalibratedTasks\x12\x1b\n" +
 	"\tfitted_on\x18\x03 \x01(\tR\bfittedOn\x127\n" +
-	"\tfitted_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\bfittedAt\"\xf5\x01\n" +
+	"\tfitted_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\bfittedAt\"\x94\x02\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaliases\x18\x02 \x03(\tR\aaliases\x12\x14\n" +
@@ -608,7 +617,9 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\n" +
 	"confidence\x18\x06 \x01(\v2\x15.legato.v1.ConfidenceR\n" +
 	"confidence\x12\x16\n" +
-	"\x06notice\x18\a \x01(\tR\x06notice\"g\n" +
+	"\x06notice\x18\a \x01(\tR\x06notice\x12\x1d\n" +
+	"\n" +
+	"max_images\x18\b \x01(\rR\tmaxImages\"g\n" +
 	"\x11ListModelsRequest\x12*\n" +
 	"\tpage_size\x18\x01 \x01(\x05B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00R\bpageSize\x12&\n" +
 	"\n" +

@@ -349,7 +349,7 @@ func (x *Sampling) GetStop() []string {
 	return nil
 }
 
-// Says that the request's image stands here.
+// Says that an image of the request stands here.
 type ImagePart struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -386,6 +386,62 @@ func (*ImagePart) Descriptor() ([]byte, []int) {
 	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
 }
 
+// An image of a query about several.
+type QueryImage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The image. Required.
+	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	// When it was taken, from the beginning of its clip, at most a day: images in a row that have it are the frames of a
+	// clip, each later than the one before; else INVALID_ARGUMENT INVALID_FIELD. Absent: it is no frame.
+	Time          *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *QueryImage) Reset() {
+	*x = QueryImage{}
+	mi := &file_legato_v1_task_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *QueryImage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*QueryImage) ProtoMessage() {}
+
+func (x *QueryImage) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use QueryImage.ProtoReflect.Descriptor instead.
+func (*QueryImage) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *QueryImage) GetImage() *Image {
+	if x != nil {
+		return x.Image
+	}
+	return nil
+}
+
+func (x *QueryImage) GetTime() *durationpb.Duration {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
 // A piece of a message.
 type ChatPart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -402,7 +458,7 @@ type ChatPart struct {
 
 func (x *ChatPart) Reset() {
 	*x = ChatPart{}
-	mi := &file_legato_v1_task_proto_msgTypes[2]
+	mi := &file_legato_v1_task_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -414,7 +470,7 @@ func (x *ChatPart) String() string {
 func (*ChatPart) ProtoMessage() {}
 
 func (x *ChatPart) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[2]
+	mi := &file_legato_v1_task_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -427,7 +483,7 @@ func (x *ChatPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatPart.ProtoReflect.Descriptor instead.
 func (*ChatPart) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ChatPart) GetPart() isChatPart_Part {
@@ -465,8 +521,9 @@ type ChatPart_Text struct {
 }
 
 type ChatPart_Image struct {
-	// The request's image. Once, and first in the first message of the user; elsewhere, or where the request has
-	// none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the image stands there all the same.
+	// The next of the request's images: in messages of the user, all of them or none; else, or where the request has
+	// none, INVALID_ARGUMENT INVALID_FIELD. Without any such part they stand first in the first message of the user. A
+	// model of one image takes it only there, else INVALID_ARGUMENT INVALID_FIELD.
 	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
 
@@ -488,7 +545,7 @@ type ChatMessage struct {
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_legato_v1_task_proto_msgTypes[3]
+	mi := &file_legato_v1_task_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -500,7 +557,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[3]
+	mi := &file_legato_v1_task_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -513,7 +570,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{3}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ChatMessage) GetRole() ChatRole {
@@ -550,7 +607,7 @@ type ResponseFormat struct {
 
 func (x *ResponseFormat) Reset() {
 	*x = ResponseFormat{}
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -562,7 +619,7 @@ func (x *ResponseFormat) String() string {
 func (*ResponseFormat) ProtoMessage() {}
 
 func (x *ResponseFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -575,7 +632,7 @@ func (x *ResponseFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResponseFormat.ProtoReflect.Descriptor instead.
 func (*ResponseFormat) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ResponseFormat) GetFormat() isResponseFormat_Format {
@@ -664,7 +721,7 @@ type Choices struct {
 
 func (x *Choices) Reset() {
 	*x = Choices{}
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -676,7 +733,7 @@ func (x *Choices) String() string {
 func (*Choices) ProtoMessage() {}
 
 func (x *Choices) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -689,7 +746,7 @@ func (x *Choices) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Choices.ProtoReflect.Descriptor instead.
 func (*Choices) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Choices) GetTexts() []string {
@@ -718,13 +775,17 @@ type QueryTask struct {
 	Messages []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
 	// What the answer may be; reasoning is free. Absent: any text.
 	ResponseFormat *ResponseFormat `protobuf:"bytes,5,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Several images, in order, instead of the request's `image`: at most `Model.max_images`, and with the text no more
+	// tokens than `Model.max_context_tokens`, else INVALID_ARGUMENT INVALID_FIELD or PROMPT_TOO_LONG before any is decoded.
+	// Only in Query and Generate; elsewhere INVALID_ARGUMENT INVALID_FIELD.
+	Images        []*QueryImage `protobuf:"bytes,6,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *QueryTask) Reset() {
 	*x = QueryTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -736,7 +797,7 @@ func (x *QueryTask) String() string {
 func (*QueryTask) ProtoMessage() {}
 
 func (x *QueryTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -749,7 +810,7 @@ func (x *QueryTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryTask.ProtoReflect.Descriptor instead.
 func (*QueryTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *QueryTask) GetQuestion() string {
@@ -787,6 +848,13 @@ func (x *QueryTask) GetResponseFormat() *ResponseFormat {
 	return nil
 }
 
+func (x *QueryTask) GetImages() []*QueryImage {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
 // Describe the image.
 type CaptionTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -798,7 +866,7 @@ type CaptionTask struct {
 
 func (x *CaptionTask) Reset() {
 	*x = CaptionTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +878,7 @@ func (x *CaptionTask) String() string {
 func (*CaptionTask) ProtoMessage() {}
 
 func (x *CaptionTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +891,7 @@ func (x *CaptionTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionTask.ProtoReflect.Descriptor instead.
 func (*CaptionTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CaptionTask) GetLength() CaptionLength {
@@ -846,7 +914,7 @@ type Tracking struct {
 
 func (x *Tracking) Reset() {
 	*x = Tracking{}
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -858,7 +926,7 @@ func (x *Tracking) String() string {
 func (*Tracking) ProtoMessage() {}
 
 func (x *Tracking) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -871,7 +939,7 @@ func (x *Tracking) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tracking.ProtoReflect.Descriptor instead.
 func (*Tracking) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tracking) GetMaxUnseen() *durationpb.Duration {
@@ -905,7 +973,7 @@ type DetectTask struct {
 
 func (x *DetectTask) Reset() {
 	*x = DetectTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -917,7 +985,7 @@ func (x *DetectTask) String() string {
 func (*DetectTask) ProtoMessage() {}
 
 func (x *DetectTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -930,7 +998,7 @@ func (x *DetectTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectTask.ProtoReflect.Descriptor instead.
 func (*DetectTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *DetectTask) GetObject() string {
@@ -989,7 +1057,7 @@ type PointTask struct {
 
 func (x *PointTask) Reset() {
 	*x = PointTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1001,7 +1069,7 @@ func (x *PointTask) String() string {
 func (*PointTask) ProtoMessage() {}
 
 func (x *PointTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1014,7 +1082,7 @@ func (x *PointTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointTask.ProtoReflect.Descriptor instead.
 func (*PointTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PointTask) GetObject() string {
@@ -1065,7 +1133,7 @@ type SegmentTask struct {
 
 func (x *SegmentTask) Reset() {
 	*x = SegmentTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1077,7 +1145,7 @@ func (x *SegmentTask) String() string {
 func (*SegmentTask) ProtoMessage() {}
 
 func (x *SegmentTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1090,7 +1158,7 @@ func (x *SegmentTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentTask.ProtoReflect.Descriptor instead.
 func (*SegmentTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SegmentTask) GetObject() string {
@@ -1132,7 +1200,7 @@ type Task struct {
 
 func (x *Task) Reset() {
 	*x = Task{}
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1144,7 +1212,7 @@ func (x *Task) String() string {
 func (*Task) ProtoMessage() {}
 
 func (x *Task) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1157,7 +1225,7 @@ func (x *Task) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Task.ProtoReflect.Descriptor instead.
 func (*Task) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Task) GetTaskId() string {
@@ -1280,7 +1348,7 @@ type Grounding struct {
 
 func (x *Grounding) Reset() {
 	*x = Grounding{}
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1292,7 +1360,7 @@ func (x *Grounding) String() string {
 func (*Grounding) ProtoMessage() {}
 
 func (x *Grounding) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1305,7 +1373,7 @@ func (x *Grounding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grounding.ProtoReflect.Descriptor instead.
 func (*Grounding) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Grounding) GetStartIndex() uint32 {
@@ -1342,7 +1410,7 @@ type Reasoning struct {
 
 func (x *Reasoning) Reset() {
 	*x = Reasoning{}
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1354,7 +1422,7 @@ func (x *Reasoning) String() string {
 func (*Reasoning) ProtoMessage() {}
 
 func (x *Reasoning) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1367,7 +1435,7 @@ func (x *Reasoning) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reasoning.ProtoReflect.Descriptor instead.
 func (*Reasoning) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Reasoning) GetText() string {
@@ -1397,7 +1465,7 @@ type QueryResult struct {
 
 func (x *QueryResult) Reset() {
 	*x = QueryResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1409,7 +1477,7 @@ func (x *QueryResult) String() string {
 func (*QueryResult) ProtoMessage() {}
 
 func (x *QueryResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1422,7 +1490,7 @@ func (x *QueryResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryResult.ProtoReflect.Descriptor instead.
 func (*QueryResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *QueryResult) GetAnswer() string {
@@ -1450,7 +1518,7 @@ type CaptionResult struct {
 
 func (x *CaptionResult) Reset() {
 	*x = CaptionResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1462,7 +1530,7 @@ func (x *CaptionResult) String() string {
 func (*CaptionResult) ProtoMessage() {}
 
 func (x *CaptionResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1475,7 +1543,7 @@ func (x *CaptionResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionResult.ProtoReflect.Descriptor instead.
 func (*CaptionResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CaptionResult) GetCaption() string {
@@ -1496,7 +1564,7 @@ type DetectResult struct {
 
 func (x *DetectResult) Reset() {
 	*x = DetectResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1508,7 +1576,7 @@ func (x *DetectResult) String() string {
 func (*DetectResult) ProtoMessage() {}
 
 func (x *DetectResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1521,7 +1589,7 @@ func (x *DetectResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectResult.ProtoReflect.Descriptor instead.
 func (*DetectResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *DetectResult) GetObjects() []*DetectedObject {
@@ -1542,7 +1610,7 @@ type PointResult struct {
 
 func (x *PointResult) Reset() {
 	*x = PointResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1622,7 @@ func (x *PointResult) String() string {
 func (*PointResult) ProtoMessage() {}
 
 func (x *PointResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,7 +1635,7 @@ func (x *PointResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointResult.ProtoReflect.Descriptor instead.
 func (*PointResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PointResult) GetPoints() []*PointedObject {
@@ -1588,7 +1656,7 @@ type SegmentResult struct {
 
 func (x *SegmentResult) Reset() {
 	*x = SegmentResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1600,7 +1668,7 @@ func (x *SegmentResult) String() string {
 func (*SegmentResult) ProtoMessage() {}
 
 func (x *SegmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1613,7 +1681,7 @@ func (x *SegmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentResult.ProtoReflect.Descriptor instead.
 func (*SegmentResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SegmentResult) GetSegments() []*Outline {
@@ -1642,7 +1710,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_legato_v1_task_proto_msgTypes[20]
+	mi := &file_legato_v1_task_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1654,7 +1722,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[20]
+	mi := &file_legato_v1_task_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1667,7 +1735,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{20}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Usage) GetInputTokens() uint32 {
@@ -1726,7 +1794,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_legato_v1_task_proto_msgTypes[21]
+	mi := &file_legato_v1_task_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1738,7 +1806,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[21]
+	mi := &file_legato_v1_task_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1751,7 +1819,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{21}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -1824,7 +1892,7 @@ type TaskResult struct {
 
 func (x *TaskResult) Reset() {
 	*x = TaskResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[22]
+	mi := &file_legato_v1_task_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1836,7 +1904,7 @@ func (x *TaskResult) String() string {
 func (*TaskResult) ProtoMessage() {}
 
 func (x *TaskResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[22]
+	mi := &file_legato_v1_task_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1849,7 +1917,7 @@ func (x *TaskResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskResult.ProtoReflect.Descriptor instead.
 func (*TaskResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{22}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *TaskResult) GetTaskId() string {
@@ -1992,7 +2060,7 @@ var File_legato_v1_task_proto protoreflect.FileDescriptor
 
 const file_legato_v1_task_proto_rawDesc = "" +
 	"\n" +
-	"\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/limit.proto\"\xd0\x02\n" +
+	"\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/limit.proto\x1a\x15legato/v1/media.proto\"\xd0\x02\n" +
 	"\bSampling\x124\n" +
 	"\vtemperature\x18\x01 \x01(\x02B\rʶ\x1c\t\t\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\vtemperature\x88\x01\x01\x120\n" +
 	"\x05top_p\x18\x02 \x01(\x02B\x16ʶ\x1c\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x01R\x04topP\x88\x01\x01\x12'\n" +
@@ -2006,7 +2074,11 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x06_top_kB\r\n" +
 	"\v_max_tokensB\a\n" +
 	"\x05_seed\"\v\n" +
-	"\tImagePart\"b\n" +
+	"\tImagePart\"{\n" +
+	"\n" +
+	"QueryImage\x12&\n" +
+	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12E\n" +
+	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationB\x16ʶ\x1c\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@R\x04time\"b\n" +
 	"\bChatPart\x12 \n" +
 	"\x04text\x18\x01 \x01(\tB\n" +
 	"ʶ\x1c\x060\x80\x80@@\x01H\x00R\x04text\x12,\n" +
@@ -2024,14 +2096,15 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x06format\"+\n" +
 	"\aChoices\x12 \n" +
 	"\x05texts\x18\x01 \x03(\tB\n" +
-	"ʶ\x1c\x06 \x80\b0\x80 R\x05texts\"\x94\x02\n" +
+	"ʶ\x1c\x06 \x80\b0\x80 R\x05texts\"\xcb\x02\n" +
 	"\tQueryTask\x12&\n" +
 	"\bquestion\x18\x01 \x01(\tB\n" +
 	"ʶ\x1c\x060\x80\x80@@\x01R\bquestion\x12\x1c\n" +
 	"\treasoning\x18\x02 \x01(\bR\treasoning\x12@\n" +
 	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefB\x06ʶ\x1c\x02 @R\vspatialRefs\x12;\n" +
 	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageB\aʶ\x1c\x03 \x80\x02R\bmessages\x12B\n" +
-	"\x0fresponse_format\x18\x05 \x01(\v2\x19.legato.v1.ResponseFormatR\x0eresponseFormat\"?\n" +
+	"\x0fresponse_format\x18\x05 \x01(\v2\x19.legato.v1.ResponseFormatR\x0eresponseFormat\x125\n" +
+	"\x06images\x18\x06 \x03(\v2\x15.legato.v1.QueryImageB\x06ʶ\x1c\x02 @R\x06images\"?\n" +
 	"\vCaptionTask\x120\n" +
 	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"\\\n" +
 	"\bTracking\x12P\n" +
@@ -2153,7 +2226,7 @@ func file_legato_v1_task_proto_rawDescGZIP() []byte {
 }
 
 var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_legato_v1_task_proto_goTypes = []any{
 	(CaptionLength)(0),          // 0: legato.v1.CaptionLength
 	(ChatRole)(0),               // 1: legato.v1.ChatRole
@@ -2161,82 +2234,87 @@ var file_legato_v1_task_proto_goTypes = []any{
 	(FinishReason)(0),           // 3: legato.v1.FinishReason
 	(*Sampling)(nil),            // 4: legato.v1.Sampling
 	(*ImagePart)(nil),           // 5: legato.v1.ImagePart
-	(*ChatPart)(nil),            // 6: legato.v1.ChatPart
-	(*ChatMessage)(nil),         // 7: legato.v1.ChatMessage
-	(*ResponseFormat)(nil),      // 8: legato.v1.ResponseFormat
-	(*Choices)(nil),             // 9: legato.v1.Choices
-	(*QueryTask)(nil),           // 10: legato.v1.QueryTask
-	(*CaptionTask)(nil),         // 11: legato.v1.CaptionTask
-	(*Tracking)(nil),            // 12: legato.v1.Tracking
-	(*DetectTask)(nil),          // 13: legato.v1.DetectTask
-	(*PointTask)(nil),           // 14: legato.v1.PointTask
-	(*SegmentTask)(nil),         // 15: legato.v1.SegmentTask
-	(*Task)(nil),                // 16: legato.v1.Task
-	(*Grounding)(nil),           // 17: legato.v1.Grounding
-	(*Reasoning)(nil),           // 18: legato.v1.Reasoning
-	(*QueryResult)(nil),         // 19: legato.v1.QueryResult
-	(*CaptionResult)(nil),       // 20: legato.v1.CaptionResult
-	(*DetectResult)(nil),        // 21: legato.v1.DetectResult
-	(*PointResult)(nil),         // 22: legato.v1.PointResult
-	(*SegmentResult)(nil),       // 23: legato.v1.SegmentResult
-	(*Usage)(nil),               // 24: legato.v1.Usage
-	(*Timings)(nil),             // 25: legato.v1.Timings
-	(*TaskResult)(nil),          // 26: legato.v1.TaskResult
-	(*SpatialRef)(nil),          // 27: legato.v1.SpatialRef
-	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
-	(*Point)(nil),               // 29: legato.v1.Point
-	(*DetectedObject)(nil),      // 30: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 31: legato.v1.PointedObject
-	(*Outline)(nil),             // 32: legato.v1.Outline
-	(*status.Status)(nil),       // 33: google.rpc.Status
+	(*QueryImage)(nil),          // 6: legato.v1.QueryImage
+	(*ChatPart)(nil),            // 7: legato.v1.ChatPart
+	(*ChatMessage)(nil),         // 8: legato.v1.ChatMessage
+	(*ResponseFormat)(nil),      // 9: legato.v1.ResponseFormat
+	(*Choices)(nil),             // 10: legato.v1.Choices
+	(*QueryTask)(nil),           // 11: legato.v1.QueryTask
+	(*CaptionTask)(nil),         // 12: legato.v1.CaptionTask
+	(*Tracking)(nil),            // 13: legato.v1.Tracking
+	(*DetectTask)(nil),          // 14: legato.v1.DetectTask
+	(*PointTask)(nil),           // 15: legato.v1.PointTask
+	(*SegmentTask)(nil),         // 16: legato.v1.SegmentTask
+	(*Task)(nil),                // 17: legato.v1.Task
+	(*Grounding)(nil),           // 18: legato.v1.Grounding
+	(*Reasoning)(nil),           // 19: legato.v1.Reasoning
+	(*QueryResult)(nil),         // 20: legato.v1.QueryResult
+	(*CaptionResult)(nil),       // 21: legato.v1.CaptionResult
+	(*DetectResult)(nil),        // 22: legato.v1.DetectResult
+	(*PointResult)(nil),         // 23: legato.v1.PointResult
+	(*SegmentResult)(nil),       // 24: legato.v1.SegmentResult
+	(*Usage)(nil),               // 25: legato.v1.Usage
+	(*Timings)(nil),             // 26: legato.v1.Timings
+	(*TaskResult)(nil),          // 27: legato.v1.TaskResult
+	(*Image)(nil),               // 28: legato.v1.Image
+	(*durationpb.Duration)(nil), // 29: google.protobuf.Duration
+	(*SpatialRef)(nil),          // 30: legato.v1.SpatialRef
+	(*Point)(nil),               // 31: legato.v1.Point
+	(*DetectedObject)(nil),      // 32: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 33: legato.v1.PointedObject
+	(*Outline)(nil),             // 34: legato.v1.Outline
+	(*status.Status)(nil),       // 35: google.rpc.Status
 }
 var file_legato_v1_task_proto_depIdxs = []int32{
-	5,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
-	1,  // 1: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
-	6,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
-	9,  // 3: legato.v1.ResponseFormat.choices:type_name -> legato.v1.Choices
-	27, // 4: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	7,  // 5: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
-	8,  // 6: legato.v1.QueryTask.response_format:type_name -> legato.v1.ResponseFormat
-	0,  // 7: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
-	28, // 8: legato.v1.Tracking.max_unseen:type_name -> google.protobuf.Duration
-	2,  // 9: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
-	12, // 10: legato.v1.DetectTask.tracking:type_name -> legato.v1.Tracking
-	27, // 11: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	2,  // 12: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
-	27, // 13: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	10, // 14: legato.v1.Task.query:type_name -> legato.v1.QueryTask
-	11, // 15: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
-	13, // 16: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
-	14, // 17: legato.v1.Task.point:type_name -> legato.v1.PointTask
-	15, // 18: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
-	4,  // 19: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
-	29, // 20: legato.v1.Grounding.points:type_name -> legato.v1.Point
-	17, // 21: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
-	18, // 22: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
-	30, // 23: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
-	31, // 24: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
-	32, // 25: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
-	28, // 26: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
-	28, // 27: legato.v1.Timings.image:type_name -> google.protobuf.Duration
-	28, // 28: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	28, // 29: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	28, // 30: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
-	28, // 31: legato.v1.Timings.total:type_name -> google.protobuf.Duration
-	19, // 32: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
-	20, // 33: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
-	21, // 34: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
-	22, // 35: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
-	23, // 36: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
-	33, // 37: legato.v1.TaskResult.error:type_name -> google.rpc.Status
-	3,  // 38: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
-	24, // 39: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
-	25, // 40: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
-	41, // [41:41] is the sub-list for method output_type
-	41, // [41:41] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	28, // 0: legato.v1.QueryImage.image:type_name -> legato.v1.Image
+	29, // 1: legato.v1.QueryImage.time:type_name -> google.protobuf.Duration
+	5,  // 2: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
+	1,  // 3: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
+	7,  // 4: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
+	10, // 5: legato.v1.ResponseFormat.choices:type_name -> legato.v1.Choices
+	30, // 6: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	8,  // 7: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
+	9,  // 8: legato.v1.QueryTask.response_format:type_name -> legato.v1.ResponseFormat
+	6,  // 9: legato.v1.QueryTask.images:type_name -> legato.v1.QueryImage
+	0,  // 10: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
+	29, // 11: legato.v1.Tracking.max_unseen:type_name -> google.protobuf.Duration
+	2,  // 12: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
+	13, // 13: legato.v1.DetectTask.tracking:type_name -> legato.v1.Tracking
+	30, // 14: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	2,  // 15: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
+	30, // 16: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	11, // 17: legato.v1.Task.query:type_name -> legato.v1.QueryTask
+	12, // 18: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
+	14, // 19: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
+	15, // 20: legato.v1.Task.point:type_name -> legato.v1.PointTask
+	16, // 21: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
+	4,  // 22: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
+	31, // 23: legato.v1.Grounding.points:type_name -> legato.v1.Point
+	18, // 24: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
+	19, // 25: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
+	32, // 26: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
+	33, // 27: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
+	34, // 28: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
+	29, // 29: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
+	29, // 30: legato.v1.Timings.image:type_name -> google.protobuf.Duration
+	29, // 31: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	29, // 32: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	29, // 33: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
+	29, // 34: legato.v1.Timings.total:type_name -> google.protobuf.Duration
+	20, // 35: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
+	21, // 36: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
+	22, // 37: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
+	23, // 38: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
+	24, // 39: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
+	35, // 40: legato.v1.TaskResult.error:type_name -> google.rpc.Status
+	3,  // 41: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
+	25, // 42: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
+	26, // 43: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
+	44, // [44:44] is the sub-list for method output_type
+	44, // [44:44] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_task_proto_init() }
@@ -2246,28 +2324,29 @@ func file_legato_v1_task_proto_init() {
 	}
 	file_legato_v1_geometry_proto_init()
 	file_legato_v1_limit_proto_init()
+	file_legato_v1_media_proto_init()
 	file_legato_v1_task_proto_msgTypes[0].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[2].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[3].OneofWrappers = []any{
 		(*ChatPart_Text)(nil),
 		(*ChatPart_Image)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[4].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[5].OneofWrappers = []any{
 		(*ResponseFormat_JsonSchema)(nil),
 		(*ResponseFormat_Regex)(nil),
 		(*ResponseFormat_Choices)(nil),
 		(*ResponseFormat_Grammar)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[9].OneofWrappers = []any{}
 	file_legato_v1_task_proto_msgTypes[10].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[12].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[11].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[13].OneofWrappers = []any{
 		(*Task_Query)(nil),
 		(*Task_Caption)(nil),
 		(*Task_Detect)(nil),
 		(*Task_Point)(nil),
 		(*Task_Segment)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[20].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[22].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[21].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[23].OneofWrappers = []any{
 		(*TaskResult_Query)(nil),
 		(*TaskResult_Caption)(nil),
 		(*TaskResult_Detect)(nil),
@@ -2281,7 +2360,7 @@ func file_legato_v1_task_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_task_proto_rawDesc), len(file_legato_v1_task_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   23,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

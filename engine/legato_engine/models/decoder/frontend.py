@@ -244,7 +244,8 @@ class TextSetup:
 class TextFrontend:
     """A thread-safe `ModelFrontend` without images."""
 
-    takes_images = False
+    max_images = 0
+    places_images = False
     tasks: tuple[str, ...] = ("query",)
     constraints = FREE
     confidence: ConfidenceInfo | None = None
@@ -302,7 +303,10 @@ class TextFrontend:
         """0, because the prompt holds any BOS."""
         return 0
 
-    def make_task(self, request: Request) -> TextTask:
+    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
+        raise _no_images("image")
+
+    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> TextTask:
         setup, task = self._setup, request.task
         skill = SKILL_OF_TASK[type(task)]
         if not isinstance(task, QueryTask):

@@ -51,6 +51,7 @@ from legato_engine.types import (
     CaptionTask,
     DetectTask,
     ImageInfo,
+    ImagePlace,
     Point,
     PointTask,
     PromptToken,
@@ -203,7 +204,8 @@ class MoondreamFrontend:
     ) -> None:
         self.name = config.name
         self.notice = config.notice
-        self.takes_images = True
+        self.max_images = 1
+        self.places_images = False
         skills = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
         reasons = config.templates.query_reasoning is not None
         self.tasks = (*skills, "reasoning") if reasons else skills
@@ -252,7 +254,10 @@ class MoondreamFrontend:
     def prefix_length(self, has_image: bool) -> int:
         return self._config.prefix_length if has_image else 1
 
-    def make_task(self, request: Request) -> SkillTask:
+    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Take an image of any size: it is resized."""
+
+    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> SkillTask:
         match request.task:
             case QueryTask():
                 return self._query(request, request.task)
@@ -284,6 +289,10 @@ class MoondreamFrontend:
         return crops
 
     def _query(self, request: Request, task: QueryTask) -> SkillTask:
+        if any(place != ImagePlace() for place in task.places):
+            raise InvalidField(
+                "this model sees one image, before the first question", field="messages"
+            )
         prompt = self._prompts.query(
             task.question,
             task.spatial_refs,

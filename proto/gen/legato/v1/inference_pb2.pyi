@@ -104,6 +104,7 @@ class ResponseInfo(_message.Message):
     STAMP_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, given or made by the server."""
     model: _builtins.str
@@ -136,6 +137,10 @@ class ResponseInfo(_message.Message):
         and in RunTasks, whose tasks have their own.
         """
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_media_pb2.ImageInfo]:
+        """The images of a query about several, in order; `image` is the first. Empty for others."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class ResponseInfo(_message.Message):
         stamp: _media_pb2.FrameStamp | None = ...,
         tokens: _abc.Iterable[Global___Token] | None = ...,
         resumptions: _builtins.int = ...,
+        images: _abc.Iterable[_media_pb2.ImageInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "stamp", b"stamp", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "model", b"model", "request_id", b"request_id", "resumptions", b"resumptions", "stamp", b"stamp", "timings", b"timings", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "images", b"images", "model", b"model", "request_id", b"request_id", "resumptions", b"resumptions", "stamp", b"stamp", "timings", b"timings", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,6 +178,7 @@ class QueryRequest(_message.Message):
     STAMP_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question; see `QueryTask.question`. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside
     them.
@@ -206,6 +213,10 @@ class QueryRequest(_message.Message):
     def response_format(self) -> _task_pb2.ResponseFormat:
         """What the answer may be; see `QueryTask.response_format`."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.QueryImage]:
+        """Several images instead of `image`, as in `QueryTask`."""
+
     def __init__(
         self,
         *,
@@ -218,10 +229,11 @@ class QueryRequest(_message.Message):
         stamp: _media_pb2.FrameStamp | None = ...,
         messages: _abc.Iterable[_task_pb2.ChatMessage] | None = ...,
         response_format: _task_pb2.ResponseFormat | None = ...,
+        images: _abc.Iterable[_task_pb2.QueryImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "response_format", b"response_format", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "messages", b"messages", "options", b"options", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "images", b"images", "messages", b"messages", "options", b"options", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,9 @@ FIELDS: dict[str, dict[str, Limit]] = {
         "seed": Limit(min=0),
         "stop": Limit(max_items=8, max_characters=64),
     },
+    "QueryImage": {
+        "time": Limit(min=0, max=86400),
+    },
     "ChatPart": {
         "text": Limit(max_bytes=1048576, prompt=True),
     },
@@ -124,6 +127,7 @@ FIELDS: dict[str, dict[str, Limit]] = {
         "question": Limit(max_bytes=1048576, prompt=True),
         "spatial_refs": Limit(max_items=64),
         "messages": Limit(max_items=256),
+        "images": Limit(max_items=64),
     },
     "Tracking": {
         "max_unseen": Limit(min=0, max=60),
@@ -157,6 +161,7 @@ FIELDS: dict[str, dict[str, Limit]] = {
         "question": Limit(max_bytes=1048576, prompt=True),
         "spatial_refs": Limit(max_items=64),
         "messages": Limit(max_items=256),
+        "images": Limit(max_items=64),
     },
     "DetectRequest": {
         "object": Limit(max_characters=1024, prompt=True),

@@ -203,6 +203,7 @@ class Model(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     CONFIDENCE_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, unique on this server."""
     streaming_regions: _builtins.bool
@@ -211,6 +212,8 @@ class Model(_message.Message):
     """Most positions of prompt, image and answer together, in tokens."""
     notice: _builtins.str
     """A sentence for people about the model's limits, to be shown once beside its answers. Empty: there is nothing to say."""
+    max_images: _builtins.int
+    """Most images of a query: 0 for a model of text. Other tasks take one."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that requests may use. Reserved for later: servers give none yet."""
@@ -233,10 +236,11 @@ class Model(_message.Message):
         max_context_tokens: _builtins.int = ...,
         confidence: Global___Confidence | None = ...,
         notice: _builtins.str = ...,
+        max_images: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["confidence", b"confidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "confidence", b"confidence", "max_context_tokens", b"max_context_tokens", "name", b"name", "notice", b"notice", "streaming_regions", b"streaming_regions", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "confidence", b"confidence", "max_context_tokens", b"max_context_tokens", "max_images", b"max_images", "name", b"name", "notice", b"notice", "streaming_regions", b"streaming_regions", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

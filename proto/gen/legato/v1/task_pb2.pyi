@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
 from legato.v1 import geometry_pb2 as _geometry_pb2
+from legato.v1 import media_pb2 as _media_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -209,7 +210,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class ImagePart(_message.Message):
-    """Says that the request's image stands here."""
+    """Says that an image of the request stands here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -225,6 +226,38 @@ class ImagePart(_message.Message):
 Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
 
 @_typing.final
+class QueryImage(_message.Message):
+    """An image of a query about several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def image(self) -> _media_pb2.Image:
+        """The image. Required."""
+
+    @_builtins.property
+    def time(self) -> _duration_pb2.Duration:
+        """When it was taken, from the beginning of its clip, at most a day: images in a row that have it are the frames of a
+        clip, each later than the one before; else INVALID_ARGUMENT INVALID_FIELD. Absent: it is no frame.
+        """
+
+    def __init__(
+        self,
+        *,
+        image: _media_pb2.Image | None = ...,
+        time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryImage: _TypeAlias = QueryImage  # noqa: Y015
+
+@_typing.final
 class ChatPart(_message.Message):
     """A piece of a message."""
 
@@ -236,8 +269,9 @@ class ChatPart(_message.Message):
     """Words. The texts of a message are joined as they are."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """The request's image. Once, and first in the first message of the user; elsewhere, or where the request has
-        none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the image stands there all the same.
+        """The next of the request's images: in messages of the user, all of them or none; else, or where the request has
+        none, INVALID_ARGUMENT INVALID_FIELD. Without any such part they stand first in the first message of the user. A
+        model of one image takes it only there, else INVALID_ARGUMENT INVALID_FIELD.
         """
 
     def __init__(
@@ -362,6 +396,7 @@ class QueryTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them. At most 1 MiB of
     UTF-8, and with the image no more tokens than `Model.max_context_tokens`; else PROMPT_TOO_LONG.
@@ -387,6 +422,13 @@ class QueryTask(_message.Message):
     def response_format(self) -> Global___ResponseFormat:
         """What the answer may be; reasoning is free. Absent: any text."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueryImage]:
+        """Several images, in order, instead of the request's `image`: at most `Model.max_images`, and with the text no more
+        tokens than `Model.max_context_tokens`, else INVALID_ARGUMENT INVALID_FIELD or PROMPT_TOO_LONG before any is decoded.
+        Only in Query and Generate; elsewhere INVALID_ARGUMENT INVALID_FIELD.
+        """
+
     def __init__(
         self,
         *,
@@ -395,10 +437,11 @@ class QueryTask(_message.Message):
         spatial_refs: _abc.Iterable[_geometry_pb2.SpatialRef] | None = ...,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         response_format: Global___ResponseFormat | None = ...,
+        images: _abc.Iterable[Global___QueryImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["response_format", b"response_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "messages", b"messages", "question", b"question", "reasoning", b"reasoning", "response_format", b"response_format", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
