@@ -221,6 +221,38 @@ def take_frame(session: Session) -> list[Answer]:
     return answers
 
 
+def test_a_camera_that_changes_mid_stream(robot: Client) -> None:
+    """Another size or encoding keeps the track, a frame that cannot be read says why itself."""
+    whole = SCENE.file("JPEG", quality=95)
+    large = PIXELS.repeat(2, axis=0).repeat(2, axis=1)
+    images: list[ImageInput] = [PIXELS, large, whole[:300], camera_frame("nv12"), whole, PIXELS]
+    depth = np.full(PIXELS.shape[:2], 2.0)
+    names, sizes = set(), []
+    with robot.session([DetectTask(NOUN, tracking=Tracking())], policy="every_frame") as session:
+        for image in images:
+            session.send(image)
+            (result,) = take_frame(session)
+            assert isinstance(result, FrameResult)
+            if image is images[2]:
+                assert isinstance(result.outcome, InvalidArgument)
+                assert result.outcome.metadata["field"].startswith("frame.image")
+                continue
+            (found,) = result.result.marks
+            assert isinstance(found, Detection)
+            assert overlap(found.box, SCENE.boxes[NOUN]) > 0.7
+            names.add(found.track_id)
+            assert result.image is not None
+            sizes.append((result.image.width, result.image.height))
+            if image is large:
+                with pytest.raises(ValueError, match="depth is 320x240, but the image is 640x480"):
+                    robot.lift(result, depth, (300, 300, 159.5, 119.5))
+            else:
+                (placed,) = robot.lift(result, depth, (300, 300, 159.5, 119.5))
+                assert placed.center is not None
+    assert len(names) == 1
+    assert sizes == [(320, 240), (640, 480), (320, 240), (320, 240), (320, 240)]
+
+
 def test_a_question_meanwhile(client: Client) -> None:
     """Frames are answered, none is dropped and the track stays while a question is answered.
 

@@ -51,6 +51,8 @@ _OUTLIER = 3.0  # standard deviations
 _POINT_DEVIATION = 2.0  # pixels of an image of 480 rows
 _PIXEL_DEVIATION = 1.0  # pixels, of any other mark's middle
 _BOX_DEVIATION = 0.03  # of a mark's middle, in its sizes, where no track says better
+_OFF_CENTER = 0.1  # of the sides: how far from the middle a lens may be
+_SAME_SCALE = 0.03  # of the sides: a middle that is off by the same on both is one of another size
 _MAD = 1.4826  # standard deviations in a median absolute deviation, of a normal distribution
 
 
@@ -168,9 +170,9 @@ class _Camera:
 
 def _camera(intrinsics: Any, shape: tuple[int, ...]) -> _Camera:
     """Read the intrinsics; `shape` is that of the depth image that they must fit."""
-    matrix = intrinsics
+    matrix, has_size = intrinsics, False
     if hasattr(intrinsics, "k") and hasattr(intrinsics, "d"):
-        matrix = intrinsics.k
+        matrix, has_size = intrinsics.k, bool(getattr(intrinsics, "width", 0))
         _check_info(intrinsics, shape)
     try:
         values = np.asarray(matrix, dtype=np.float64)
@@ -189,17 +191,35 @@ def _camera(intrinsics: Any, shape: tuple[int, ...]) -> _Camera:
             f"intrinsics have shape {values.shape}: they must be (fx, fy, cx, cy), a 3x3 matrix or "
             "a CameraInfo"
         )
-    fx, fy, cx, cy = map(float, values)
-    for name, value in (("fx", fx), ("fy", fy)):
+    camera = _Camera(*map(float, values))
+    _check_range(camera, shape)
+    if not has_size:
+        _check_scale(camera.cx + 0.5, camera.cy + 0.5, shape)
+    return camera
+
+
+def _check_range(camera: _Camera, shape: tuple[int, ...]) -> None:
+    for name, value in (("fx", camera.fx), ("fy", camera.fy)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"intrinsics have {name} = {value:g}: it must be above 0")
-    for name, value, limit in (("cx", cx, shape[1]), ("cy", cy, shape[0])):
+    for name, value, limit in (("cx", camera.cx, shape[1]), ("cy", camera.cy, shape[0])):
         if not 0 <= value <= limit:
             raise ValueError(
                 f"intrinsics have {name} = {value:g}, outside the depth image of {_size(shape)}: "
                 f"it must be in 0..{limit}; are they those of another size?"
             )
-    return _Camera(fx, fy, cx, cy)
+
+
+def _check_scale(center_x: float, center_y: float, shape: tuple[int, ...]) -> None:
+    """Check that the camera's middle is not where that of a larger or smaller image would be."""
+    across, down = center_x / shape[1], center_y / shape[0]
+    if abs(across - down) < _SAME_SCALE and abs(across - 0.5) > _OFF_CENTER:
+        size = f"{2 * center_x:.0f}x{2 * center_y:.0f}"
+        raise ValueError(
+            f"intrinsics have (cx, cy) = ({center_x - 0.5:g}, {center_y - 0.5:g}), as of an image "
+            f"of about {size}, but depth is {_size(shape)}: scale them to the depth image, or pass "
+            "a CameraInfo with its width and height if the image is a crop"
+        )
 
 
 def _check_info(info: Any, shape: tuple[int, ...]) -> None:

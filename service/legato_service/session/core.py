@@ -136,19 +136,32 @@ Notice = Accepted | Dropped | GoAwayNotice
 
 # ---------------------------------------------------------------- capture clock
 
+_LATE = 0.1  # seconds before the newest capture time from which on a frame may tell of a set clock
+_LATE_IN_A_ROW = 3  # a single one was late on its way, or is another camera's
+
 
 class CaptureClock:
     """Estimator of ages from capture times on the client's clock, in seconds and in order.
 
     The clock is trusted as long as the least delay so far is at least 0 and below `max_age`.
     Otherwise that delay counts as the difference of the clocks, and ages are relative to it.
+    Delays count anew once the clock was set back, by `set_back` seconds in all so far: otherwise
+    every later frame would be too old.
     """
 
     def __init__(self, max_age: float) -> None:
         self._max_age = max_age
         self._least_delay = math.inf
+        self._newest = -math.inf
+        self._num_late = 0
+        self.set_back = 0.0
 
     def age(self, captured: float, now: float) -> float:
+        self._num_late = self._num_late + 1 if captured < self._newest - _LATE else 0
+        if self._num_late == _LATE_IN_A_ROW:
+            self.set_back += self._newest - captured
+            self._least_delay, self._newest, self._num_late = math.inf, captured, 0
+        self._newest = max(self._newest, captured)
         delay = now - captured
         self._least_delay = min(self._least_delay, delay)
         if 0 <= self._least_delay < self._max_age:

@@ -173,7 +173,10 @@ class FramePlanner:
         stamp, age = message.stamp, 0.0
         if stamp.HasField("capture_time"):
             captured_time = skills.seconds(stamp.capture_time)
+            set_back = self._clock.set_back
             age = self._clock.age(captured_time, wall_clock)
+            if self._clock.set_back > set_back == 0:  # once a session: a client may do it at will
+                log.warning("capture_clock_set_back", seconds=round(self._clock.set_back, 3))
         else:
             captured_time = self._clock.captured(wall_clock)
         tasks = self._tasks(message)

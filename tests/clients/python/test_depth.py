@@ -202,6 +202,13 @@ def test_forms_of_intrinsics(intrinsics):
     assert lift([CUP], flat(), intrinsics) == lift([CUP], flat(), K)
 
 
+def test_a_crop_has_its_middle_where_it_likes():
+    """A CameraInfo of the depth's own size is believed."""
+    k = [500.0, 0, 159.5, 0, 500.0, 119.5, 0, 0, 1]
+    (found,) = lift([CUP], flat(), camera_info(k=k))
+    assert found.center == pytest.approx((0.64, 0.48, 2), abs=2 * HALF_PIXEL)
+
+
 @pytest.mark.parametrize(
     ("intrinsics", "message"),
     [
@@ -209,6 +216,9 @@ def test_forms_of_intrinsics(intrinsics):
         (camera_info(width=1280, height=720), "intrinsics are of 1280x720 .* depth is 640x480"),
         ((500, 500, 959.5, 539.5), r"cx = 959.5, outside the depth image of 640x480.* 0..640"),
         ((500, 500, 319.5, -10), "cy = -10"),
+        ((1000, 1000, 639.5, 479.5), "as of an image of about 1280x960, but depth is 640x480"),
+        ((250, 250, 159.5, 119.5), r"\(cx, cy\) = \(159.5, 119.5\), as of an image .* 320x240"),
+        ((0.82, 1.09, 0.5, 0.5), "as of an image of about 2x2"),
         ((500, 500, float("nan"), 240), "cx = nan"),
         ((0, 500, 319.5, 239.5), "fx = 0: it must be above 0"),
         ((500, float("inf"), 319.5, 239.5), "fy = inf"),

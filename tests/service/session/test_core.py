@@ -339,6 +339,9 @@ def test_unread_notices_are_limited():
         ([149.9, 149.5], [0.0, 0.4]),  # the caller's is ahead
         ([5.0, 4.5, 5.1], [0.0, 0.5, 0.0]),  # it counts from something else
         ([97.0, 99.9, 97.0], [0.0, 0.1, 3.0]),  # late at first, then seen to be trustworthy
+        ([99.9, 90.0, 90.1, 90.2, 90.4], [0.1, 10.0, 9.9, 0.0, 0.0]),  # it was set back
+        ([99.9, 98.0, 99.91, 98.0, 99.92, 98.0], [0.1, 2.0, 0.09, 2.0, 0.08, 2.0]),  # two cameras
+        ([99.0, 99.5, 99.2, 99.3, 99.4], [0.0, 0.5, 0.8, 0.7, 0.6]),  # by less than the limit
     ],
 )
 def test_ages_on_a_foreign_clock(captured, ages):

@@ -379,6 +379,22 @@ async def test_a_frame_that_gets_too_old_is_dropped():
         await until(lambda: not server.engine.streams and len(server.engine.blobs) == 0)
 
 
+async def test_a_clock_that_is_set_back_stops_no_camera():
+    """A few frames are too old by the new clock, those after them are answered."""
+    async with running(FakeEngine()) as server, session(server, max_frame_age=seconds(5)) as client:
+        begin = timestamp_pb2.Timestamp()
+        begin.GetCurrentTime()
+        for sequence in range(1, 6):
+            stamp = media_pb2.FrameStamp(sequence=sequence)
+            back = 0 if sequence == 1 else 60 * 10**9 - sequence * 10**7
+            stamp.capture_time.FromNanoseconds(begin.ToNanoseconds() - back)
+            await client.frame(sequence, stamp=stamp)
+            await client.outcome(sequence)
+        too_old = session_pb2.DROP_REASON_TOO_OLD
+        assert {n: each.reason for n, each in client.dropped.items()} == {2: too_old, 3: too_old}
+        assert client.whole == {1, 4, 5}
+
+
 # ---------------------------------------------------------------- end
 # The ends of a session, after which nothing is left of it.
 

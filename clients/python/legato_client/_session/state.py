@@ -172,6 +172,12 @@ class TrackMemory:
         }
         self._seen = {key: each for key, each in self._seen.items() if self._follows(each)}
 
+    def note_set_back(self, captured_ns: int) -> None:
+        """Forget what was seen later by a clock that was set back."""
+        self._seen = {
+            key: each for key, each in self._seen.items() if each.captured_ns <= captured_ns
+        }
+
     def note_sent(self, sequence: int, stamp: FrameStamp) -> None:
         if stamp.capture_time_ns is None and self._max_unseen_ns:
             self._sent_ns[sequence] = time.time_ns()
@@ -308,6 +314,41 @@ class AgeLimitWatch:
             log.warning("%s: raise max_frame_age", problem)
 
 
+# ---------------------------------------------------------------- capture clock
+
+_LATE_NS = 100_000_000
+_LATE_IN_A_ROW = 3  # frames; a single one is late, or another camera's
+
+
+class CaptureClockWatch:
+    """Detector of capture times that jump back, by the server's rule: several frames in a row."""
+
+    def __init__(self) -> None:
+        self._newest_ns: int | None = None
+        self._num_late = 0
+        self._warned = False
+
+    def is_set_back(self, sequence: int, captured_ns: int | None) -> bool:
+        """Return whether the clock was set back before this frame; log it the first time."""
+        if captured_ns is None:
+            return False
+        newest_ns = captured_ns if self._newest_ns is None else self._newest_ns
+        self._num_late = self._num_late + 1 if captured_ns < newest_ns - _LATE_NS else 0
+        if self._num_late < _LATE_IN_A_ROW:
+            self._newest_ns = max(newest_ns, captured_ns)
+            return False
+        self._newest_ns, self._num_late = captured_ns, 0
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "capture times jumped back by %.3f s before frame %d: is the clock of the stamps "
+                "steady? Until the jump was noticed, frames may have been dropped as too old",
+                (newest_ns - captured_ns) / _NS,
+                sequence,
+            )
+        return True
+
+
 # ---------------------------------------------------------------- state
 
 # State machine of a session, without I/O.
@@ -334,6 +375,7 @@ class SessionState:
         self.terms: SessionTerms | None = None
         self.stats = SessionStats()
         self._age_limit = AgeLimitWatch(max_frame_age)
+        self._capture_clock = CaptureClockWatch()
         self._server_drops = 0
         self.tracks = TrackMemory(standing_tasks)
         self._window = window
@@ -454,6 +496,8 @@ class SessionState:
         data = to_bytes(request)
         self._reserved -= 1
         self._last_sequence = sequence
+        if self._capture_clock.is_set_back(sequence, stamp.capture_time_ns):
+            self.tracks.note_set_back(stamp.capture_time_ns or 0)
         self.tracks.note_sent(sequence, stamp)
         self._unacknowledged.add(sequence)
         self._open.add(sequence)

@@ -448,6 +448,23 @@ def test_a_clock_that_is_set_back_leaves_no_tracks_of_the_future(connect, server
         assert now(session, 1000) == ()
 
 
+def test_capture_times_that_jump_back_are_told(connect, server, caplog):
+    """A jump shorter than a track's life, too, is named once, and newer frames count again."""
+    times = (10.0, 9.0, 9.1, 9.2, 9.3, 8.0, 8.1, 8.2)
+    server.sessions.on_frame = script(*([found("1", 0.125 * k)] for k in range(len(times))))
+    with connect([CUPS]) as session:
+        for seconds in times[:5]:
+            session.send(JPEG, stamp=stamp(seconds))
+            next(session)
+        (track,) = now(session, 9.3)
+        for seconds in times[5:]:
+            session.send(JPEG, stamp=stamp(seconds))
+            next(session)
+    assert (track.axes.center_x, track.age) == (0.5, 0.0)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("capture times jumped back by 0.800 s before frame 4")
+
+
 def test_a_late_result_does_not_take_a_track_back(connect, server):
     """The newest capture counts, not the newest arrival."""
     server.sessions.on_frame = script([found("1", 0.5)], [found("1", 0.25)])
