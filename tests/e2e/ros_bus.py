@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cyclonedds.core import Policy
 from cyclonedds.domain import Domain
 from legato_client.ros import messages
 from legato_client.ros.node import DEFAULT, LATCHED, SENSOR_DATA, Participant
@@ -76,6 +77,14 @@ class Bus:
 
         until(has_come)
         return found[0]
+
+    def type_hashes(self) -> list[str]:
+        """What the readers of the images announce of their type."""
+        texts = []
+        for handle in self._camera.get_matched_subscriptions():
+            found = self._camera.get_matched_subscription_data(handle)
+            texts.append(found.qos[Policy.Userdata].data.decode() if found else "")
+        return [text.removeprefix("typehash=RIHS01_").removesuffix(";") for text in texts]
 
     def until_matched(self) -> None:
         """Return once the node listens and speaks."""

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cyclonedds", reason="its wheels follow new Pythons late")
 
 from legato_client import Box
+from legato_client.ros import messages
 
 from tests.e2e.ros_bus import PREDICTIONS, Bus, node
 from tests.e2e.scenes import CIRCLE, SIZE, overlap, two_shapes
@@ -42,9 +43,13 @@ def told(bus, message):
 
 
 def test_an_image_gives_an_array_with_its_stamp(server, fresh, tmp_path):
-    """And a subscriber that comes late is told the model; the node ends when it is asked to."""
+    """And a subscriber that comes late is told the model; the node ends when it is asked to.
+
+    Its endpoints announce their types' hashes.
+    """
     with node(tmp_path, server.address, "--period", "0.1") as process:
         fresh.until_matched()
+        assert fresh.type_hashes() == [messages.TYPE_HASHES[messages.Image]]
         header = fresh.show()
         until(lambda: fresh.listen() or fresh.found)
         (array,) = fresh.found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cyclonedds.idl import IdlStruct
-from cyclonedds.idl.types import array, float64, int32, uint8, uint32
+from cyclonedds.idl.types import array, byte, float64, int32, uint8, uint32
 
 from legato_client.ros.cdr import DEFINITIONS
 
@@ -94,7 +94,7 @@ class KeyValue(IdlStruct, typename="diagnostic_msgs::msg::dds_::KeyValue_"):
 class DiagnosticStatus(IdlStruct, typename="diagnostic_msgs::msg::dds_::DiagnosticStatus_"):
     """diagnostic_msgs/DiagnosticStatus."""
 
-    level: uint8 = 0
+    level: byte = 0
     name: str = ""
     message: str = ""
     hardware_id: str = ""
@@ -170,3 +170,13 @@ class CompressedImage(IdlStruct, typename="sensor_msgs::msg::dds_::CompressedIma
     @classmethod
     def deserialize(cls, *args: Any, **kwargs: Any) -> "CompressedImage":
         return cls(*_values(_CompressedImageBytes.deserialize(*args, **kwargs)))
+
+
+TYPE_HASHES: dict[type[IdlStruct], str] = {
+    Image: "d31d41a9a4c4bc8eae9be757b0beed306564f7526c88ea6a4588fb9582527d47",
+    CompressedImage: "15640771531571185e2efc8a100baf923961a4d15d5569652e6cb6691e8e371a",
+    Detection2DArray: "214274120007f4a683866481336b70310268cfa107aebe9d594a6acf75bda968",
+    VisionInfo: "95d3116a17484ad91c9a2686e1d54890bbfc3ff6c6a2de137738c4950d45d284",
+    DiagnosticArray: "5a8a36efb05fb25070fa0fb3810290c0e6cd4862b54a8fb975a1ee8dc55a333e",
+}
+"""RIHS01 hashes of the topics' types, as rosidl computes them from ROS 2's definitions."""

@@ -68,10 +68,15 @@ class Participant:
         return WaitSet(self._own)
 
     def reader(self, topic: str, kind: type[MessageT], qos: Qos) -> DataReader[MessageT]:
-        return DataReader(self._own, Topic(self._own, dds_name(topic), kind), qos)
+        return DataReader(self._own, Topic(self._own, dds_name(topic), kind), _announced(qos, kind))
 
     def writer(self, topic: str, kind: type[MessageT], qos: Qos) -> DataWriter[MessageT]:
-        return DataWriter(self._own, Topic(self._own, dds_name(topic), kind), qos)
+        return DataWriter(self._own, Topic(self._own, dds_name(topic), kind), _announced(qos, kind))
+
+
+def _announced(qos: Qos, kind: type[IdlStruct]) -> Qos:
+    """Add the type's hash: Jazzy and later log a warning about an endpoint without."""
+    return Qos(*qos, Policy.Userdata(f"typehash=RIHS01_{messages.TYPE_HASHES[kind]};".encode()))
 
 
 # ---------------------------------------------------------------- node

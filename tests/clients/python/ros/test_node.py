@@ -135,6 +135,13 @@ def test_types_are_named_as_ros_names_them(package, message):
     assert name == f"{package}::msg::dds_::{type(message).__name__}_"
 
 
+def test_type_hashes_are_those_of_the_definitions():
+    """A graph of ROS 2 compares them with its own: `ros2 topic info --verbose`."""
+    for kind, found in messages.TYPE_HASHES.items():
+        package, _, _, name = kind.__idl_typename__.replace(".", "::").split("::")
+        assert STORE.hash_rihs01(f"{package}/msg/{name.rstrip('_')}") == f"RIHS01_{found}"
+
+
 def plain(value):
     """Values of either library, without their classes and constants."""
     if dataclasses.is_dataclass(value):
