@@ -117,6 +117,7 @@ from legato_client._types.server import (
 from legato_client._types.tasks import (
     CaptionLength,
     CaptionTask,
+    ClipFrame,
     DetectTask,
     Message,
     Options,
@@ -147,6 +148,7 @@ __all__ = [
     "CaptionTask",
     "Client",
     "ClientTooOld",
+    "ClipFrame",
     "ConfidenceInfo",
     "DeadlineExceeded",
     "DecodeSteps",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from google.protobuf.message import Message
-from legato.v1 import media_pb2, server_pb2
+from legato.v1 import media_pb2, server_pb2, task_pb2
 
 from legato_client._errors import Busy, PermissionDenied, Unimplemented
 from legato_client._grpc import channel
@@ -17,7 +17,9 @@ from legato_client._grpc.channel import to_bytes
 from legato_client._grpc.settings import ClientSettings
 from legato_client._grpc.transport import Transport
 from legato_client._images.sources import ImageInput, SharedFrame, is_ready, shm_namespace, to_image
+from legato_client._proto import pieces
 from legato_client._types import server
+from legato_client._types.tasks import ClipFrame
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -44,6 +46,19 @@ class BaseClient:
             message = await self._transport.run(functools.partial(to_image, image))
         await self._check_size(message.ByteSize())
         return message
+
+    async def _query_images(
+        self, images: Sequence[ImageInput | ClipFrame]
+    ) -> list[task_pb2.QueryImage]:
+        """Return several images as a query carries them."""
+        messages = []
+        for each in images:
+            shown = each.image if isinstance(each, ClipFrame) else each
+            message = task_pb2.QueryImage(image=await self.image_message(shown))
+            if isinstance(each, ClipFrame):
+                message.time.CopyFrom(pieces.duration(each.time))
+            messages.append(message)
+        return messages
 
     async def _image_or_file(
         self, image: ImageInput | None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from legato.v1 import admin_pb2, image_pb2, server_pb2
+from legato.v1 import admin_pb2, image_pb2, media_pb2, server_pb2, task_pb2
 
 from legato_client._base_client import BaseClient
 from legato_client._errors import LegatoError
@@ -29,7 +29,7 @@ class ClientMethods(BaseClient):
 
     async def query(
         self,
-        image: ImageInput | None,
+        image: _tasks.Images | None,
         question: str,
         *,
         reasoning: bool = False,
@@ -39,7 +39,11 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.QueryResult:
-        """Answer a question, about the image when there is one."""
+        """Answer a question, about the image when there is one.
+
+        A list is of several images, with `ClipFrame` for the frames of a clip, for a model that
+        takes them (`ModelInfo.max_images`); else ValueError or `InvalidRequest`.
+        """
         task = _tasks.QueryTask(
             question, reasoning, tuple(spatial_refs), sampling, response_format=response_format
         )
@@ -55,7 +59,7 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.QueryResult:
-        """Answer the last question of a conversation, about the image that a message shows.
+        """Answer the last question of a conversation, about the images that its messages show.
 
         A string is a conversation of this question alone.
 
@@ -70,8 +74,7 @@ class ClientMethods(BaseClient):
             messages=tuple(messages),
             response_format=response_format,
         )
-        image = skills.image_of(task, None)
-        return await self._ask(skills.QUERY, image, task, options, timeout)
+        return await self._ask(skills.QUERY, None, task, options, timeout)
 
     async def caption(
         self,
@@ -160,7 +163,7 @@ class ClientMethods(BaseClient):
 
     async def generate(
         self,
-        image: ImageInput | None,
+        image: _tasks.Images | None,
         task: _tasks.Task,
         *,
         options: _tasks.Options = _DEFAULT_OPTIONS,
@@ -174,8 +177,10 @@ class ClientMethods(BaseClient):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        shown, file = await self._image_or_file(skills.image_of(task, image))
+        shown, file, several = await self._shown(task, image)
         request = requests.generate(shown, task, options)
+        if several:
+            request.task.query.images.extend(several)
         request.checkpoints = True
         near = channel.of(request)
         data = await self._bytes_of(request, file)
@@ -202,16 +207,27 @@ class ClientMethods(BaseClient):
     async def _ask(
         self,
         skill: skills.Skill[skills.TaskT, skills.ResultT],
-        image: ImageInput | None,
+        image: _tasks.Images | None,
         task: skills.TaskT,
         options: _tasks.Options,
         timeout: float | None,
     ) -> skills.ResultT:
-        shown, file = await self._image_or_file(image)
+        shown, file, several = await self._shown(task, image)
         request = requests.question(shown, task, options)
+        if several:
+            request.images.extend(several)
         method = channel.OF_SKILLS[skill.name]
         answer: skills.ResultT = await self._unary(method, request, timeout, file)
         return answer
+
+    async def _shown(
+        self, task: _tasks.Task, images: _tasks.Images | None
+    ) -> tuple[media_pb2.Image | None, bytes | None, list[task_pb2.QueryImage]]:
+        """Return a task's one image as `_image_or_file` does, or several."""
+        shown = skills.images_of(task, images)
+        if len(shown) == 1 and not isinstance(shown[0], _tasks.ClipFrame):
+            return *(await self._image_or_file(shown[0])), []
+        return None, None, await self._query_images(shown)
 
     # ------------------------------------------------------------ images
 

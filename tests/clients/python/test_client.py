@@ -19,6 +19,7 @@ from legato_client import (
     CachedImage,
     CaptionTask,
     Client,
+    ClipFrame,
     DetectTask,
     FailedPrecondition,
     Finished,
@@ -436,13 +437,38 @@ def test_chat_reads_a_file(client, server, tmp_path):
     assert told(asked.messages) == [(task_pb2.CHAT_ROLE_USER, [None, str(path)])]
 
 
-def test_one_image_a_conversation(client, server):
-    """A second image is refused before anything is sent, as is an unknown role."""
-    twice = (*TALK, Message("assistant", "Red."), Message("user", (HELD_IMAGE, "And this?")))
-    with pytest.raises(ValueError, match="one image"):
-        client.chat(twice)
-    with pytest.raises(ValueError, match="one image"):
+def test_several_images(client, server, tmp_path):
+    """In a list, in messages, or as frames of a clip, each of any type, in order."""
+    path = tmp_path / "image.png"
+    path.write_bytes(b"file")
+    told_apart = [HELD_IMAGE, b"bytes", ClipFrame(path, 0.5), ClipFrame(b"later", 1.25)]
+    expected = [("i-7", b"", 0.0), ("", b"bytes", 0.0), ("", b"file", 0.5), ("", b"later", 1.25)]
+
+    def read(message):
+        return [
+            (each.image.image_id, each.image.encoded.data, each.time.ToNanoseconds() / 1e9)
+            for each in message.images
+        ]
+
+    client.query(told_apart, "Which is larger?")
+    asked = server.last("Query")
+    assert (read(asked), asked.HasField("image")) == (expected, False)
+    client.query([b"alone"], "What?")
+    assert server.last("Query").image.encoded.data == b"alone"
+    client.generate(told_apart, QueryTask("Which?"))
+    assert read(server.last("Generate").task.query) == expected
+    client.chat([Message("user", ["One:", HELD_IMAGE, "two:", b"bytes"])])
+    asked = server.last("Query")
+    assert read(asked) == expected[:2]
+    assert told(asked.messages) == [(task_pb2.CHAT_ROLE_USER, ["One:", None, "two:", None])]
+
+
+def test_images_that_no_call_takes(client, server):
+    """Images given twice, or several for a spatial task, are refused before anything is sent."""
+    with pytest.raises(ValueError, match="not both"):
         client.generate(HELD_IMAGE, QueryTask(messages=TALK))
+    with pytest.raises(ValueError, match="detect takes one image, got 2"):
+        client.generate([HELD_IMAGE, b"bytes"], DetectTask("cup"))
     nobody: Any = "judge"
     with pytest.raises(ValueError, match="role"):
         client.chat([Message(nobody, "Hi")])

@@ -109,6 +109,7 @@ def info(message: inference_pb2.ResponseInfo) -> results.ResponseInfo:
         stamp=stamp(message.stamp) if message.HasField("stamp") else None,
         tokens=tokens(message.tokens),
         resumptions=message.resumptions,
+        images=tuple(map(image_info, message.images)),
     )
 
 

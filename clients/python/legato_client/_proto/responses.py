@@ -164,6 +164,7 @@ def _model(message: server_pb2.Model) -> server.ModelInfo:
         max_context_tokens=message.max_context_tokens,
         confidence=_confidence(message.confidence) if message.HasField("confidence") else None,
         notice=message.notice,
+        max_images=message.max_images,
     )
 
 

@@ -16,7 +16,9 @@ from legato_client._types import results
 from legato_client._types.tasks import (
     CaptionLength,
     CaptionTask,
+    ClipFrame,
     DetectTask,
+    Images,
     Message,
     PointTask,
     QueryTask,
@@ -33,12 +35,22 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 }
 
 
-def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
-    """Return the conversation's image. Raises ValueError for several."""
+def images_of(task: Task, images: Images | None) -> Sequence[ImageInput | ClipFrame]:
+    """Return the images of a call: those that messages show, or those beside the task.
+
+    Raises:
+        ValueError: there are both, or several for a task other than a query.
+    """
     shown = _shown(task)
-    if len(shown) + (image is not None) > 1:
-        raise ValueError("one image in a conversation, given once")
-    return shown[0] if shown else image
+    if shown and images is not None:
+        raise ValueError("images in the messages or beside them, not both")
+    if isinstance(images, list | tuple):
+        shown = list(images)
+    elif images is not None:
+        shown = [cast("ImageInput", images)]
+    if len(shown) > 1 and not isinstance(task, QueryTask):
+        raise ValueError(f"{of(task).name} takes one image, got {len(shown)}")
+    return shown
 
 
 def refuse_images(task: Task) -> None:
@@ -64,14 +76,14 @@ def _to_message(message: Message) -> task_pb2.ChatMessage:
     return task_pb2.ChatMessage(role=_ROLES[message.role], parts=parts)
 
 
-def _shown(task: Task) -> list[ImageInput]:
+def _shown(task: Task) -> list[ImageInput | ClipFrame]:
     if not isinstance(task, QueryTask):
         return []
     parts = [part for message in task.messages for part in _parts(message)]
     return [part for part in parts if not isinstance(part, str)]
 
 
-def _parts(message: Message) -> Sequence[str | ImageInput]:
+def _parts(message: Message) -> Sequence[str | ImageInput | ClipFrame]:
     return (message.content,) if isinstance(message.content, str) else message.content
 
 

@@ -248,7 +248,8 @@ class ResponseInfo:
     `finish_reason` is "stop", "length", "max_objects", "superseded", "cancelled", or
     "unspecified" for a reason this client does not know. `tokens` are all sampled tokens, filled
     with `Options(return_tokens=True)`. `resumptions`: how often the server lost its engine
-    meanwhile and went on with another.
+    meanwhile and went on with another. `images`: of a query about several, of which `image` is the
+    first.
     """
 
     request_id: str
@@ -260,6 +261,7 @@ class ResponseInfo:
     stamp: FrameStamp | None = None
     tokens: tuple[Token, ...] = ()
     resumptions: int = 0
+    images: tuple[ImageInfo, ...] = ()
 
 
 class TaskResult:

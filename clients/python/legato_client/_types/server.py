@@ -62,7 +62,7 @@ class ModelInfo:
     """A served model and what it can do.
 
     `confidence` is None where no result has one. `notice` tells people the model's limits, once
-    beside its answers; empty: there is nothing to say.
+    beside its answers; empty: there is nothing to say. A query takes up to `max_images`.
     """
 
     name: str
@@ -72,6 +72,7 @@ class ModelInfo:
     max_context_tokens: int
     confidence: ConfidenceInfo | None = None
     notice: str = ""
+    max_images: int = 1
 
 
 def model_document(model: ModelInfo) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from legato_client._images.sources import ImageInput
 from legato_client._types.results import Box, FrameStamp, Point
@@ -49,17 +49,32 @@ class Options:
     stamp: FrameStamp | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClipFrame:
+    """A frame of a clip, taken `time` seconds after the clip began.
+
+    Frames follow each other, each later than the one before.
+    """
+
+    image: ImageInput
+    time: float
+
+
+Images: TypeAlias = "ImageInput | Sequence[ImageInput | ClipFrame]"
+"""One image, or a list of several."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Conversation message: text, or parts of which strings are text.
 
-    Any other part is an image: at most one in a conversation, at the beginning of the user's first
-    message. "system" comes first or not at all, then "user" and "assistant" take turns. Messages of
-    one role in a row are one turn.
+    Any other part is an image of the user's. A model that takes one (`ModelInfo.max_images`) takes
+    it only at the beginning of the user's first message. "system" comes first or not at all, then
+    "user" and "assistant" take turns. Messages of one role in a row are one turn.
     """
 
     role: Role
-    content: str | Sequence[str | ImageInput]
+    content: str | Sequence[str | ImageInput | ClipFrame]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class QueryTask:
-    """Answer a question, or the last one of a conversation, about the image when there is one."""
+    """Answer a question, or the last one of a conversation, about the images when there are any."""
 
     question: str = ""
     reasoning: bool = False

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from legato_client._errors import LegatoError, NotFound, Preempted
+from legato_client._images.sources import ImageInput
 from legato_client._types import results
 from legato_client._types.results import (
     Event,
@@ -55,17 +56,24 @@ def null() -> Raw:
 # ---------------------------------------------------------------- request model
 
 
+class DataUrl(NamedTuple):
+    """An image in a message, and its place in the body."""
+
+    url: str
+    field: str
+
+
 @dataclasses.dataclass(slots=True)
 class ChatTurn:
-    """A message of a conversation in either wire form.
-
-    `where` is its place in the body; `images` are data URLs with theirs.
-    """
+    """A message of a conversation in either wire form; `where` is its place in the body."""
 
     where: str
     role: Role
-    said: str | tuple[str, ...]
-    images: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    said: str | list[str | DataUrl]
+
+    @property
+    def images(self) -> list[DataUrl]:
+        return [part for part in self.said if isinstance(part, DataUrl)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +95,32 @@ class Conversation:
     schema: str
 
     @property
+    def _images(self) -> list[str]:
+        return [image.field for turn in self.turns for image in turn.images]
+
+    @property
     def members(self) -> dict[str, str]:
-        """Return the body's names of what the contract calls otherwise."""
+        """Return the body's names of what the contract calls otherwise, before `task`."""
         places = {f"messages[{i}]": each.where for i, each in enumerate(self.turns)}
+        images = {f"images[{i}]": field for i, field in enumerate(self._images)}
         return {
             **places,
+            **images,
+            "images": images.get("images[1]", "messages"),
             "max_tokens": self.token_limit,
             "response_format.json_schema": self.schema,
         }
 
     async def task(self) -> QueryTask:
-        """Build the task; the server checks the order of the messages.
+        """Build the task; the server checks messages and images.
 
-        Raises:
-            RejectedRequest: it has several images, or one outside of the user's first message.
+        A single image in the user's first message stands before its words, as models of one image
+        need it.
         """
-        first = next((i for i, each in enumerate(self.turns) if each.role == "user"), -1)
-        messages = [
-            await _message(each, may_show=index == first) for index, each in enumerate(self.turns)
-        ]
+        first = next((each for each in self.turns if each.role == "user"), None)
+        if first is not None and len(self._images) == 1 and first.images:
+            first.said = [*first.images, *(part for part in first.said if isinstance(part, str))]
+        messages = [await _message(each) for each in self.turns]
         return QueryTask(
             reasoning=self.reasoning,
             sampling=self.sampling,
@@ -114,18 +129,14 @@ class Conversation:
         )
 
 
-async def _message(turn: ChatTurn, *, may_show: bool) -> Message:
-    if not turn.images:
+async def _message(turn: ChatTurn) -> Message:
+    if isinstance(turn.said, str):
         return Message(turn.role, turn.said)
-    url, field = turn.images.pop()  # the image takes its memory's place
-    if turn.images or not may_show:
-        raise RejectedRequest(
-            "a conversation has one image, in the user's first message", field=field
-        )
-    image = await bodies.decoded(url, field)
-    # The model sees the image before the words of its message, wherever it stood among them.
-    texts = (turn.said,) if isinstance(turn.said, str) else turn.said
-    return Message(turn.role, (image, *texts))
+    parts: list[str | ImageInput] = []
+    while turn.said:
+        part = turn.said.pop(0)  # the image takes its memory's place
+        parts.append(await bodies.decoded(*part) if isinstance(part, DataUrl) else part)
+    return Message(turn.role, tuple(parts))
 
 
 ROLES: Mapping[str, Role] = {
@@ -345,15 +356,15 @@ def _turn(message: ChatMessage, where: str) -> ChatTurn:
     content, role = message.content, ROLES[message.role]
     if content is None or isinstance(content, str):
         return ChatTurn(where, role, content or "")
-    texts, images = [], []
+    said: list[str | DataUrl] = []
     for index, part in enumerate(content):
         match part:
             case ImagePart(ImageUrl(url) as shown):
-                images.append((url, f"{where}.content[{index}].image_url.url"))
+                said.append(DataUrl(url, f"{where}.content[{index}].image_url.url"))
                 shown.url = ""  # only the turn holds its memory
             case TextPart(text) | RefusalPart(text):
-                texts.append(text)
-    return ChatTurn(where, role, tuple(texts), images)
+                said.append(text)
+    return ChatTurn(where, role, said)
 
 
 _INSTEAD = {

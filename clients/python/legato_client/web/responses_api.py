@@ -31,6 +31,7 @@ from legato_client.web.openai_api import (
     ChatTurn,
     Conversation,
     Count,
+    DataUrl,
     NamedSchema,
     PlainText,
     TokenLogprob,
@@ -101,12 +102,12 @@ class InputItem(Struct):
             raise RejectedRequest("a message needs its role", field=f"{where}.role")
         if not isinstance(self.content, list):
             return ChatTurn(where, ROLES[self.role], self.content or "")
-        texts, images = [], []
+        said: list[str | DataUrl] = []
         for index, part in enumerate(self.content):
             field = f"{where}.content[{index}]"
             match part:
                 case InputImage(str(url), None):
-                    images.append((url, f"{field}.image_url"))
+                    said.append(DataUrl(url, f"{field}.image_url"))
                     part.image_url = None  # only the turn holds its memory
                 case InputImage():
                     member = "image_url" if part.file_id is None else "file_id"
@@ -115,8 +116,8 @@ class InputItem(Struct):
                         field=f"{field}.{member}",
                     )
                 case InputText(text) | AnswerText(text) | AnswerRefusal(text):
-                    texts.append(text)
-        return ChatTurn(where, ROLES[self.role], tuple(texts), images)
+                    said.append(text)
+        return ChatTurn(where, ROLES[self.role], said)
 
 
 class ResponsesSchema(NamedSchema, tag_field="type", tag="json_schema"):
