@@ -89,10 +89,21 @@ class Graph:
         """Send a goal to an action; its handle, whose `result` comes later."""
         return self.actions[name].start(goal)
 
-    def listen(self, topic: str, kind: Any, qos: QoSProfile | int = 100) -> collections.deque[Any]:
+    def listen(
+        self,
+        topic: str,
+        kind: Any,
+        qos: QoSProfile | int = 100,
+        callback: Callable[[Any], object] = lambda message: None,
+    ) -> collections.deque[Any]:
         """Subscribe as another node; the messages so far."""
         found: collections.deque[Any] = collections.deque(maxlen=2000)
-        Subscription(self, kind, topic, found.append, _profile(qos), CallbackGroup())
+
+        def take(message: Any) -> None:
+            found.append(message)
+            callback(message)
+
+        Subscription(self, kind, topic, take, _profile(qos), CallbackGroup())
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_objects_with_depth_are_placed_in_3d(tiny):
     assert cube.header.frame_id == "camera_optical"
 
 
-WRONG_DEPTH = {
+WRONG_DEPTH: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": (
         {"depth": np.full(SIZE[::-1], np.nan, np.float32), "encoding": "32FC1"},
         f"{DEPTH}: depth has no value in 320x240 pixels: all are NaN or 0",
