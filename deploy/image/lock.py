@@ -6,6 +6,8 @@ All follow one resolution, so that images differ in nothing but what they leave 
 - cpu.txt: without torch, whose build for CPUs is another one, and without what drives a GPU
 - null.txt: without what models need
 - build.txt: what builds the wheels and installs the others
+
+The hashes are those of every machine's wheels, and each package must have one for arm64 too.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOCKS = Path(__file__).with_name("locks")
 PYTHON, PLATFORM = "3.11", "x86_64-manylinux_2_28"
+ARM64 = "aarch64-manylinux_2_36"  # that of the Containerfile's Debian
 _OWN = re.compile(r"legato(-\w+)?(\[|==)")
 _MODEL = re.compile(r"(torch|transformers|tokenizers|safetensors|cuda-bindings|huggingface-hub)\b")
 _GPU = re.compile(r"torch$|triton$|nvidia-|cuda-")
@@ -58,6 +62,16 @@ def _resolved(requirements: list[str], constraints: str = "") -> dict[str, str]:
 def _write(name: str, blocks: dict[str, str]) -> None:
     header = f"# Written by `make image-lock` for Python {PYTHON} and {PLATFORM}.\n"
     (LOCKS / name).write_text(header + "".join(blocks.values()))
+    _check_arm64(LOCKS / name)
+
+
+def _check_arm64(lock: Path) -> None:
+    """Raise CalledProcessError unless wheels for arm64 can be installed from it."""
+    with tempfile.TemporaryDirectory() as target:
+        command = ["uv", "pip", "install", "--dry-run", "--quiet", "--target", target]
+        command += ["--python-version", PYTHON, "--python-platform", ARM64]
+        command += ["--only-binary", ":all:", "--require-hashes", "-r", str(lock)]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

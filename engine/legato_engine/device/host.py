@@ -33,12 +33,13 @@ def return_freed_memory() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """GPU as the driver describes it."""
+    """GPU as the driver describes it; an integrated one shares the host's memory."""
 
     device: str
     name: str
     capability: tuple[int, int]
     num_bytes: int
+    is_integrated: bool = False
 
 
 class NoGpuError(Exception):
@@ -66,16 +67,17 @@ def gpus() -> list[GpuDevice]:
     found = []
     for number in range(count):
         _, device = driver.cuDeviceGet(number)
-        major, minor = (
+        major, minor, integrated = (
             int(driver.cuDeviceGetAttribute(each, device)[1])
             for each in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
             )
         )
         name = driver.cuDeviceGetName(128, device)[1].rstrip(b"\0").decode()
         size = int(driver.cuDeviceTotalMem(device)[1])
-        found.append(GpuDevice(f"cuda:{number}", name, (major, minor), size))
+        found.append(GpuDevice(f"cuda:{number}", name, (major, minor), size, bool(integrated)))
     if not found:
         raise NoGpuError("the driver reports no GPU")
     return found

@@ -26,15 +26,26 @@ class Place:
     name: str
     num_bytes: int
 
-    def takes(self, model: Published) -> bool:
-        on_cpu = self.name == "cpu"
-        loaded = model.loaded_bytes_on_cpu if on_cpu else model.loaded_bytes
-        return loaded * _SLACK <= self.num_bytes
+    def fit(self, model: Published) -> str:
+        """Return the place's name if the model fits, with the form if only a smaller one does."""
+        if self.name == "cpu":
+            return self.name if self._holds(model.loaded_bytes_on_cpu) else ""
+        if self._holds(model.loaded_bytes):
+            return self.name
+        forms = (name for name, size in model.rounded_bytes if self._holds(size))
+        form = next(forms, "")
+        return form and f"{self.name} as {form}"
+
+    def _holds(self, num_bytes: int) -> bool:
+        return num_bytes * _SLACK <= self.num_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = models_parser().parse_args(argv)
-    places = [Place("cpu", available_memory()), *gpu_places()]
+    if arguments.memory is not None:
+        places = [Place("gpu", round(arguments.memory * 1e9))]
+    else:
+        places = [Place("cpu", available_memory()), *gpu_places()]
     rows = [_row(each, arguments.models, places) for each in MODELS.values()]
     console = Console(soft_wrap=not sys.stdout.isatty())
     if arguments.json:
@@ -52,11 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gpu_places() -> list[Place]:
-    """List the GPUs that the driver reports; empty without a driver."""
+    """List the GPUs that the driver reports; empty without a driver.
+
+    A GPU that shares the host's memory has what is free of it.
+    """
     try:
-        return [Place(each.device, each.num_bytes) for each in gpus()]
+        found = gpus()
     except NoGpuError:
         return []
+    free = available_memory()
+    return [
+        Place(each.device, min(each.num_bytes, free) if each.is_integrated else each.num_bytes)
+        for each in found
+    ]
 
 
 def _row(model: Published, models: str, places: Sequence[Place]) -> dict[str, object]:
@@ -69,7 +88,8 @@ def _row(model: Published, models: str, places: Sequence[Place]) -> dict[str, ob
         "bytes_here": manifest.num_bytes if manifest else 0,
         "bf16_bytes": model.bf16_bytes,
         "fp8_bytes": model.fp8_bytes,
-        "fits": [each.name for each in places if each.takes(model)],
+        "rounded_bytes": dict(model.rounded_bytes),
+        "fits": [fit for each in places if (fit := each.fit(model))],
         "licence": model.licence,
         "from": manifest.origins
         if manifest

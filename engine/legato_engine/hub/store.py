@@ -122,6 +122,8 @@ class Published:
     bf16_bytes: int
     fp8_bytes: int = 0
     stored_fp8: bool = False  # the published file is that of `fp8_bytes`
+    rounded_bytes: tuple[tuple[str, int], ...] = ()
+    """Bytes on a GPU by `--weight-dtype`, the largest first, without KV cache and buffers."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -172,6 +174,8 @@ _ALL = (
         ),
         "Apache-2.0; its tokenizer's repository names none",
         bf16_bytes=3_854_538_968,
+        # GiB of benchmarks/results/h200/portable_formats_hopper.json
+        rounded_bytes=(("int8", int(2.53 * 2**30)), ("int4", int(2.0 * 2**30))),
     ),
     Published(
         "moondream3",
@@ -294,6 +298,12 @@ def models_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPars
         "and which fit.",
     )
     _add_folder(parser)
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GB",
+        help="say what fits a GPU with so much free memory, in GB, instead of this machine",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

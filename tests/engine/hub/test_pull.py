@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants, file_download
+from legato_engine.device.host import GpuDevice
 from legato_engine.errors import InvalidField
 from legato_engine.hub import download, listing, store
 from legato_engine.hub.store import INDEX, MODELS, Published, RepositoryFiles
@@ -373,6 +374,29 @@ def test_models(hub, tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "nowhere" in table
     assert "3.85 GB" in table
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits"),
+    [("8", ["gpu"]), ("4", ["gpu as int8"]), ("2.6", ["gpu as int4"]), ("2.5", [])],
+)
+def test_a_board_that_is_not_here(memory, fits, tmp_path, capsys):
+    """What fits is said for the memory that is given, in the largest form that does."""
+    assert listing.main(["--models", str(tmp_path), "--memory", memory, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["memory"] == {"gpu": float(memory) * 1e9}
+    assert {row["model"]: row["fits"] for row in said["models"]}["moondream2"] == fits
+
+
+def test_an_integrated_gpu_has_the_hosts_free_memory(monkeypatch):
+    """Its total is the host's, of which others have a part."""
+    devices = [
+        GpuDevice("cuda:0", "Orin", (8, 7), 8_000_000_000, is_integrated=True),
+        GpuDevice("cuda:1", "A10", (8, 6), 24_000_000_000),
+    ]
+    monkeypatch.setattr(listing, "gpus", lambda: devices)
+    monkeypatch.setattr(listing, "available_memory", lambda: 5_000_000_000)
+    assert [each.num_bytes for each in listing.gpu_places()] == [5_000_000_000, 24_000_000_000]
 
 
 def test_the_catalogue():
