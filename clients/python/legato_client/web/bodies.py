@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,7 +37,9 @@ MAX_VALUES = 10_000
 READ_TIMEOUT = 60.0  # seconds
 SILENCE_TIMEOUT = 10.0  # seconds without a byte of a body
 _SILENT = 1.0  # seconds after which a body gives its memory to others, if that is full
+_MIN_RATE = 32 * 1024  # bytes per second: a slower body counts as silent for what it is behind
 _SLICE = 4 * 1024  # bytes whose size is counted at once
+_TURN = 32 * 1024  # bytes that one body may take before other work; smaller pieces do not wait
 _LARGE = 256 * 1024  # bytes that take the event loop too long to parse
 
 # Bytes of memory that a byte of the body becomes: itself and its text, then the image in it, the
@@ -68,6 +71,7 @@ class Bodies:
         self.together = together
         self.held = 0
         self._arriving: set[_Share] = set()
+        self._turn = asyncio.Lock()  # or many large bodies would fill each round of the event loop
 
     async def make_room(self) -> bool:
         """End the body that has been silent for longest; return whether there was one."""
@@ -123,14 +127,14 @@ class Bodies:
                 async with asyncio.timeout(READ_TIMEOUT) as share.timeout:
                     self._arriving.add(share)
                     async for chunk in _chunks(request):
-                        share.heard_at = time.monotonic()
                         if len(data) + len(chunk) > limit:
                             raise _too_large(limit)
-                        if size is None:
-                            await share.grow(_PLAIN * len(chunk))
-                        else:
+                        heard_at, share.heard_at = share.heard_at, math.inf  # the turn is ours
+                        async with self._turn if len(chunk) > _TURN else contextlib.nullcontext():
                             await _grow(share, size, chunk)
-                        data += chunk
+                            data += chunk
+                        paid_until = heard_at + len(chunk) / _MIN_RATE
+                        share.heard_at = min(time.monotonic(), paid_until)
             except TimeoutError:
                 seconds = time.monotonic() - share.begun_at
                 raise RejectedRequest(
@@ -199,12 +203,15 @@ class _Share:
         self._bodies.held += num_bytes
 
 
-async def _grow(share: _Share, size: JsonSize, chunk: bytes) -> None:
-    """Extend the count; yield to others after slices of many values, which take milliseconds."""
+async def _grow(share: _Share, size: JsonSize | None, chunk: bytes) -> None:
+    """Extend the count; yield to others after a turn, and after slices of many values."""
+    if size is None:
+        await share.grow(_PLAIN * len(chunk))
+        return
     for at in range(0, len(chunk), _SLICE):
         num_values = size.num_values
         await share.grow(size.add(chunk[at : at + _SLICE]))
-        if size.num_values > num_values + _SLICE // 64:
+        if (at + _SLICE) % _TURN == 0 or size.num_values > num_values + _SLICE // 64:
             await asyncio.sleep(0)
 
 

@@ -24,6 +24,7 @@ from legato_client.web.errors import RejectedRequest, document_of, response_of
 _OTHER_DESCRIPTORS = 128  # of this process's channels, files and libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
 _DISCARD_PAUSE = 0.025  # seconds between two discarding reads of 256 KiB
+_AHEAD_PAUSE = 5.0  # seconds before a client that sent requests ahead may connect anew
 _FULL_PAUSE = 0.05  # seconds between polls of a full listener
 _GRACE = 1.0  # seconds for the first bytes, before a client counts as silent
 _LOG_PERIOD = 10.0  # seconds between two lines about failed accepts
@@ -113,9 +114,16 @@ class GuardedConnection(H11Protocol):
             with contextlib.suppress(OSError):  # the client has left
                 self.transport.write_eof()
         elif self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
-            self.transport.close()
+            self.flow.pause_reading()
+            self._stop_timer()
+            self._timer = self.loop.call_later(_AHEAD_PAUSE, self._close)
+            return
         super().on_response_complete()
         self._follow()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._start_timer(self.limits.write_timeout)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -300,6 +300,40 @@ async def test_a_silent_body_ends_before_its_time_is_over(monkeypatch):
     assert bodies.held == 0
 
 
+class Trickling(Sent):
+    """A request whose body has a byte every hundredth of a second after its first piece."""
+
+    async def _receive(self):
+        if self.taken:
+            await asyncio.sleep(0.01)
+        self.taken += 1
+        piece = b" " if self.taken > 1 else QUESTION[:-1]
+        return {"type": "http.request", "body": piece, "more_body": True}
+
+
+async def test_a_trickling_body_gives_its_memory_to_others(monkeypatch):
+    """A byte now and then does not count as progress."""
+    monkeypatch.setattr(bodies_module, "_SILENT", 0.1)
+    bodies = bodies_of(together=held_by(QUESTION) * 3 // 2)
+    trickling = asyncio.create_task(read(bodies, Trickling()))
+    await asyncio.sleep(0.3)
+    assert (await read(bodies, Sent(QUESTION))).question == "why?"
+    with pytest.raises(RejectedRequest, match="did not arrive"):
+        await trickling
+
+
+async def test_large_bodies_take_turns_in_small_steps():
+    """While one is received, other work runs between its parts, and other large bodies wait."""
+    large = QUESTION + b" " * 2**20
+    bodies = bodies_of()
+    reading = [asyncio.create_task(read(bodies, Sent(large))) for _ in range(4)]
+    held, most = 0, 0
+    while not all(each.done() for each in reading):
+        await asyncio.sleep(0)
+        most, held = max(most, bodies.held - held), bodies.held
+    assert most <= held_by(large) // 16
+
+
 async def test_silent_bodies_give_their_memory_to_others(monkeypatch):
     """The one that has been silent for longest ends first, and no more than are needed."""
     monkeypatch.setattr(bodies_module, "_SILENT", 0.0)
