@@ -213,7 +213,7 @@ NUMBERS = {
 """Parsers of numbers."""
 UNITS = {
     *("N", "SECONDS", "DAYS", "MS", "BYTES", "PIXELS", "TOKENS", "FPS", "HZ", "RATE", "FACTOR"),
-    *("C", "S", "T", "P", "0..1", "QUALITY"),
+    *("C", "S", "T", "P", "0..1", "QUALITY", "GB"),
 }
 """Metavars of numbers: a unit, or what a number without a unit is."""
 ONE_NAME = {"--out", "--topic", "--duration", "--period-seconds", "--frames-per-second"}
