@@ -24,12 +24,12 @@ from legato_engine.types import (
     Event,
     FinishReason,
     PromptToken,
-    QueryResult,
-    QueryTask,
+    QueryOutput,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TextDelta,
+    TextEvent,
 )
 
 VOCABULARY = 97
@@ -124,11 +124,11 @@ class FakeTask:
         self._listed = successor(TABLE, self._listed, token.token_id)
         if token.token_id % STOP_EVERY == 0:
             self.finish_reason = FinishReason.STOP
-        return () if token.token_id % SILENT_EVERY == 0 else (TextDelta(text=str(token.token_id)),)
+        return () if token.token_id % SILENT_EVERY == 0 else (TextEvent(text=str(token.token_id)),)
 
-    def result(self, finish_reason: FinishReason) -> QueryResult:
+    def result(self, finish_reason: FinishReason) -> QueryOutput:
         """Return all tokens as text."""
-        return QueryResult(answer=" ".join(map(str, self.tokens)))
+        return QueryOutput(answer=" ".join(map(str, self.tokens)))
 
     @property
     def reasoning_tokens(self) -> int:
@@ -167,7 +167,7 @@ def make_sequence(
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(
         request_id=RequestKey(f"r{seq_id}", tenant),
-        task=QueryTask(question="?"),
+        task=QuerySpec(question="?"),
         deadline=deadline,
         priority=priority,
     )
@@ -212,7 +212,7 @@ class FakeSink:
         assert request_id not in self.ended, "an event after the end"
         assert events, "an empty delta"
         for event in events:
-            assert isinstance(event, TextDelta)
+            assert isinstance(event, TextEvent)
             self.texts[request_id].append(event.text)
         self.on_delta(sequence)
 

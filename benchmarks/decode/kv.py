@@ -26,10 +26,10 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (
-    CachedImage,
-    ImageInfo,
+    CachedImageRef,
+    ImageProperties,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -66,8 +66,8 @@ class Asker(SilentSink):
         index = next(self._ids)
         request = Request(
             request_id=RequestKey(str(index)),
-            task=QueryTask(question=f"{index}: what is there?"),
-            image=None if image is None else CachedImage(image_id=image.key),
+            task=QuerySpec(question=f"{index}: what is there?"),
+            image=None if image is None else CachedImageRef(image_id=image.key),
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0),
         )
         sequence = make_sequence(self._assembly.frontend, request, image)
@@ -112,7 +112,7 @@ def _start(
         return draw.integers(100, assembly.model.vocab_size, shared).tolist(), None
     pixels = draw.integers(0, 256, _PICTURE, dtype=np.uint8)
     key = str(draw.integers(1 << 62))
-    info = ImageInfo(image_id=key, width=_PICTURE[1], height=_PICTURE[0], cache_hit=False)
+    info = ImageProperties(image_id=key, width=_PICTURE[1], height=_PICTURE[0], cache_hit=False)
     return (), assembly.frontend.prepare_image(pixels, key, info)
 
 

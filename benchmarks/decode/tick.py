@@ -27,12 +27,12 @@ from legato_engine.types import (
     Event,
     FinishReason,
     PromptToken,
-    QueryResult,
-    QueryTask,
+    QueryOutput,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TextDelta,
+    TextEvent,
 )
 
 from benchmarks import record
@@ -107,7 +107,7 @@ class BareTask:
         self.max_tokens = max_tokens
         self.constrained = constrained
         self.finish_reason: FinishReason | None = None
-        self._events = (TextDelta(text="word"),) if spoken else ()
+        self._events = (TextEvent(text="word"),) if spoken else ()
 
     def constraint(self) -> int:
         """Any but the free one."""
@@ -117,9 +117,9 @@ class BareTask:
         """Return the same events for every token."""
         return self._events
 
-    def result(self, finish_reason: FinishReason) -> QueryResult:
+    def result(self, finish_reason: FinishReason) -> QueryOutput:
         """Nothing."""
-        return QueryResult(answer="")
+        return QueryOutput(answer="")
 
 
 def detect(max_tokens: int) -> Task:
@@ -180,7 +180,7 @@ def ticks(
         observer=observer or LastRecords(256).committed,
     )
     for index, task in enumerate(tasks):
-        request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))
+        request = Request(request_id=RequestKey(f"request-{index}"), task=QuerySpec(question="?"))
         requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
     for _ in range(2 * streams + WARM_UP):

@@ -24,7 +24,7 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
-from legato_engine.types import ImageInfo
+from legato_engine.types import ImageProperties
 from PIL import Image
 
 from benchmarks import record
@@ -70,7 +70,7 @@ def device_stages(
     """
     height, width = pixels_HWC.shape[:2]
     key = content_key(pixels_HWC.tobytes())
-    info = ImageInfo(image_id=image_id(key), width=width, height=height, cache_hit=False)
+    info = ImageProperties(image_id=image_id(key), width=width, height=height, cache_hit=False)
     prepared = assembly.frontend.prepare_image(pixels_HWC, key, info)
     return {
         **_cut_stages(assembly, pixels_HWC, config, repeats),

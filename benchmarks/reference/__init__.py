@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from legato_engine.types import QueryTask
+from legato_engine.types import QuerySpec
 from PIL import Image
 
 from benchmarks import record
@@ -135,7 +135,7 @@ class Run:
         task = case.task
         if case.skill in ("detect", "point"):
             return None
-        if isinstance(task, QueryTask) and task.reasoning:
+        if isinstance(task, QuerySpec) and task.reasoning:
             return 2 * self._max_tokens + 2
         return self._max_tokens
 

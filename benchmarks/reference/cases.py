@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from legato_engine.types import (
-    Box,
     CaptionLength,
-    CaptionTask,
-    DetectTask,
-    Point,
-    PointTask,
-    QueryTask,
+    CaptionSpec,
+    DetectSpec,
+    ImageBox,
+    ImagePoint,
+    PointSpec,
+    QuerySpec,
     SpatialRef,
     TaskSpec,
 )
@@ -54,9 +54,13 @@ QUESTIONS = (
 )
 OBJECTS = ("bicycle", "door handle", "person with a hat")
 REFS: tuple[tuple[SpatialRef, ...], ...] = (
-    (Point(x=0.3, y=0.725),),
-    (Box(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9),),
-    (Point(x=0.015, y=0.99), Box(x_min=0.0, y_min=0.0, x_max=1.0, y_max=1.0), Point(x=0.5, y=0.5)),
+    (ImagePoint(x=0.3, y=0.725),),
+    (ImageBox(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9),),
+    (
+        ImagePoint(x=0.015, y=0.99),
+        ImageBox(x_min=0.0, y_min=0.0, x_max=1.0, y_max=1.0),
+        ImagePoint(x=0.5, y=0.5),
+    ),
 )
 MAX_OBJECTS = 8
 
@@ -80,7 +84,7 @@ def cases(family: str, sizes: Sequence[Size]) -> list[Case]:
     reasoning = family != "text"
     skill = "reasoning without an image" if reasoning else "query without an image"
     alone = [
-        Case(skill, QueryTask(question=f"{question} Say {number}.", reasoning=reasoning), None)
+        Case(skill, QuerySpec(question=f"{question} Say {number}.", reasoning=reasoning), None)
         for number in range(max(1, len(sizes) // 3))
         for question in QUESTIONS
     ]
@@ -89,10 +93,10 @@ def cases(family: str, sizes: Sequence[Size]) -> list[Case]:
 
 def _text(at: int, size: Size) -> list[Case]:
     questions = [QUESTIONS[(at + shift) % len(QUESTIONS)] for shift in range(2)]
-    refs = QueryTask(question=QUESTIONS[at % len(QUESTIONS)], spatial_refs=REFS[at % len(REFS)])
+    refs = QuerySpec(question=QUESTIONS[at % len(QUESTIONS)], spatial_refs=REFS[at % len(REFS)])
     return [
-        *(Case(f"caption {length.value}", CaptionTask(length=length), size) for length in LENGTHS),
-        *(Case("query", QueryTask(question=question), size) for question in questions),
+        *(Case(f"caption {length.value}", CaptionSpec(length=length), size) for length in LENGTHS),
+        *(Case("query", QuerySpec(question=question), size) for question in questions),
         Case("query with references", refs, size),
     ]
 
@@ -101,10 +105,10 @@ def _reasoning(at: int, size: Size) -> list[Case]:
     question = QUESTIONS[at % len(QUESTIONS)]
     refs = REFS[at % len(REFS)]
     return [
-        Case("reasoning", QueryTask(question=question, reasoning=True), size),
+        Case("reasoning", QuerySpec(question=question, reasoning=True), size),
         Case(
             "reasoning with references",
-            QueryTask(question=question, reasoning=True, spatial_refs=refs),
+            QuerySpec(question=question, reasoning=True, spatial_refs=refs),
             size,
         ),
     ]
@@ -113,6 +117,6 @@ def _reasoning(at: int, size: Size) -> list[Case]:
 def _spatial(at: int, size: Size) -> list[Case]:
     names = [OBJECTS[(at + shift) % len(OBJECTS)] for shift in range(2)]
     return [
-        *(Case("detect", DetectTask(object=name, max_objects=MAX_OBJECTS), size) for name in names),
-        *(Case("point", PointTask(object=name, max_objects=MAX_OBJECTS), size) for name in names),
+        *(Case("detect", DetectSpec(object=name, max_objects=MAX_OBJECTS), size) for name in names),
+        *(Case("point", PointSpec(object=name, max_objects=MAX_OBJECTS), size) for name in names),
     ]

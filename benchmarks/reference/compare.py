@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from legato_engine.types import (
-    CaptionResult,
-    DetectResult,
+    CaptionOutput,
+    DetectOutput,
     FinishReason,
-    PointResult,
-    QueryResult,
-    TaskResult,
+    PointOutput,
+    QueryOutput,
+    TaskOutput,
 )
 
 from benchmarks.reference.cases import Case
@@ -135,12 +135,12 @@ def prompt_ids(trace: Trace, case: Case) -> tuple[int, ...]:
     return ids if case.size is not None else ids[1:]
 
 
-def box_error(trace: Trace, result: TaskResult) -> float:
+def box_error(trace: Trace, result: TaskOutput) -> float:
     """Return the largest difference of coordinates of points or boxes, theirs cut to the image."""
     match result:
-        case PointResult():
+        case PointOutput():
             given = [{"x": each.point.x, "y": each.point.y} for each in result.points]
-        case DetectResult():
+        case DetectOutput():
             names = ("x_min", "y_min", "x_max", "y_max")
             given = [{name: getattr(each.box, name) for name in names} for each in result.objects]
         case _:
@@ -178,12 +178,12 @@ def shown(text: str) -> str:
     return text.replace("\ufffd", "").lstrip()
 
 
-def _texts(result: TaskResult) -> tuple[str, str]:
+def _texts(result: TaskOutput) -> tuple[str, str]:
     """Return reasoning and answer."""
     match result:
-        case CaptionResult():
+        case CaptionOutput():
             return "", result.caption
-        case QueryResult():
+        case QueryOutput():
             return result.reasoning or "", result.answer
         case _:
             return "", ""

@@ -18,14 +18,14 @@ from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSp
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import SampledToken, Task
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     Event,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     Request,
     RequestKey,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
 )
 from PIL import Image
 
@@ -69,7 +69,7 @@ class WatchedTask:
         """The inner task's."""
         return self._inner.reasoning_tokens
 
-    def result(self, finish_reason: FinishReason) -> TaskResult:
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
         return self._inner.result(finish_reason)
 
 
@@ -79,7 +79,7 @@ class Answer:
 
     prompt: tuple[Token, ...]
     tokens: tuple[Token, ...]
-    result: TaskResult
+    result: TaskOutput
     finish_reason: FinishReason
 
 
@@ -118,7 +118,7 @@ class Engine:
     def prepare(self, image: Image.Image, size: Size) -> PreparedImage:
         """Return crops of an image, whose key is its size."""
         key = f"{size[0]}x{size[1]}"
-        info = ImageInfo(image_id=key, width=size[0], height=size[1], cache_hit=False)
+        info = ImageProperties(image_id=key, width=size[0], height=size[1], cache_hit=False)
         return self._assembly.frontend.prepare_image(image, key, info)
 
     # ------------------------------------------------------------ its own answers
@@ -136,7 +136,7 @@ class Engine:
             request = Request(
                 request_id=RequestKey(str(index)),
                 task=case.task,
-                image=None if case.size is None else CachedImage(image_id=str(case.size)),
+                image=None if case.size is None else CachedImageRef(image_id=str(case.size)),
                 sampling=SamplingParams(temperature=0.0, max_tokens=budget(case), seed=0),
             )
             image = None if case.size is None else images[case.size]

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.types import CaptionTask, DetectTask, Point, PointTask, QueryTask, SpatialRef
+from legato_engine.types import (
+    CaptionSpec,
+    DetectSpec,
+    ImagePoint,
+    PointSpec,
+    QuerySpec,
+    SpatialRef,
+)
 from PIL import Image
 
 from benchmarks.reference.cases import Case, Size
@@ -138,18 +145,18 @@ class Reference:
         settings = {"temperature": 0, "max_tokens": max_tokens}
         task = case.task
         match task:
-            case CaptionTask():
+            case CaptionSpec():
                 answer = self._model.caption(encoded, task.length.value, settings=settings)
                 self._trace.text = answer["caption"]
-            case DetectTask():
+            case DetectSpec():
                 self._phase = _BOXING
                 limit = {"max_objects": task.max_objects}
                 self._trace.objects = self._model.detect(encoded, task.object, limit)["objects"]
-            case PointTask():
+            case PointSpec():
                 self._phase = _POINTING
                 limit = {"max_objects": task.max_objects}
                 self._trace.objects = self._model.point(encoded, task.object, limit)["points"]
-            case QueryTask():
+            case QuerySpec():
                 refs = [_plain(ref) for ref in task.spatial_refs]
                 answer = self._model.query(
                     encoded, task.question, task.reasoning, refs or None, settings=settings
@@ -241,6 +248,6 @@ class Reference:
 
 
 def _plain(ref: SpatialRef) -> tuple[float, ...]:
-    if isinstance(ref, Point):
+    if isinstance(ref, ImagePoint):
         return ref.x, ref.y
     return ref.x_min, ref.y_min, ref.x_max, ref.y_max

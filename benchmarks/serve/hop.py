@@ -34,11 +34,11 @@ from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import Done, EngineMessage, Failed
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
-from legato_engine.types import CachedImage as CachedSource
+from legato_engine.types import CachedImageRef as CachedSource
 from legato_engine.types import (
     EncodedImage,
     ImageSource,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -103,7 +103,7 @@ class InProcess:
         self._serial += 1
         request = Request(
             request_id=RequestKey(f"hop-{self._serial}"),
-            task=QueryTask(question=QUESTION),
+            task=QuerySpec(question=QUESTION),
             image=self._source(kind),
             sampling=SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
         )

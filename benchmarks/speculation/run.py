@@ -15,7 +15,7 @@ from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import SampledToken, Task
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.types import Event, FinishReason, RequestKey, TaskResult
+from legato_engine.types import Event, FinishReason, RequestKey, TaskOutput
 
 _PERCENTILES = (50, 95, 99)
 _MS = 1e3
@@ -121,7 +121,7 @@ class RecordedTask:
         self.times.append(time.perf_counter())
         return self._inner.consume(token)
 
-    def result(self, finish_reason: FinishReason) -> TaskResult:
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
         return self._inner.result(finish_reason)
 
 

@@ -22,11 +22,11 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     CaptionLength,
-    CaptionTask,
-    ImageInfo,
-    QueryTask,
+    CaptionSpec,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -114,7 +114,7 @@ def synthetic_requests(
         question = f"{index}: what is there?"
         if profile.pressure:
             question = _PREAMBLE + question
-        sequence = _sequence(assembly, str(index), QueryTask(question=question), None)
+        sequence = _sequence(assembly, str(index), QuerySpec(question=question), None)
         sequences.append(fixed_length(sequence, profile.length or length, context, constraints))
     return sequences
 
@@ -158,14 +158,14 @@ def _prepared(assembly: Assembly, path: Path) -> PreparedImage:
     with Image.open(path) as opened:
         pixels = opened.convert("RGB")
     width, height = pixels.size
-    info = ImageInfo(image_id=path.name, width=width, height=height, cache_hit=False)
+    info = ImageProperties(image_id=path.name, width=width, height=height, cache_hit=False)
     return assembly.frontend.prepare_image(np.asarray(pixels), path.name, info)
 
 
 def real_requests(assembly: Assembly, images: Sequence[PreparedImage]) -> list[EngineSequence]:
     """Make a caption of each length and two questions for every image; greedy."""
-    tasks: list[TaskSpec] = [CaptionTask(length=length) for length in CaptionLength]
-    tasks += [QueryTask(question=question) for question in _QUESTIONS]
+    tasks: list[TaskSpec] = [CaptionSpec(length=length) for length in CaptionLength]
+    tasks += [QuerySpec(question=question) for question in _QUESTIONS]
     return [
         _sequence(assembly, f"{image.key}-{index}", task, image)
         for image in images
@@ -186,7 +186,7 @@ def text_requests(
 ) -> list[EngineSequence]:
     """Questions without an image; greedy answers of at most `length` tokens."""
     return [
-        _sequence(assembly, str(index), QueryTask(question=prompt), None, length=length)
+        _sequence(assembly, str(index), QuerySpec(question=prompt), None, length=length)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -201,7 +201,7 @@ def _sequence(
     request = Request(
         request_id=RequestKey(name),
         task=task,
-        image=None if image is None else CachedImage(image_id=image.key),
+        image=None if image is None else CachedImageRef(image_id=image.key),
         sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=length),
     )
     return make_sequence(assembly.frontend, request, image)

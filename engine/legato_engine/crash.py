@@ -164,7 +164,7 @@ class FlightRecorder:
             _REQUESTS_AT + sequence.seq_id % _REQUESTS * _REQUEST.size,
             sequence.seq_id + 1,  # 0: never written
             True,
-            type(sequence.request.task).__name__.removesuffix("Task").lower().encode()[:15],
+            type(sequence.request.task).__name__.removesuffix("Spec").lower().encode()[:15],
             sequence.prefix_length,
             len(sequence.prompt),
             sequence.task.max_tokens,

@@ -18,13 +18,13 @@ from legato_engine.types import (
     Event,
     FinishReason,
     PromptToken,
-    ReasoningDelta,
+    ReasoningEvent,
     Request,
     SamplingParams,
-    TaskResult,
-    TextDelta,
+    TaskOutput,
+    TextEvent,
     TokenInfo,
-    TokensDelta,
+    TokensEvent,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Task(Protocol):
     @property
     def finish_reason(self) -> FinishReason | None: ...
 
-    def result(self, finish_reason: FinishReason) -> TaskResult:
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
         """Return the result so far, including pending text."""
         ...
 
@@ -138,14 +138,14 @@ def grammar_refused(field: str, problem: str) -> InvalidField:
 
 def with_token(events: abc.Sequence[Event], token: TokenInfo) -> list[Event]:
     """Attach the token to the first event if it is text, else insert it before the events."""
-    if events and isinstance(first := events[0], TextDelta | ReasoningDelta):
+    if events and isinstance(first := events[0], TextEvent | ReasoningEvent):
         return [msgspec.structs.replace(first, tokens=(token,)), *events[1:]]
-    return [TokensDelta(tokens=(token,)), *events]
+    return [TokensEvent(tokens=(token,)), *events]
 
 
 def tokens_of(events: Iterable[Event]) -> Iterator[TokenInfo]:
     for event in events:
-        if isinstance(event, TextDelta | ReasoningDelta | TokensDelta):
+        if isinstance(event, TextEvent | ReasoningEvent | TokensEvent):
             yield from event.tokens
 
 

@@ -58,14 +58,14 @@ class RequestKey(
 # ---------------------------------------------------------------- geometry
 
 
-class Point(Value, frozen=True):
+class ImagePoint(Value, frozen=True):
     """A point in the displayed image: origin top-left, y down, 0..1."""
 
     x: float
     y: float
 
 
-class Box(Value, frozen=True):
+class ImageBox(Value, frozen=True):
     """A box in the displayed image, 0..1; `x_min <= x_max`, `y_min <= y_max`."""
 
     x_min: float
@@ -74,7 +74,7 @@ class Box(Value, frozen=True):
     y_max: float
 
 
-SpatialRef = Point | Box
+SpatialRef = ImagePoint | ImageBox
 
 
 # ---------------------------------------------------------------- images
@@ -122,16 +122,16 @@ class RawImage(Value, frozen=True):
     format: PixelFormat
 
 
-class CachedImage(Value, frozen=True):
+class CachedImageRef(Value, frozen=True):
     """An image in the engine, by id."""
 
     image_id: str
 
 
-ImageSource = EncodedImage | RawImage | CachedImage
+ImageSource = EncodedImage | RawImage | CachedImageRef
 
 
-class ImageInfo(Value, frozen=True):
+class ImageProperties(Value, frozen=True):
     """An image; its size is after EXIF orientation."""
 
     image_id: str
@@ -169,7 +169,7 @@ class ImagePlace(Value, frozen=True):
     time: float | None = None
 
 
-class ResponseFormat(Value, frozen=True):
+class AnswerFormat(Value, frozen=True):
     """Texts that an answer may be; one field is set. `grammar` is in GBNF or Lark."""
 
     json_schema: str = ""
@@ -178,7 +178,7 @@ class ResponseFormat(Value, frozen=True):
     grammar: str = ""
 
 
-class QueryTask(Value, frozen=True):
+class QuerySpec(Value, frozen=True):
     """Answer a question, about the images if there are any.
 
     Images stand at their `places`, in order, or without any before the first question of `history`;
@@ -193,7 +193,7 @@ class QueryTask(Value, frozen=True):
     history: tuple[Turn, ...] = ()
     shows_image: bool = False
     places: tuple[ImagePlace, ...] = ()
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
 
     @property
     def num_characters(self) -> int:
@@ -201,7 +201,7 @@ class QueryTask(Value, frozen=True):
         return len(self.system) + earlier + len(self.question)
 
 
-class CaptionTask(Value, frozen=True):
+class CaptionSpec(Value, frozen=True):
     """Describe the image."""
 
     length: CaptionLength = CaptionLength.NORMAL
@@ -214,7 +214,7 @@ class ObjectOrder(enum.StrEnum):
     CONFIDENCE = "confidence"  # highest first
 
 
-class DetectTask(Value, frozen=True):
+class DetectSpec(Value, frozen=True):
     """Find all instances of `object`, but for those of a known and lower `min_confidence`."""
 
     object: str
@@ -223,8 +223,8 @@ class DetectTask(Value, frozen=True):
     order: ObjectOrder = ObjectOrder.MODEL
 
 
-class PointTask(Value, frozen=True):
-    """Point at all instances of `object`; see `DetectTask`."""
+class PointSpec(Value, frozen=True):
+    """Point at all instances of `object`; see `DetectSpec`."""
 
     object: str
     max_objects: int | None = None
@@ -233,21 +233,21 @@ class PointTask(Value, frozen=True):
     order: ObjectOrder = ObjectOrder.MODEL
 
 
-class SegmentTask(Value, frozen=True):
+class SegmentSpec(Value, frozen=True):
     """Outline one instance of `object`."""
 
     object: str
     spatial_refs: tuple[SpatialRef, ...] = ()
 
 
-TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
+TaskSpec = QuerySpec | CaptionSpec | DetectSpec | PointSpec | SegmentSpec
 
 SKILL_OF_TASK: Mapping[type[TaskSpec], str] = {
-    QueryTask: "query",
-    CaptionTask: "caption",
-    DetectTask: "detect",
-    PointTask: "point",
-    SegmentTask: "segment",
+    QuerySpec: "query",
+    CaptionSpec: "caption",
+    DetectSpec: "detect",
+    PointSpec: "point",
+    SegmentSpec: "segment",
 }
 SKILLS = tuple(SKILL_OF_TASK.values())
 
@@ -301,33 +301,33 @@ class TokenInfo(Value, frozen=True):
 # Events of a running request: pieces of its result, in the order of the tokens.
 
 
-class TextDelta(Value, frozen=True):
+class TextEvent(Value, frozen=True):
     """New text of an answer or caption."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
 
 
-class Grounding(Value, frozen=True):
+class GroundedText(Value, frozen=True):
     """Points of a span of the reasoning, in characters."""
 
     start_index: int
     end_index: int
-    points: tuple[Point, ...] = ()
+    points: tuple[ImagePoint, ...] = ()
 
 
-class ReasoningDelta(Value, frozen=True):
+class ReasoningEvent(Value, frozen=True):
     """New reasoning, and the groundings that end in it."""
 
     text: str
-    grounding: tuple[Grounding, ...] = ()
+    grounding: tuple[GroundedText, ...] = ()
     tokens: tuple[TokenInfo, ...] = ()
 
 
 class PointEvent(Value, frozen=True):
     """A completed point."""
 
-    point: Point
+    point: ImagePoint
     label: str
     confidence: float | None = None
 
@@ -335,7 +335,7 @@ class PointEvent(Value, frozen=True):
 class ObjectEvent(Value, frozen=True):
     """A completed box."""
 
-    box: Box
+    box: ImageBox
     label: str
     confidence: float | None = None
 
@@ -345,16 +345,16 @@ class OutlineEvent(Value, frozen=True):
 
     index: int
     path_delta: str = ""
-    box: Box | None = None
+    box: ImageBox | None = None
 
 
-class TokensDelta(Value, frozen=True):
+class TokensEvent(Value, frozen=True):
     """Tokens without complete text."""
 
     tokens: tuple[TokenInfo, ...]
 
 
-Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent | TokensDelta
+Event = TextEvent | ReasoningEvent | PointEvent | ObjectEvent | OutlineEvent | TokensEvent
 
 
 # ---------------------------------------------------------------- results
@@ -371,69 +371,69 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class Result(Value, frozen=True):
+class SkillOutput(Value, frozen=True):
     """Result of a task; `has_places`: each object has a place and a confidence."""
 
     has_places: ClassVar[bool] = False
 
 
-class QueryResult(Result, frozen=True):
-    """Result of a `QueryTask`."""
+class QueryOutput(SkillOutput, frozen=True):
+    """Result of a `QuerySpec`."""
 
     answer: str
     reasoning: str | None = None
-    grounding: tuple[Grounding, ...] = ()
+    grounding: tuple[GroundedText, ...] = ()
 
 
-class CaptionResult(Result, frozen=True):
-    """Result of a `CaptionTask`."""
+class CaptionOutput(SkillOutput, frozen=True):
+    """Result of a `CaptionSpec`."""
 
     caption: str
 
 
-class DetectResult(Result, frozen=True):
-    """Result of a `DetectTask`: all boxes."""
+class DetectOutput(SkillOutput, frozen=True):
+    """Result of a `DetectSpec`: all boxes."""
 
     has_places: ClassVar[bool] = True
     objects: tuple[ObjectEvent, ...] = ()
 
 
-class PointResult(Result, frozen=True):
-    """Result of a `PointTask`: all points."""
+class PointOutput(SkillOutput, frozen=True):
+    """Result of a `PointSpec`: all points."""
 
     has_places: ClassVar[bool] = True
     points: tuple[PointEvent, ...] = ()
 
 
-class Outline(Value, frozen=True):
+class MaskOutline(Value, frozen=True):
     """An SVG path with coordinates in the unit square of `box`."""
 
     path: str
-    box: Box
+    box: ImageBox
     label: str
     coarse: bool = True
     confidence: float | None = None
 
 
-class SegmentResult(Result, frozen=True):
-    """Result of a `SegmentTask`: all outlines."""
+class SegmentOutput(SkillOutput, frozen=True):
+    """Result of a `SegmentSpec`: all outlines."""
 
     has_places: ClassVar[bool] = True
-    segments: tuple[Outline, ...] = ()
+    segments: tuple[MaskOutline, ...] = ()
 
 
-TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult
+TaskOutput = QueryOutput | CaptionOutput | DetectOutput | PointOutput | SegmentOutput
 
-SKILL_OF_RESULT: Mapping[type[TaskResult], str] = {
-    QueryResult: "query",
-    CaptionResult: "caption",
-    DetectResult: "detect",
-    PointResult: "point",
-    SegmentResult: "segment",
+SKILL_OF_RESULT: Mapping[type[TaskOutput], str] = {
+    QueryOutput: "query",
+    CaptionOutput: "caption",
+    DetectOutput: "detect",
+    PointOutput: "point",
+    SegmentOutput: "segment",
 }
 
 
-class ConfidenceInfo(Value, frozen=True):
+class CalibrationInfo(Value, frozen=True):
     """Skills whose results have confidences, and the calibrated ones among them."""
 
     skills: tuple[str, ...]
@@ -442,7 +442,7 @@ class ConfidenceInfo(Value, frozen=True):
     fitted_at: int = 0  # seconds since the epoch; 0: not calibrated
 
 
-class Usage(Value, frozen=True):
+class TokenUsage(Value, frozen=True):
     """Token counts; `cached_tokens` came from the prefix cache."""
 
     input_tokens: int
@@ -452,7 +452,7 @@ class Usage(Value, frozen=True):
     reasoning_tokens: int = 0
 
 
-class Timings(Value, frozen=True):
+class RequestTimings(Value, frozen=True):
     """Seconds of each part of a request."""
 
     queue: float = 0.0
@@ -538,7 +538,7 @@ class Request(Value, frozen=True):
 
     @property
     def blobs(self) -> tuple[BlobRef, ...]:
-        return tuple([each.blob for each in self.images if not isinstance(each, CachedImage)])
+        return tuple([each.blob for each in self.images if not isinstance(each, CachedImageRef)])
 
     def with_images(self, images: Sequence[ImageSource]) -> Request:
         first, more = (images[0] if images else None), tuple(images[1:])

@@ -11,7 +11,7 @@ from legato_client import Box
 from legato_client.calibration.scored import LabelledImage, Scored
 from legato_engine.config import SPECULATION_OFF
 from legato_engine.scheduler.batch import LaunchKind
-from legato_engine.types import DetectResult, FinishReason
+from legato_engine.types import DetectOutput, FinishReason
 
 from benchmarks.cpu import rounding
 from benchmarks.decode import kv
@@ -68,7 +68,7 @@ def test_the_real_task_reports_its_boxes_with_a_confidence():
 
     ticks(kept, 1, TICKS)
     result = made[0].result(FinishReason.LENGTH)
-    assert isinstance(result, DetectResult)
+    assert isinstance(result, DetectOutput)
     assert result.objects
     assert all(box.confidence for box in result.objects)
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from legato_engine.models.moondream.tasks import Allow, constraint_table
 from legato_engine.types import (
-    Box,
-    DetectResult,
+    DetectOutput,
     FinishReason,
+    ImageBox,
     ObjectEvent,
-    PointResult,
-    QueryResult,
+    PointOutput,
+    QueryOutput,
 )
 from PIL import Image
 
@@ -197,7 +197,7 @@ def traced(*ids, prompt=(1, 2)):
 
 def answered(*ids, finish=FinishReason.STOP, result=None):
     """Return the engine's answer of these ids."""
-    return Answer(tuple(words(1, 2)), tuple(words(*ids)), result or QueryResult(answer=""), finish)
+    return Answer(tuple(words(1, 2)), tuple(words(*ids)), result or QueryOutput(answer=""), finish)
 
 
 def test_every_skill_is_asked_about_many_images():
@@ -244,10 +244,10 @@ def test_a_difference_is_counted_and_shown():
 def test_boxes_are_compared_within_the_image():
     """The reference's boxes may exceed the image; a missing box is a difference."""
     trace = Trace(objects=[{"x_min": -0.25, "y_min": 0.5, "x_max": 0.5, "y_max": 1.5}])
-    box = Box(x_min=0.0, y_min=0.5, x_max=0.75, y_max=1.0)
-    assert box_error(trace, DetectResult(objects=(ObjectEvent(box=box, label="cup"),))) == 0.25
-    assert box_error(trace, DetectResult(objects=())) == float("inf")
-    assert box_error(Trace(), PointResult(points=())) == 0.0
+    box = ImageBox(x_min=0.0, y_min=0.5, x_max=0.75, y_max=1.0)
+    assert box_error(trace, DetectOutput(objects=(ObjectEvent(box=box, label="cup"),))) == 0.25
+    assert box_error(trace, DetectOutput(objects=())) == float("inf")
+    assert box_error(Trace(), PointOutput(points=())) == 0.0
 
 
 def test_bins_count_what_a_value_can_be():

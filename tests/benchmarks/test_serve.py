@@ -12,7 +12,7 @@ import pytest
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 from legato_engine.telemetry import LANES
-from legato_engine.types import QueryResult, QueryTask, Request, RequestKey
+from legato_engine.types import QueryOutput, QuerySpec, Request, RequestKey
 
 from benchmarks.serve import start
 from benchmarks.serve.cases import Case, cases
@@ -213,7 +213,7 @@ def test_answers_of_different_lengths_are_not_compared():
 
 def request():
     """Return a question without an image."""
-    return Request(request_id=RequestKey("one"), task=QueryTask(question="?"))
+    return Request(request_id=RequestKey("one"), task=QuerySpec(question="?"))
 
 
 async def test_a_request_runs_in_the_event_loop_and_is_forgotten():
@@ -223,7 +223,7 @@ async def test_a_request_runs_in_the_event_loop_and_is_forgotten():
         stream = engine.submit(request())
         assert engine.num_open == 1
         done = await stream.done()
-        assert isinstance(done.result, QueryResult)
+        assert isinstance(done.result, QueryOutput)
         assert done.result.answer
         assert engine.num_open == 0
     assert engine.step > 0

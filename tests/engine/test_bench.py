@@ -27,7 +27,7 @@ from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Constraint
 from legato_engine.telemetry import StepFeed, Timeline
-from legato_engine.types import DetectResult, FinishReason
+from legato_engine.types import DetectOutput, FinishReason
 from structlog.testing import capture_logs
 
 from tests.engine.telemetry.steps import make_step
@@ -149,7 +149,7 @@ def test_every_detect_step_is_constrained(assembly):
     scheduler.submit(sequence)
     scheduler.drain()
     result = sequence.task.result(FinishReason.STOP)
-    assert isinstance(result, DetectResult)
+    assert isinstance(result, DetectOutput)
     assert len(result.objects) == LENGTH // 3
 
 

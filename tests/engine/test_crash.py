@@ -27,7 +27,14 @@ from legato_engine.crash import (
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes, Step
 from legato_engine.sequence import HostInputs, Sequence
-from legato_engine.types import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
+from legato_engine.types import (
+    DetectSpec,
+    ImageProperties,
+    PromptToken,
+    QuerySpec,
+    Request,
+    RequestKey,
+)
 
 from tests.work import lines_run
 
@@ -44,12 +51,12 @@ class Task:
 class Prepared:
     """An image without a model."""
 
-    info = ImageInfo(image_id="secret", width=640, height=480, cache_hit=False)
+    info = ImageProperties(image_id="secret", width=640, height=480, cache_hit=False)
 
 
 def sequence(seq_id, *, image=True):
     """A sequence of a detection on an image, or of a query."""
-    task = DetectTask(object="secret") if image else QueryTask(question="secret")
+    task = DetectSpec(object="secret") if image else QuerySpec(question="secret")
     return Sequence(
         seq_id=seq_id,
         request=Request(request_id=RequestKey("secret"), task=task),

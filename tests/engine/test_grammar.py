@@ -15,11 +15,11 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.types import (
+    AnswerFormat,
     FinishReason,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
-    ResponseFormat,
     Resumed,
     SamplingParams,
 )
@@ -131,7 +131,7 @@ def conforms(value, schema):
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
 def test_every_text_under_a_schema_parses_and_conforms(schema, seed):
     """Whatever tokens are drawn, the complete text is JSON of the schema."""
-    text = walk(COMPILER.compile(ResponseFormat(json_schema=json.dumps(schema))), seed)
+    text = walk(COMPILER.compile(AnswerFormat(json_schema=json.dumps(schema))), seed)
     assert conforms(json.loads(text), schema), (schema, text)
 
 
@@ -139,49 +139,49 @@ def test_every_text_under_a_schema_parses_and_conforms(schema, seed):
 def test_choices_expressions_and_grammars_bind(seed):
     """Complete texts are among the choices, match the expression, derive from the grammar."""
     choices = ('yes "sir"', "no\\", "été\n😀")
-    assert walk(COMPILER.compile(ResponseFormat(choices=choices)), seed) in choices
+    assert walk(COMPILER.compile(AnswerFormat(choices=choices)), seed) in choices
     pattern = r"[A-C]{2}-\d{3}"
-    assert re.fullmatch(pattern, walk(COMPILER.compile(ResponseFormat(regex=pattern)), seed))
+    assert re.fullmatch(pattern, walk(COMPILER.compile(AnswerFormat(regex=pattern)), seed))
     gbnf = 'root ::= item ("," item){2}\nitem ::= "cat" | "dog"'
     assert re.fullmatch(
-        "(cat|dog)(,(cat|dog)){2}", walk(COMPILER.compile(ResponseFormat(grammar=gbnf)), seed)
+        "(cat|dog)(,(cat|dog)){2}", walk(COMPILER.compile(AnswerFormat(grammar=gbnf)), seed)
     )
     lark = 'start: "<" /[a-z]{1,4}/ ">"'
-    assert re.fullmatch("<[a-z]{1,4}>", walk(COMPILER.compile(ResponseFormat(grammar=lark)), seed))
+    assert re.fullmatch("<[a-z]{1,4}>", walk(COMPILER.compile(AnswerFormat(grammar=lark)), seed))
 
 
 def test_a_special_token_is_never_allowed():
     """No text contains the tokens that a model keeps for itself, but for the end."""
     special = [index for index in range(NUM_IDS) if not VOCABULARY.piece(index)]
-    free = allowed(COMPILER.compile(ResponseFormat(regex="(?s).*")))
+    free = allowed(COMPILER.compile(AnswerFormat(regex="(?s).*")))
     assert set(special) & set(free.tolist()) == {EOS}
     assert max(free) < VOCABULARY.num_ids
 
 
 HOSTILE = {
-    "no_format": (ResponseFormat(), "response_format"),
-    "two_formats": (ResponseFormat(regex="a", grammar='start: "a"'), "response_format"),
-    "not_json": (ResponseFormat(json_schema="{"), "json_schema"),
-    "not_a_schema": (ResponseFormat(json_schema="[1]"), "json_schema"),
-    "unknown_type": (ResponseFormat(json_schema='{"type":"colour"}'), "json_schema"),
-    "remote_reference": (ResponseFormat(json_schema='{"$ref":"http://x/y"}'), "json_schema"),
-    "unsatisfiable": (ResponseFormat(json_schema='{"enum":[]}'), "json_schema"),
+    "no_format": (AnswerFormat(), "response_format"),
+    "two_formats": (AnswerFormat(regex="a", grammar='start: "a"'), "response_format"),
+    "not_json": (AnswerFormat(json_schema="{"), "json_schema"),
+    "not_a_schema": (AnswerFormat(json_schema="[1]"), "json_schema"),
+    "unknown_type": (AnswerFormat(json_schema='{"type":"colour"}'), "json_schema"),
+    "remote_reference": (AnswerFormat(json_schema='{"$ref":"http://x/y"}'), "json_schema"),
+    "unsatisfiable": (AnswerFormat(json_schema='{"enum":[]}'), "json_schema"),
     "deep_schema": (
-        ResponseFormat(json_schema='{"items":' * 5_000 + "{}" + "}" * 5_000),
+        AnswerFormat(json_schema='{"items":' * 5_000 + "{}" + "}" * 5_000),
         "json_schema",
     ),
-    "deep_expression": (ResponseFormat(regex="(" * 20_000 + ")" * 20_000), "regex"),
+    "deep_expression": (AnswerFormat(regex="(" * 20_000 + ")" * 20_000), "regex"),
     "deep_grammar": (
-        ResponseFormat(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+        AnswerFormat(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
         "grammar",
     ),
-    "no_expression": (ResponseFormat(regex="("), "regex"),
-    "no_grammar": (ResponseFormat(grammar="start: missing"), "grammar"),
-    "huge": (ResponseFormat(regex="a" * 70_000), "regex"),
-    "many_choices": (ResponseFormat(choices=tuple(map(str, range(2_000)))), "choices"),
-    "empty_choice": (ResponseFormat(choices=("a", "")), "choices"),
+    "no_expression": (AnswerFormat(regex="("), "regex"),
+    "no_grammar": (AnswerFormat(grammar="start: missing"), "grammar"),
+    "huge": (AnswerFormat(regex="a" * 70_000), "regex"),
+    "many_choices": (AnswerFormat(choices=tuple(map(str, range(2_000)))), "choices"),
+    "empty_choice": (AnswerFormat(choices=("a", "")), "choices"),
     "big_number": (
-        ResponseFormat(json_schema='{"type":"integer","multipleOf":7919,"minimum":1000000000}'),
+        AnswerFormat(json_schema='{"type":"integer","multipleOf":7919,"minimum":1000000000}'),
         "json_schema",
     ),
 }
@@ -200,7 +200,7 @@ def test_a_bad_format_is_refused_with_its_field(name):
 
 def test_a_grammar_too_complex_to_follow_ends_its_request():
     """The error comes with the token that it cannot follow, and not as a wrong answer."""
-    grammar = COMPILER.compile(ResponseFormat(regex="((a{1,100}){1,100}){1,100}b"))
+    grammar = COMPILER.compile(AnswerFormat(regex="((a{1,100}){1,100}){1,100}b"))
     (letter,) = (index for index in allowed(grammar) if VOCABULARY.piece(index) == b"a")
     with pytest.raises(InvalidField, match=r"lexer|complex|fuel|limit") as refused:
         follow(grammar, letter, 300)
@@ -211,15 +211,15 @@ def test_a_grammar_too_complex_to_follow_ends_its_request():
 
 
 def asked(**wanted):
-    return QueryTask(question="What is there?", response_format=ResponseFormat(**wanted))
+    return QuerySpec(question="What is there?", response_format=AnswerFormat(**wanted))
 
 
 TASKS = [
     asked(json_schema=json.dumps(OBJECT)),
-    QueryTask(question="What is there?"),
+    QuerySpec(question="What is there?"),
     asked(choices=("red", "green", "blue")),
     asked(regex="[0-9]{4}-[0-9]{2}"),
-    QueryTask(question="Where is the cat?"),
+    QuerySpec(question="Where is the cat?"),
 ]
 
 

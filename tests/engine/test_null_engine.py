@@ -31,23 +31,23 @@ from legato_engine.ipc.messages import (
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     EncodedImage,
     FinishReason,
     ObjectEvent,
     ObjectOrder,
     PixelFormat,
-    PointTask,
-    QueryTask,
+    PointSpec,
+    QuerySpec,
     RawImage,
     Request,
     RequestKey,
     Resumed,
     SamplingParams,
-    SegmentTask,
-    TextDelta,
+    SegmentSpec,
+    TextEvent,
     Turn,
 )
 from PIL import Image
@@ -57,14 +57,14 @@ from tests.service.harness import until
 # ---------------------------------------------------------------- engine
 # The engine without a model: its outputs and its process.
 
-HELLO = QueryTask(question="hi")
+HELLO = QuerySpec(question="hi")
 TASKS = (
-    QueryTask(question="what is it"),
-    QueryTask(question="what is it", reasoning=True),
-    CaptionTask(),
-    DetectTask(object="cat"),
-    PointTask(object="cat"),
-    SegmentTask(object="cat"),
+    QuerySpec(question="what is it"),
+    QuerySpec(question="what is it", reasoning=True),
+    CaptionSpec(),
+    DetectSpec(object="cat"),
+    PointSpec(object="cat"),
+    SegmentSpec(object="cat"),
 )
 
 
@@ -146,7 +146,7 @@ def test_a_conversation_is_counted_whole(bench):
     """Every word of the conversation counts as a token."""
     turn = Turn(question="what is it", answer="a cup")
     alone, talk = (
-        bench.run(name, QueryTask(question="what colour", system=system, history=history))[-1]
+        bench.run(name, QuerySpec(question="what colour", system=system, history=history))[-1]
         for name, system, history in (("a", "", ()), ("b", "be short", (turn,)))
     )
     assert talk.usage.input_tokens - alone.usage.input_tokens == 7
@@ -166,7 +166,7 @@ def test_tokens_are_optional(bench):
 
 def test_tokens_of_objects_have_events_of_their_own(bench):
     """Tokens of objects come in events of their own, with a logprob of 0 if wanted."""
-    task = DetectTask(object="cat")
+    task = DetectSpec(object="cat")
     *deltas, done = bench.run(task=task, return_tokens=True, logprobs=True)[1:]
     for index, delta in enumerate(deltas):
         tokens, found = delta.events
@@ -181,19 +181,19 @@ def test_tokens_of_objects_have_events_of_their_own(bench):
 )
 def test_objects_are_bounded_by_max_objects(max_objects, found, reason):
     """The number of objects is the smaller of `null_objects` and `max_objects`."""
-    *_, done = Bench(null_objects=5).run(task=DetectTask(object="cat", max_objects=max_objects))
+    *_, done = Bench(null_objects=5).run(task=DetectSpec(object="cat", max_objects=max_objects))
     assert len({(each.box.x_min, each.box.y_min) for each in done.result.objects}) == found
     assert done.finish_reason is reason
 
 
-@pytest.mark.parametrize("task", [DetectTask, PointTask])
+@pytest.mark.parametrize("task", [DetectSpec, PointSpec])
 def test_objects_have_confidences(task):
     """They filter before `max_objects` counts, and order the result; events keep their order."""
     bench = Bench(null_objects=5)
     asked = task(object="cat", min_confidence=0.5, max_objects=3, order=ObjectOrder.CONFIDENCE)
     *deltas, done = bench.run(task=asked, deltas=True)[1:]
     told = [delta.events[0].confidence for delta in deltas]
-    found = done.result.objects if task is DetectTask else done.result.points
+    found = done.result.objects if task is DetectSpec else done.result.points
     assert told == [0.75, 0.9375, 0.8125]
     assert [each.confidence for each in found] == sorted(told, reverse=True)
     assert done.finish_reason is FinishReason.MAX_OBJECTS
@@ -202,11 +202,11 @@ def test_objects_have_confidences(task):
 def test_images_are_read_sized_and_cached(bench):
     """The blob is removed, the size is the displayed one, and the same bytes or id are hits."""
     source = bench.image((30, 20), orientation=6)
-    first = bench.run("a", CaptionTask(), image=source)[-1]
+    first = bench.run("a", CaptionSpec(), image=source)[-1]
     assert not (blob_folder() / source.blob.name).exists()
     assert (first.image.width, first.image.height, first.image.cache_hit) == (20, 30, False)
-    again = bench.run("b", CaptionTask(), image=bench.image((30, 20), orientation=6))[-1]
-    named = bench.run("c", CaptionTask(), image=CachedImage(image_id=first.image.image_id))[-1]
+    again = bench.run("b", CaptionSpec(), image=bench.image((30, 20), orientation=6))[-1]
+    named = bench.run("c", CaptionSpec(), image=CachedImageRef(image_id=first.image.image_id))[-1]
     assert again.image == named.image
     assert again.image.cache_hit
     assert again.image.image_id == first.image.image_id
@@ -218,9 +218,9 @@ def test_an_image_is_kept_only_with_cache_image(bench):
     raw = RawImage(
         blob=bench.blobs.put(bytes(24)), width=4, height=2, row_stride=12, format=PixelFormat.RGB8
     )
-    done = bench.run("a", CaptionTask(), image=raw, cache_image=False)[-1]
+    done = bench.run("a", CaptionSpec(), image=raw, cache_image=False)[-1]
     assert (done.image.width, done.image.height) == (4, 2)
-    (failed,) = bench.run("b", CaptionTask(), image=CachedImage(image_id=done.image.image_id))
+    (failed,) = bench.run("b", CaptionSpec(), image=CachedImageRef(image_id=done.image.image_id))
     assert failed.error.kind == "ImageNotFound"
 
 
@@ -229,7 +229,7 @@ def test_an_invalid_request_fails_alone(bench):
     assert bench.run("a", model="other")[0].error.kind == "ModelNotFound"
     assert bench.run("b", adapter="x")[0].error.kind == "AdapterNotFound"
     broken = EncodedImage(blob=bench.blobs.put(b"no picture"), mime_type="image/png")
-    assert bench.run("c", CaptionTask(), image=broken)[0].error.kind == "ImageUndecodable"
+    assert bench.run("c", CaptionSpec(), image=broken)[0].error.kind == "ImageUndecodable"
     assert isinstance(bench.run("d")[-1], Done)
 
 
@@ -282,7 +282,7 @@ def test_pacing_waits_between_tokens():
 
 @pytest.mark.parametrize("running", [True, False])
 def test_a_stop_gives_the_partial_result(running):
-    """A stopped request sends `PrefillStarted` once and a cancelled `Done` with a part."""
+    """A stopped request sends `PrefillStarted` once, then `Done` with its partial result."""
     bench = Bench(null_step_ms=0.01, max_running=1)
     bench.submit("other")
     while len(bench.of("other")) < 4:
@@ -337,7 +337,7 @@ async def test_the_process_serves_without_a_model():
         data = io.BytesIO()
         Image.new("RGB", (8, 6)).save(data, "PNG")
         image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
-        detect = Request(request_id=RequestKey("a"), task=DetectTask(object="cat"), image=image)
+        detect = Request(request_id=RequestKey("a"), task=DetectSpec(object="cat"), image=image)
         outputs: list[Any] = [output async for output in client.submit(detect)]
         assert isinstance(outputs[0], PrefillStarted)
         assert isinstance(outputs[-1], Done)
@@ -362,7 +362,7 @@ async def test_the_process_paces_and_stops():
         stream = client.submit(Request(request_id=RequestKey("a"), task=HELLO, sampling=endless))
         assert isinstance(await stream.__anext__(), PrefillStarted)
         first: Any = await stream.__anext__()
-        assert isinstance(first.events[0], TextDelta)
+        assert isinstance(first.events[0], TextEvent)
         stream.stop()
         last: Any = [output async for output in stream][-1]
         assert last.finish_reason is FinishReason.CANCELLED
@@ -393,7 +393,7 @@ def test_images_are_leased_and_dropped():
     assert hold("again", (40, 30)).image.cache_hit
     assert hold("more", (41, 30)).error.kind == "BytesExceeded"
     assert hold("hash", (2, 2), sha256="0" * 64).error.metadata["field"] == "sha256"
-    *_, answered = bench.run(image=CachedImage(image_id=held.image.image_id))
+    *_, answered = bench.run(image=CachedImageRef(image_id=held.image.image_id))
     assert answered.image.cache_hit
     for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
         bench.engine.drop(
@@ -401,7 +401,7 @@ def test_images_are_leased_and_dropped():
         )
         assert type(bench.outputs[-1]).__name__ == kind
     over = hold("short", (30, 30), ttl=0.0).image.image_id
-    *_, failed = bench.run(image=CachedImage(image_id=over))
+    *_, failed = bench.run(image=CachedImageRef(image_id=over))
     assert failed.error.kind == "ImageNotFound"
     bench.blobs.close()
 
@@ -432,7 +432,7 @@ async def ask(client):
     for number in itertools.count():
         request = Request(
             request_id=RequestKey(f"r{number}"),
-            task=QueryTask(question="what is it?"),
+            task=QuerySpec(question="what is it?"),
             sampling=SamplingParams(max_tokens=40),
         )
         await client.submit(request, may_wait=True).done()

@@ -18,7 +18,7 @@ from legato_engine.device.cuda import no_collections
 from legato_engine.scheduler.batch import LaunchKind, StepRecord
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
 
 # ---------------------------------------------------------------- decodes
 # Schedulers whose rows all decode, for the guard.
@@ -65,7 +65,7 @@ def decoding(
     for index in range(ROWS):
         request = Request(
             request_id=RequestKey(str(index)),
-            task=QueryTask(question="What? " * 3),
+            task=QuerySpec(question="What? " * 3),
             sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
         )
         adapter = None

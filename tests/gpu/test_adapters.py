@@ -24,15 +24,15 @@ from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as RunningSequence
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
+    CachedImageRef,
+    CaptionSpec,
     FinishReason,
-    ImageInfo,
-    QueryTask,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
 )
 from PIL import Image
 
@@ -216,7 +216,7 @@ class Answers(SilentSink):
     """Keeps every request's result."""
 
     def __init__(self) -> None:
-        self.results: dict[str, TaskResult] = {}
+        self.results: dict[str, TaskOutput] = {}
 
     def done(self, sequence: RunningSequence, finish_reason: FinishReason) -> None:
         """Remember it."""
@@ -264,24 +264,24 @@ def adapters(large: Assembly) -> dict[str, Adapter]:
 
 def run(
     assembly: Assembly, adapters: dict[str, Adapter], names: list[str], depth: int
-) -> dict[str, TaskResult]:
+) -> dict[str, TaskOutput]:
     """A caption and a question for each name, together; nothing is held at the end."""
     sink = Answers()
     scheduler = assembly.scheduler(sink, pipeline_depth=depth)
-    info = ImageInfo(image_id="grey", width=850, height=600, cache_hit=False)
+    info = ImageProperties(image_id="grey", width=850, height=600, cache_hit=False)
     grey = assembly.frontend.prepare_image(Image.new("RGB", (850, 600), (90, 90, 90)), "grey", info)
     sampling = SamplingParams(temperature=0.0, max_tokens=16)
     for number, name in enumerate(names):
         asked = Request(
             request_id=RequestKey(f"{number}-caption"),
-            task=CaptionTask(),
-            image=CachedImage(image_id="grey"),
+            task=CaptionSpec(),
+            image=CachedImageRef(image_id="grey"),
             sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, grey, adapters.get(name)))
         asked = Request(
             request_id=RequestKey(f"{number}-query"),
-            task=QueryTask(question="What?" * 20),
+            task=QuerySpec(question="What?" * 20),
             sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, None, adapters.get(name)))

@@ -16,18 +16,18 @@ from legato_engine.device.select import open_device
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
-    ImageInfo,
-    QueryTask,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
     TaskSpec,
     TokenInfo,
 )
@@ -41,10 +41,10 @@ pytestmark = [
 
 DATED_WITHIN = 200_000  # nanoseconds: what clocks drift in a second, and the host's waking up
 TASKS: tuple[TaskSpec, ...] = (
-    DetectTask(object="red circle"),
-    DetectTask(object="blue square"),
-    CaptionTask(),
-    QueryTask(question="How many red circles are there?"),
+    DetectSpec(object="red circle"),
+    DetectSpec(object="blue square"),
+    CaptionSpec(),
+    QuerySpec(question="How many red circles are there?"),
 )
 
 
@@ -52,7 +52,7 @@ class Results(SilentSink):
     """Keeps every request's result."""
 
     def __init__(self) -> None:
-        self.by_id: dict[str, TaskResult] = {}
+        self.by_id: dict[str, TaskOutput] = {}
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Keep it."""
@@ -83,13 +83,13 @@ def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
     """Run every task greedily; return tokens and log-probabilities."""
     told = Told()
     scheduler = assembly.scheduler(told, pipeline_depth=2)
-    info = ImageInfo(image_id="shapes", width=640, height=480, cache_hit=False)
+    info = ImageProperties(image_id="shapes", width=640, height=480, cache_hit=False)
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS):
         request = Request(
             request_id=RequestKey(str(index)),
             task=task,
-            image=CachedImage(image_id="shapes"),
+            image=CachedImageRef(image_id="shapes"),
             sampling=SamplingParams(temperature=0.0, max_tokens=48),
             return_tokens=True,
             logprobs=True,
@@ -99,17 +99,17 @@ def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
     return [told.by_id[str(index)] for index in range(len(TASKS))]
 
 
-def answers(assembly: Assembly, depth: int, temperature: float = 0.0) -> dict[str, TaskResult]:
+def answers(assembly: Assembly, depth: int, temperature: float = 0.0) -> dict[str, TaskOutput]:
     """Run every task twice, all together."""
     sink = Results()
     scheduler = assembly.scheduler(sink, pipeline_depth=depth)
-    info = ImageInfo(image_id="shapes", width=640, height=480, cache_hit=False)
+    info = ImageProperties(image_id="shapes", width=640, height=480, cache_hit=False)
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS * 2):
         request = Request(
             request_id=RequestKey(str(index)),
             task=task,
-            image=CachedImage(image_id="shapes"),
+            image=CachedImageRef(image_id="shapes"),
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=48),
         )
         scheduler.submit(make_sequence(assembly.frontend, request, image))
@@ -178,7 +178,7 @@ def test_answers_are_those_of_the_cpu(cuda: Assembly) -> None:
     on_cpu = answers(assembled("cpu"), 2)
     for key, result in answers(cuda, 2).items():
         expected = on_cpu[key]
-        if isinstance(result, DetectResult) and isinstance(expected, DetectResult):
+        if isinstance(result, DetectOutput) and isinstance(expected, DetectOutput):
             assert len(result.objects) == len(expected.objects) > 0
             for ours, theirs in zip(result.objects, expected.objects, strict=True):
                 assert _corners(ours.box) == pytest.approx(_corners(theirs.box), abs=3 / 1024)

@@ -22,7 +22,7 @@ from legato_engine.models.moondream.refiner import Crop
 from legato_engine.models.moondream.vision import Vision, patches
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.model_runner import RefineStep
-from legato_engine.types import QueryTask, SamplingParams
+from legato_engine.types import QuerySpec, SamplingParams
 from PIL import Image
 
 from tests.engine.core.test_refinements import HEIGHT, WIDTH, ask, outline, truth
@@ -242,7 +242,7 @@ def test_an_outline_is_refined_among_others_as_alone(assembly):
     assert likeness(outline(alone)) > 0.85
     for number in range(5):
         ask(world, f"r{number}")
-    world.submit("q", QueryTask(question="What?"), sampling=SamplingParams(max_tokens=60))
+    world.submit("q", QuerySpec(question="What?"), sampling=SamplingParams(max_tokens=60))
     *together, _ = world.run(*(f"r{number}" for number in range(5)), "q")
     assert [done.result for done in together] == [alone.result] * 5
     world.close()

@@ -22,17 +22,17 @@ from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     Event,
     FinishReason,
-    ImageInfo,
-    QueryTask,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
     TaskSpec,
     TokenInfo,
 )
@@ -50,7 +50,7 @@ class Watch(SilentSink):
     """Keeps every request's result, its tokens if reported, and the plans of all launches."""
 
     def __init__(self) -> None:
-        self.results: dict[str, TaskResult] = {}
+        self.results: dict[str, TaskOutput] = {}
         self.tokens: dict[str, list[TokenInfo]] = collections.defaultdict(list)
         self.plans: list[Plan] = []
 
@@ -81,7 +81,7 @@ class Watch(SilentSink):
 def prepared_image(assembly: Assembly, seed: int) -> PreparedImage:
     """850x600 of noise: nine crops for Moondream 2."""
     pixels = np.random.default_rng(seed).integers(0, 256, (600, 850, 3), dtype=np.uint8)
-    info = ImageInfo(image_id=str(seed), width=850, height=600, cache_hit=False)
+    info = ImageProperties(image_id=str(seed), width=850, height=600, cache_hit=False)
     return assembly.frontend.prepare_image(Image.fromarray(pixels), f"noise-{seed}", info)
 
 
@@ -105,17 +105,17 @@ def run(
         watch, pipeline_depth=depth, shares=shares, observer=watch.committed
     )
     tasks: list[TaskSpec] = [
-        QueryTask(question="What?" * 9),
-        DetectTask(object="cat"),
-        CaptionTask(),
+        QuerySpec(question="What?" * 9),
+        DetectSpec(object="cat"),
+        CaptionSpec(),
     ]
     for index in range(first, count):
         image = prepared_image(assembly, index % 3) if index != 0 else None
-        task = tasks[index % 3] if index else QueryTask(question="x" * 99)
+        task = tasks[index % 3] if index else QuerySpec(question="x" * 99)
         request = Request(
             request_id=RequestKey(str(index)),
             task=task,
-            image=CachedImage(image_id="any") if image else None,
+            image=CachedImageRef(image_id="any") if image else None,
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=24),
             return_tokens=logprobs,
             logprobs=logprobs,

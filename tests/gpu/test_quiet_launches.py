@@ -17,7 +17,7 @@ from legato_engine.models.moondream.refiner import Crop
 from legato_engine.scheduler.batch import LaunchKind, Refinement
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
-from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
 
 from benchmarks.decode.loops import picture, recorded, skilled, values_of
 from benchmarks.decode.loops.decodes import NUM_SKILLS
@@ -53,7 +53,7 @@ def asking(assembly: Assembly, name: str, text: str) -> Sequence:
     """A question, its answer with log-probabilities."""
     request = Request(
         request_id=RequestKey(name),
-        task=QueryTask(question=text),
+        task=QuerySpec(question=text),
         sampling=SamplingParams(temperature=0.8, seed=1, max_tokens=24),
         logprobs=True,
         return_tokens=True,

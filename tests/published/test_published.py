@@ -9,7 +9,7 @@ import torch
 from legato_client import Client, Message, NotFound, Options, Sampling
 from legato_client import QueryTask as ClientQueryTask
 from legato_engine.core.requests import make_sequence
-from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams, Turn
+from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams, Turn
 
 from benchmarks.cpu.rounding import text_cost
 from tests.e2e.server import Server
@@ -30,7 +30,7 @@ def task(talk):
     has_system = talk[0]["role"] == "system"
     said = [each["content"] for each in talk[has_system:]]
     pairs = zip(said[:-1:2], said[1:-1:2], strict=True)
-    return QueryTask(
+    return QuerySpec(
         question=said[-1],
         system=talk[0]["content"] if has_system else "",
         history=tuple(Turn(question, answer) for question, answer in pairs),

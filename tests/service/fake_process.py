@@ -23,7 +23,7 @@ from legato_engine.ipc.messages import (
     Submit,
 )
 from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
-from legato_engine.types import FinishReason, QueryResult, QueryTask, Request, RequestKey
+from legato_engine.types import FinishReason, QueryOutput, QuerySpec, Request, RequestKey
 
 from tests.service.fakes import MODEL, done, started
 
@@ -57,26 +57,26 @@ def _apply(
     connections: ServiceConnections, running: dict[RequestKey, Request], command: Command
 ) -> None:
     match command:
-        case Submit(request=request) if isinstance(request.task, QueryTask):
+        case Submit(request=request) if isinstance(request.task, QuerySpec):
             connections.post(started(request))
             if request.task.question == "wait" or request.task.question.startswith(UNTIL):
                 running[request.request_id] = request
             else:
-                connections.post(done(request, QueryResult(answer=request.task.question)))
+                connections.post(done(request, QueryOutput(answer=request.task.question)))
         case Abort(request_id=request_id):
             running.pop(request_id, None)
         case Stop(request_id=request_id) if request_id in running:
             reason = FinishReason.CANCELLED
-            connections.post(done(running.pop(request_id), QueryResult(answer=""), reason))
+            connections.post(done(running.pop(request_id), QueryOutput(answer=""), reason))
 
 
 def _look(connections: ServiceConnections, running: dict[RequestKey, Request]) -> None:
     for request in list(running.values()):
-        assert isinstance(request.task, QueryTask)
+        assert isinstance(request.task, QuerySpec)
         path = request.task.question.removeprefix(UNTIL)
         if os.path.exists(path):
             del running[request.request_id]
-            connections.post(done(request, QueryResult(answer=path)))
+            connections.post(done(request, QueryOutput(answer=path)))
 
 
 def _beat(listener_fd: int, running: dict[RequestKey, Request]) -> None:

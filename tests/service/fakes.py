@@ -26,37 +26,37 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
-    Box,
-    CachedImage,
-    CaptionResult,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
+    CachedImageRef,
+    CaptionOutput,
+    CaptionSpec,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
-    Grounding,
-    ImageInfo,
+    GroundedText,
+    ImageBox,
+    ImagePoint,
+    ImageProperties,
     ImageSource,
+    MaskOutline,
     ObjectEvent,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointResult,
-    PointTask,
-    QueryResult,
-    QueryTask,
+    PointOutput,
+    PointSpec,
+    QueryOutput,
+    QuerySpec,
     RawImage,
-    ReasoningDelta,
+    ReasoningEvent,
     Request,
     RequestKey,
-    SegmentResult,
-    SegmentTask,
-    TaskResult,
+    RequestTimings,
+    SegmentOutput,
+    SegmentSpec,
+    TaskOutput,
     TaskSpec,
-    TextDelta,
-    Timings,
-    Usage,
+    TextEvent,
+    TokenUsage,
 )
 
 MODEL = ServedModel(
@@ -70,13 +70,13 @@ MODEL = ServedModel(
     num_parameters=1_000_000,
     dtype="f32",
 )
-BOX = Box(x_min=0.1, y_min=0.2, x_max=0.5, y_max=0.75)
-POINT = Point(x=0.25, y=0.5)
-USAGE = Usage(input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729)
-TIMINGS = Timings(
+BOX = ImageBox(x_min=0.1, y_min=0.2, x_max=0.5, y_max=0.75)
+POINT = ImagePoint(x=0.25, y=0.5)
+USAGE = TokenUsage(input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729)
+TIMINGS = RequestTimings(
     queue=0.001, image=0.002, prefill=0.003, first_token=0.006, decode=0.5, total=0.506
 )
-IMAGE = ImageInfo(image_id="img_0", width=640, height=480, cache_hit=False)
+IMAGE = ImageProperties(image_id="img_0", width=640, height=480, cache_hit=False)
 
 Script = Callable[["FakeEngine", RequestStream], None]
 
@@ -196,7 +196,7 @@ class FakeEngine:
         name = image_id(content_key(data, raw))
         known = any(name == held for _, held in self.held)
         until = self.held[command.owner, name] = time.monotonic() + command.ttl
-        info = ImageInfo(image_id=name, width=640, height=480, cache_hit=known)
+        info = ImageProperties(image_id=name, width=640, height=480, cache_hit=known)
         return ImageHeld(request_id=command.request_id, image=info, until=until)
 
     async def drop(self, command: DropImage) -> None:
@@ -257,7 +257,7 @@ def delta(request: Request, *events: Event) -> OutputDelta:
 
 def done(
     request: Request,
-    result: TaskResult,
+    result: TaskOutput,
     reason: FinishReason = FinishReason.STOP,
 ) -> Done:
     """Return the end of a request."""
@@ -272,62 +272,62 @@ def done(
     )
 
 
-def image_of(source: ImageSource | None) -> ImageInfo | None:
+def image_of(source: ImageSource | None) -> ImageProperties | None:
     """Return the image of a result; one named by its id was seen before."""
-    if isinstance(source, CachedImage):
-        return ImageInfo(image_id=source.image_id, width=640, height=480, cache_hit=True)
+    if isinstance(source, CachedImageRef):
+        return ImageProperties(image_id=source.image_id, width=640, height=480, cache_hit=True)
     return IMAGE if source is not None else None
 
 
-def solution(task: TaskSpec) -> tuple[Sequence[Event], TaskResult]:
+def solution(task: TaskSpec) -> tuple[Sequence[Event], TaskOutput]:
     """Return the events and the result of a task."""
     match task:
-        case QueryTask(reasoning=True):
-            spans = (Grounding(start_index=0, end_index=2, points=(POINT,)),)
+        case QuerySpec(reasoning=True):
+            spans = (GroundedText(start_index=0, end_index=2, points=(POINT,)),)
             events = (
-                ReasoningDelta(text="Hm. "),
-                ReasoningDelta(text="", grounding=spans),
-                TextDelta(text="Four."),
+                ReasoningEvent(text="Hm. "),
+                ReasoningEvent(text="", grounding=spans),
+                TextEvent(text="Four."),
             )
-            return events, QueryResult(answer="Four.", reasoning="Hm. ", grounding=spans)
-        case QueryTask():
-            return words("Three", " red", " cups."), QueryResult(answer="Three red cups.")
-        case CaptionTask():
-            return words("A", " shelf."), CaptionResult(caption="A shelf.")
-        case DetectTask(object=label):
+            return events, QueryOutput(answer="Four.", reasoning="Hm. ", grounding=spans)
+        case QuerySpec():
+            return words("Three", " red", " cups."), QueryOutput(answer="Three red cups.")
+        case CaptionSpec():
+            return words("A", " shelf."), CaptionOutput(caption="A shelf.")
+        case DetectSpec(object=label):
             found = ObjectEvent(box=BOX, label=label)
-            return (found, found), DetectResult(objects=(found, found))
-        case PointTask(object=label):
+            return (found, found), DetectOutput(objects=(found, found))
+        case PointSpec(object=label):
             spot = PointEvent(point=POINT, label=label)
-            return (spot,), PointResult(points=(spot,))
-        case SegmentTask(object=label):
+            return (spot,), PointOutput(points=(spot,))
+        case SegmentSpec(object=label):
             pieces = (
                 OutlineEvent(index=0, box=BOX),
                 OutlineEvent(index=0, path_delta="M 0 0 "),
                 OutlineEvent(index=0, path_delta="L 1 1 Z"),
             )
-            outline = Outline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
-            return pieces, SegmentResult(segments=(outline,))
+            outline = MaskOutline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
+            return pieces, SegmentOutput(segments=(outline,))
 
 
-def empty(task: TaskSpec) -> TaskResult:
+def empty(task: TaskSpec) -> TaskOutput:
     """Return the empty result of a stopped task."""
     match task:
-        case QueryTask():
-            return QueryResult(answer="")
-        case CaptionTask():
-            return CaptionResult(caption="")
-        case DetectTask():
-            return DetectResult()
-        case PointTask():
-            return PointResult()
-        case SegmentTask():
-            return SegmentResult()
+        case QuerySpec():
+            return QueryOutput(answer="")
+        case CaptionSpec():
+            return CaptionOutput(caption="")
+        case DetectSpec():
+            return DetectOutput()
+        case PointSpec():
+            return PointOutput()
+        case SegmentSpec():
+            return SegmentOutput()
 
 
-def words(*texts: str) -> tuple[TextDelta, ...]:
+def words(*texts: str) -> tuple[TextEvent, ...]:
     """Return text in pieces."""
-    return tuple(TextDelta(text=text) for text in texts)
+    return tuple(TextEvent(text=text) for text in texts)
 
 
 def answer(engine: FakeEngine, stream: RequestStream) -> None:

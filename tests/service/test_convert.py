@@ -12,24 +12,24 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2
 from legato_engine.ipc.messages import Done
 from legato_engine.types import (
-    Box,
-    CaptionResult,
-    DetectResult,
+    CaptionOutput,
+    DetectOutput,
     FinishReason,
-    Grounding,
-    ImageInfo,
+    GroundedText,
+    ImageBox,
+    ImagePoint,
+    ImageProperties,
+    MaskOutline,
     ObjectEvent,
-    Outline,
-    Point,
     PointEvent,
-    PointResult,
-    QueryResult,
+    PointOutput,
+    QueryOutput,
     RequestKey,
-    SegmentResult,
-    TaskResult,
-    Timings,
+    RequestTimings,
+    SegmentOutput,
+    TaskOutput,
     TokenInfo,
-    Usage,
+    TokenUsage,
 )
 from legato_service.convert import skills
 from legato_service.convert.responses import FINISH_REASONS, fill_info
@@ -37,10 +37,10 @@ from legato_service.convert.responses import FINISH_REASONS, fill_info
 TEXT = st.text("ab é", max_size=4)
 UNIT = st.floats(0, 1, width=32)
 SMALL = st.integers(0, 3)
-BOX = st.builds(Box, x_min=UNIT, y_min=UNIT, x_max=UNIT, y_max=UNIT)
-POINT = st.builds(Point, x=UNIT, y=UNIT)
+BOX = st.builds(ImageBox, x_min=UNIT, y_min=UNIT, x_max=UNIT, y_max=UNIT)
+POINT = st.builds(ImagePoint, x=UNIT, y=UNIT)
 GROUNDING = st.builds(
-    Grounding, start_index=SMALL, end_index=SMALL, points=st.tuples(POINT) | st.just(())
+    GroundedText, start_index=SMALL, end_index=SMALL, points=st.tuples(POINT) | st.just(())
 )
 
 
@@ -53,33 +53,35 @@ RESULTS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
     "query": (
         skills.QUERY.answer,
         st.builds(
-            QueryResult,
+            QueryOutput,
             answer=TEXT,
             reasoning=st.none() | TEXT,
             grounding=several(GROUNDING),
         ),
     ),
-    "caption": (skills.CAPTION.answer, st.builds(CaptionResult, caption=TEXT)),
+    "caption": (skills.CAPTION.answer, st.builds(CaptionOutput, caption=TEXT)),
     "detect": (
         skills.DETECT.answer,
-        st.builds(DetectResult, objects=several(st.builds(ObjectEvent, box=BOX, label=TEXT))),
+        st.builds(DetectOutput, objects=several(st.builds(ObjectEvent, box=BOX, label=TEXT))),
     ),
     "point": (
         skills.POINT.answer,
-        st.builds(PointResult, points=several(st.builds(PointEvent, point=POINT, label=TEXT))),
+        st.builds(PointOutput, points=several(st.builds(PointEvent, point=POINT, label=TEXT))),
     ),
     "segment": (
         skills.SEGMENT.answer,
         st.builds(
-            SegmentResult,
+            SegmentOutput,
             segments=several(
-                st.builds(Outline, path=TEXT, box=BOX, label=TEXT, coarse=st.booleans())
+                st.builds(MaskOutline, path=TEXT, box=BOX, label=TEXT, coarse=st.booleans())
             ),
         ),
     ),
 }
 SECONDS = st.sampled_from([0.0, 0.25, 0.499, 1.0, 61.5])
-IMAGE = st.builds(ImageInfo, image_id=TEXT, width=SMALL, height=SMALL, cache_hit=st.booleans())
+IMAGE = st.builds(
+    ImageProperties, image_id=TEXT, width=SMALL, height=SMALL, cache_hit=st.booleans()
+)
 TOKEN = st.builds(
     TokenInfo,
     token_id=SMALL,
@@ -92,20 +94,20 @@ TOKEN = st.builds(
 TIMES = st.sampled_from([0.0, 1.5e-6, 0.003, 0.4, 0.999_999_999_9, 1.25, 3600.5])
 PARTS = ("queue", "image", "prefill", "first_token", "decode", "total")
 TIMINGS = st.builds(
-    lambda parts: Timings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
+    lambda parts: RequestTimings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
     st.tuples(*[SECONDS] * 5),
 )
 STAMP = st.builds(media_pb2.FrameStamp, frame_id=TEXT, sequence=SMALL)
 
 
-def ends(result: st.SearchStrategy[TaskResult]) -> st.SearchStrategy[Done]:
+def ends(result: st.SearchStrategy[TaskOutput]) -> st.SearchStrategy[Done]:
     """How requests of one skill may end."""
     return st.builds(
         Done,
         request_id=st.just(RequestKey("engine's own")),
         result=result,
         finish_reason=st.sampled_from(FinishReason),
-        usage=st.builds(Usage, *[SMALL] * 5),
+        usage=st.builds(TokenUsage, *[SMALL] * 5),
         timings=TIMINGS,
         image=st.none() | IMAGE,
         tokens=several(TOKEN),
@@ -121,46 +123,48 @@ def response_of(
     return type(response).FromString(response.SerializeToString())
 
 
-def box_of(message: Any) -> Box:
+def box_of(message: Any) -> ImageBox:
     """Read a box."""
-    return Box(x_min=message.x_min, y_min=message.y_min, x_max=message.x_max, y_max=message.y_max)
+    return ImageBox(
+        x_min=message.x_min, y_min=message.y_min, x_max=message.x_max, y_max=message.y_max
+    )
 
 
-def result_of(response: Any) -> TaskResult:
+def result_of(response: Any) -> TaskOutput:
     """Read a result from a response."""
     match response:
         case pb.QueryResponse():
             reasoning = response.reasoning
-            return QueryResult(
+            return QueryOutput(
                 answer=response.answer,
                 reasoning=reasoning.text if response.HasField("reasoning") else None,
                 grounding=tuple(
-                    Grounding(
+                    GroundedText(
                         start_index=each.start_index,
                         end_index=each.end_index,
-                        points=tuple(Point(x=spot.x, y=spot.y) for spot in each.points),
+                        points=tuple(ImagePoint(x=spot.x, y=spot.y) for spot in each.points),
                     )
                     for each in reasoning.grounding
                 ),
             )
         case pb.CaptionResponse():
-            return CaptionResult(caption=response.caption)
+            return CaptionOutput(caption=response.caption)
         case pb.DetectResponse():
             objects = (
                 ObjectEvent(box=box_of(each.box), label=each.label) for each in response.objects
             )
-            return DetectResult(objects=tuple(objects))
+            return DetectOutput(objects=tuple(objects))
         case pb.PointResponse():
             points = (
-                PointEvent(point=Point(x=each.point.x, y=each.point.y), label=each.label)
+                PointEvent(point=ImagePoint(x=each.point.x, y=each.point.y), label=each.label)
                 for each in response.points
             )
-            return PointResult(points=tuple(points))
+            return PointOutput(points=tuple(points))
     segments = (
-        Outline(path=each.path, box=box_of(each.box), label=each.label, coarse=each.coarse)
+        MaskOutline(path=each.path, box=box_of(each.box), label=each.label, coarse=each.coarse)
         for each in response.segments
     )
-    return SegmentResult(segments=tuple(segments))
+    return SegmentOutput(segments=tuple(segments))
 
 
 @pytest.mark.parametrize("skill", RESULTS)
@@ -174,19 +178,19 @@ def test_a_response_says_all_of_its_result_and_nothing_else(
     request_id, model, stamp = data.draw(st.tuples(TEXT, TEXT, st.none() | STAMP))
     response = response_of(convert, request_id, model, done, stamp)
     info, expected = response.info, done.result
-    if isinstance(expected, QueryResult) and expected.reasoning is None:
-        expected = QueryResult(answer=expected.answer)  # grounding is part of reasoning
+    if isinstance(expected, QueryOutput) and expected.reasoning is None:
+        expected = QueryOutput(answer=expected.answer)  # grounding is part of reasoning
     assert result_of(response) == expected
     assert (info.request_id, info.model) == (request_id, model)
     assert info.finish_reason == FINISH_REASONS[done.finish_reason]
-    for name in Usage.__struct_fields__:
+    for name in TokenUsage.__struct_fields__:
         assert getattr(info.usage, name) == getattr(done.usage, name)
     for name in ("cached_tokens", "image_tokens", "reasoning_tokens"):
         assert info.usage.HasField(name)
     assert info.HasField("stamp") == (stamp is not None)
     assert stamp is None or info.stamp == stamp
     assert info.HasField("image") == (done.image is not None)
-    for name in ImageInfo.__struct_fields__ if done.image is not None else ():
+    for name in ImageProperties.__struct_fields__ if done.image is not None else ():
         assert getattr(info.image, name) == getattr(done.image, name)
     tokens = tuple(
         TokenInfo(
@@ -201,11 +205,11 @@ def test_a_response_says_all_of_its_result_and_nothing_else(
     assert tokens == done.tokens
 
 
-@given(value=st.builds(Timings, **dict.fromkeys(PARTS, TIMES)))
-def test_times_are_sent_to_the_nanosecond(value: Timings) -> None:
+@given(value=st.builds(RequestTimings, **dict.fromkeys(PARTS, TIMES)))
+def test_times_are_sent_to_the_nanosecond(value: RequestTimings) -> None:
     """Each part is there, rounded, with whole seconds apart."""
-    usage = Usage(input_tokens=1, output_tokens=1)
-    result, reason = CaptionResult(caption="yes"), FinishReason.STOP
+    usage = TokenUsage(input_tokens=1, output_tokens=1)
+    result, reason = CaptionOutput(caption="yes"), FinishReason.STOP
     done = Done(
         request_id=RequestKey("r"),
         result=result,
@@ -223,9 +227,9 @@ def test_times_are_sent_to_the_nanosecond(value: Timings) -> None:
 
 def test_a_response_that_cannot_be_built_leaves_nothing_to_the_next() -> None:
     """An image that is too wide for the contract fails after other fields were set."""
-    usage, timings = Usage(1, 1), Timings()
-    plain = Done(RequestKey("a"), CaptionResult("x"), FinishReason.STOP, usage, timings)
-    image = ImageInfo(image_id="secret", width=1 << 40, height=1, cache_hit=False)
+    usage, timings = TokenUsage(1, 1), RequestTimings()
+    plain = Done(RequestKey("a"), CaptionOutput("x"), FinishReason.STOP, usage, timings)
+    image = ImageProperties(image_id="secret", width=1 << 40, height=1, cache_hit=False)
     token = TokenInfo(token_id=7)
     bad = Done(RequestKey("b"), plain.result, FinishReason.STOP, usage, timings, image, (token,))
     expected = response_of(skills.CAPTION.answer, "a", "model", plain, None)

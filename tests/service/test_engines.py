@@ -11,7 +11,7 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost, ImageNotFound, InvalidField
 from legato_engine.ipc.messages import DropImage, HoldImage, SchedulerLoad, TimelineBatch
-from legato_engine.types import CachedImage, CaptionTask, QueryTask, Request, RequestKey
+from legato_engine.types import CachedImageRef, CaptionSpec, QuerySpec, Request, RequestKey
 from legato_service import arguments
 from legato_service.engines.devices import engine_configs, parse_devices
 from legato_service.engines.group import MAX_LEAD, Candidate, Directory, EngineGroup, choose
@@ -79,7 +79,7 @@ async def test_the_engine_that_is_next_is_told_to_expect_a_request(engines, grou
         )
         assert group.route() is woken
     engines[0].script = begin
-    engines[0].submit(Request(request_id=RequestKey("a"), task=CaptionTask()))
+    engines[0].submit(Request(request_id=RequestKey("a"), task=CaptionSpec()))
     before = [each.expected for each in engines]
     group.expect()
     assert [each.expected for each in engines] == before
@@ -226,7 +226,7 @@ async def test_uploads_of_a_lost_engine_are_held_by_another(engines):
         holder.become(EngineState.LOST)
         await until(lambda: bool(other.held))
         await server.inference.Detect(named)
-        assert isinstance(other.requests[0].image, CachedImage)
+        assert isinstance(other.requests[0].image, CachedImageRef)
         await server.images.DeleteImage(image_pb2.DeleteImageRequest(image_id=held.image_id))
         assert not other.held
 
@@ -237,8 +237,8 @@ async def test_an_image_that_one_engine_lacks_is_sought_at_the_others(engines, g
         each.script = begin
     request = Request(
         request_id=RequestKey("a"),
-        task=QueryTask(question="?"),
-        image=CachedImage(image_id="img_0"),
+        task=QuerySpec(question="?"),
+        image=CachedImageRef(image_id="img_0"),
     )
     stream = engines[0].submit(request)
     stream.searched = (0,)
@@ -253,7 +253,7 @@ async def test_requests_that_wait_go_on_where_there_is_least_to_do(engines, grou
     for each in engines:
         each.script = begin
     engines[1].estimated_wait = 1.0
-    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("a"), task=QuerySpec(question="?"))
 
     def restage(blobs):
         return [as_source("image/png", blobs.put(b"image"))]
@@ -290,8 +290,8 @@ def request_for(task, part="", adapter="", **settings):
 
 def test_what_a_request_needs():
     """Most valuable first: image or prefix, its call's other parts, its adapter."""
-    short, long = QueryTask(question="?"), QueryTask(question="?" * 300)
-    named = CachedImage(image_id="img_0")
+    short, long = QuerySpec(question="?"), QuerySpec(question="?" * 300)
+    named = CachedImageRef(image_id="img_0")
     kinds = [key[0] for key in keys_of(request_for(short, "1", "cups"), named)]
     assert kinds == ["image", "call", "adapter"]
     assert keys_of(request_for(short), None) == ()

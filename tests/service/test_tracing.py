@@ -14,7 +14,7 @@ import structlog
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.errors import InternalError
 from legato_engine.ipc.messages import Done
-from legato_engine.types import FinishReason, QueryResult
+from legato_engine.types import FinishReason, QueryOutput
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from tests.service.fakes import TIMINGS, USAGE, FakeEngine
@@ -254,7 +254,7 @@ async def test_preemptions_are_events():
     def preempted(engine, stream):
         done = Done(
             request_id=stream.request_id,
-            result=QueryResult(answer="yes"),
+            result=QueryOutput(answer="yes"),
             finish_reason=FinishReason.STOP,
             usage=USAGE,
             timings=TIMINGS,

@@ -46,7 +46,7 @@ from legato_engine.scheduler.batch import Launch
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.sequence import Constraint
-from legato_engine.types import CachedImage, ImageInfo, ImageSource, Request, RequestKey
+from legato_engine.types import CachedImageRef, ImageProperties, ImageSource, Request, RequestKey
 
 from tests.engine.scheduler.world import RandomBlocks, shared
 from tests.fake_runner import FakeRunner
@@ -389,10 +389,10 @@ class FakePreprocessor:
         self._wake = wake
 
     def find(self, source: ImageSource, **_: Any) -> PreprocessedImage | None:
-        assert isinstance(source, CachedImage)
+        assert isinstance(source, CachedImageRef)
         if source.image_id not in ("img_0", "img_1", "img_2", "img_3"):
             raise ImageNotFound("no such image", resource=source.image_id)
-        info = ImageInfo(image_id=source.image_id, width=4, height=4, cache_hit=False)
+        info = ImageProperties(image_id=source.image_id, width=4, height=4, cache_hit=False)
         image = PreparedImage(source.image_id, None, info, 48, self._chance.choice((0, 1, 3)))
         return PreprocessedImage(image, 0.0)
 

@@ -26,14 +26,14 @@ from legato_engine.errors import (
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     FinishReason,
-    QueryResult,
-    QueryTask,
+    QueryOutput,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TextDelta,
+    TextEvent,
 )
 
 from tests.fakes import SILENT_EVERY
@@ -101,7 +101,7 @@ class History:
             assert self.request.deadline is not None, "a deadline out of nothing"
 
     def _check_done(self, done: Done, expected: list[int], text: str) -> None:
-        assert isinstance(done.result, QueryResult)
+        assert isinstance(done.result, QueryOutput)
         tokens = [int(word) for word in done.result.answer.split()]
         if done.finish_reason is FinishReason.CANCELLED:
             assert self.wish is Wish.STOP, "stopped without being asked"
@@ -122,12 +122,12 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 def random_request(chance: random.Random, number: int, now: float, *, poisoned: bool) -> Request:
-    image = CachedImage(image_id=f"img_{chance.randrange(4)}") if chance.random() < 0.4 else None
+    image = CachedImageRef(image_id=f"img_{chance.randrange(4)}") if chance.random() < 0.4 else None
     deadline = now + chance.uniform(0.001, 3.0) if chance.random() < 0.2 else None
     streams = chance.random() < 0.6
     return Request(
         request_id=RequestKey(f"r{number}", chance.choice(("", "a", "b"))),
-        task=QueryTask(question=f"{chance.randint(1, 12)} {chance.choice('01')}"),
+        task=QuerySpec(question=f"{chance.randint(1, 12)} {chance.choice('01')}"),
         image=image,
         sampling=SamplingParams(
             seed=POISON if poisoned else chance.randrange(1000), max_tokens=chance.randint(1, 24)
@@ -202,7 +202,7 @@ async def _read(stream: RequestStream, history: History) -> None:
                 history.num_started += 1
             case OutputDelta(events=events):
                 for event in events:
-                    assert isinstance(event, TextDelta)
+                    assert isinstance(event, TextEvent)
                     history.texts.append(event.text)
             case Done():
                 history.done = output

@@ -15,7 +15,7 @@ from legato_engine.types import (
     Event,
     FinishReason,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -84,7 +84,7 @@ class Legato:
         for index, prompt in enumerate(prompts):
             request = Request(
                 request_id=RequestKey(str(index)),
-                task=QueryTask(question="replaced below"),
+                task=QuerySpec(question="replaced below"),
                 sampling=SamplingParams(temperature=0.0, max_tokens=tokens),
                 return_tokens=True,
             )

@@ -19,16 +19,16 @@ from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
-    PointTask,
-    QueryTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
+    ImageProperties,
+    PointSpec,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
 )
 from PIL import Image
 
@@ -48,7 +48,7 @@ def question(
     temperature = (0.0, 0.7)[index % 2]
     request = Request(
         request_id=RequestKey(f"question-{index}"),
-        task=QueryTask(question=f"{index}: {said}"),
+        task=QuerySpec(question=f"{index}: {said}"),
         sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=length),
     )
     sequence = make_sequence(assembly.frontend, request, None)
@@ -57,7 +57,7 @@ def question(
 
 
 def picture(assembly: Assembly) -> PreparedImage:
-    info = ImageInfo(image_id="picture", width=64, height=48, cache_hit=False)
+    info = ImageProperties(image_id="picture", width=64, height=48, cache_hit=False)
     pixels = np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8)
     return assembly.frontend.prepare_image(Image.fromarray(pixels), "picture", info)
 
@@ -71,16 +71,16 @@ def skilled(
     """
     label = f"thing {index}"
     task = (
-        DetectTask(object=label, max_objects=length),
-        PointTask(object=label, max_objects=length),
-        QueryTask(question=label, reasoning=True),
-        SegmentTask(object=label),
-        CaptionTask(),
+        DetectSpec(object=label, max_objects=length),
+        PointSpec(object=label, max_objects=length),
+        QuerySpec(question=label, reasoning=True),
+        SegmentSpec(object=label),
+        CaptionSpec(),
     )[index % NUM_SKILLS]
     request = Request(
         request_id=RequestKey(f"skill-{index}"),
         task=task,
-        image=CachedImage(image_id="picture"),
+        image=CachedImageRef(image_id="picture"),
         sampling=SamplingParams(seed=index, max_tokens=length),
         logprobs=logprobs,
         return_tokens=logprobs,
@@ -88,7 +88,7 @@ def skilled(
     try:
         return make_sequence(assembly.frontend, request, image)
     except TaskUnsupported:
-        caption = msgspec.structs.replace(request, task=CaptionTask())
+        caption = msgspec.structs.replace(request, task=CaptionSpec())
         return make_sequence(assembly.frontend, caption, image)
 
 

@@ -12,7 +12,7 @@ from legato_engine.bench.workload import Workload
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.types import CachedImage, DetectTask, Request, RequestKey, SamplingParams
+from legato_engine.types import CachedImageRef, DetectSpec, Request, RequestKey, SamplingParams
 
 from benchmarks.decode.loops.decodes import Decodes, picture, recorded
 
@@ -35,8 +35,8 @@ def lists_of(assembly: Assembly, streams: int, num_objects: int, depth: int = 2)
         for index in range(streams):
             request = Request(
                 request_id=RequestKey(f"list-{index}"),
-                task=DetectTask(object=f"thing {index}", max_objects=num_objects),
-                image=CachedImage(image_id="picture"),
+                task=DetectSpec(object=f"thing {index}", max_objects=num_objects),
+                image=CachedImageRef(image_id="picture"),
                 sampling=SamplingParams(max_tokens=3 * num_objects + 1),
             )
             sequences.append(make_sequence(assembly.frontend, request, image))

@@ -31,8 +31,8 @@ from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Sequence as Scheduled
 from legato_engine.types import (
     SKILL_OF_TASK,
-    CachedImage,
-    ImageInfo,
+    CachedImageRef,
+    ImageProperties,
     Request,
     RequestKey,
     SamplingParams,
@@ -162,10 +162,12 @@ class SyntheticRequests:
         name = f"replay-{seq_id}"
         image, source = None, None
         if shape.width and frontend.max_images:
-            info = ImageInfo(image_id=name, width=shape.width, height=shape.height, cache_hit=False)
+            info = ImageProperties(
+                image_id=name, width=shape.width, height=shape.height, cache_hit=False
+            )
             pixels = self._random.integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
             image = frontend.prepare_image(Image.fromarray(pixels), name, info)
-            source = CachedImage(image_id=name)
+            source = CachedImageRef(image_id=name)
         context = self._assembly.model.max_context
         length = max(1, min(self._lengths[seq_id], context // 2))
         request = Request(

@@ -28,19 +28,19 @@ from legato_engine.telemetry import (
     zombie_tax,
 )
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    AnswerFormat,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     Event,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
-    ResponseFormat,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
     TaskSpec,
 )
 
@@ -82,7 +82,7 @@ class FixedLengthTask:
             self.finish_reason = FinishReason.STOP
         return self._inner.consume(token) if self._inner.finish_reason is None else ()
 
-    def result(self, finish_reason: FinishReason) -> TaskResult:
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
         return self._inner.result(finish_reason)
 
     @property
@@ -124,7 +124,7 @@ class Workload:
         self._constraints = endless(self._frontend.constraints)
         self._image: PreparedImage | None = None
         if kind not in ("query", "json"):
-            info = ImageInfo(image_id="bench", width=640, height=480, cache_hit=False)
+            info = ImageProperties(image_id="bench", width=640, height=480, cache_hit=False)
             pixels = np.random.default_rng(0).integers(0, 256, (*_IMAGE_SIZE, 3), dtype=np.uint8)
             self._image = self._frontend.prepare_image(Image.fromarray(pixels), "bench", info)
         natural = self._natural(0).prompt_length
@@ -146,7 +146,7 @@ class Workload:
         request = Request(
             request_id=RequestKey(f"{self._kind}-{index}"),
             task=self._task(),
-            image=None if self._image is None else CachedImage(image_id="bench"),
+            image=None if self._image is None else CachedImageRef(image_id="bench"),
             sampling=SamplingParams(temperature=0.0, max_tokens=self._length, seed=0),
             cache_image=False,
         )
@@ -154,11 +154,11 @@ class Workload:
 
     def _task(self) -> TaskSpec:
         if self._kind in ("query", "json"):
-            wanted = ResponseFormat(json_schema=_ENDLESS) if self._kind == "json" else None
-            return QueryTask(question="What is there?", response_format=wanted)
+            wanted = AnswerFormat(json_schema=_ENDLESS) if self._kind == "json" else None
+            return QuerySpec(question="What is there?", response_format=wanted)
         if self._kind == "caption":
-            return CaptionTask()
-        return DetectTask(
+            return CaptionSpec()
+        return DetectSpec(
             object="cat", max_objects=self._length
         )  # more than its tokens suffice for
 

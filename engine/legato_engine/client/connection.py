@@ -56,7 +56,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm import BlobStore
-from legato_engine.types import CachedImage, Request, RequestKey
+from legato_engine.types import CachedImageRef, Request, RequestKey
 
 RepliedCommand = HoldImage | DropImage | StopElsewhere
 Reply = ImageHeld | ImageDropped | StoppedCalls
@@ -309,7 +309,7 @@ class OpenRequests:
 
 
 def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
-    named = any(isinstance(each, CachedImage) for each in stream.request.images)
+    named = any(isinstance(each, CachedImageRef) for each in stream.request.images)
     return named and failed.error.kind == ImageNotFound.__name__
 
 

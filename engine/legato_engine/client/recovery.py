@@ -14,7 +14,7 @@ from legato_engine.errors import EngineLost, LegatoError, Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import RunningAlone
 from legato_engine.shm import BlobStore
-from legato_engine.types import CachedImage, ImageSource, RawImage, Request
+from legato_engine.types import CachedImageRef, ImageSource, RawImage, Request
 
 REFUSAL = 600.0  # seconds
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -62,7 +62,7 @@ def poisoned() -> Poisoned:
 
 
 def _image_of(source: ImageSource, blobs: BlobStore) -> str:
-    if isinstance(source, CachedImage):
+    if isinstance(source, CachedImageRef):
         return source.image_id
     raw = source if isinstance(source, RawImage) else None
     with blobs.read(source.blob) as view:

@@ -19,12 +19,12 @@ from legato_engine.types import (
     ObjectEvent,
     OutlineEvent,
     PointEvent,
-    ReasoningDelta,
+    ReasoningEvent,
     Request,
     RequestKey,
     Resumed,
-    TextDelta,
-    TokensDelta,
+    TextEvent,
+    TokensEvent,
 )
 
 StreamOutput = QueuePosition | PrefillStarted | OutputDelta | Done
@@ -266,16 +266,16 @@ def _join(left: Event, right: Event) -> Event | None:
     if type(left) is not type(right) or isinstance(left, (PointEvent, ObjectEvent)):
         return None
     match left, right:
-        case TextDelta(), TextDelta():
-            return TextDelta(text=left.text + right.text, tokens=left.tokens + right.tokens)
-        case ReasoningDelta(), ReasoningDelta():
-            return ReasoningDelta(
+        case TextEvent(), TextEvent():
+            return TextEvent(text=left.text + right.text, tokens=left.tokens + right.tokens)
+        case ReasoningEvent(), ReasoningEvent():
+            return ReasoningEvent(
                 text=left.text + right.text,
                 grounding=left.grounding + right.grounding,
                 tokens=left.tokens + right.tokens,
             )
-        case TokensDelta(), TokensDelta():
-            return TokensDelta(tokens=left.tokens + right.tokens)
+        case TokensEvent(), TokensEvent():
+            return TokensEvent(tokens=left.tokens + right.tokens)
         case OutlineEvent(), OutlineEvent() if left.index == right.index and right.box is None:
             path = left.path_delta + right.path_delta
             return msgspec.structs.replace(left, path_delta=path)

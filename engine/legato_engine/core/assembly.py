@@ -48,10 +48,10 @@ from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.shm import BlobReader
 from legato_engine.speculation import block_sizes
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    ImageInfo,
-    QueryTask,
+    CachedImageRef,
+    CaptionSpec,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -62,18 +62,18 @@ _TOKENS = 4
 
 def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
     sampling = SamplingParams(max_tokens=_TOKENS, seed=0)
-    info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
+    info = ImageProperties(image_id="warm-up", width=64, height=48, cache_hit=False)
     pixels = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
-    source = CachedImage(image_id=info.image_id)
+    source = CachedImageRef(image_id=info.image_id)
     if "caption" in frontend.tasks:
         request = Request(
-            request_id=RequestKey("0"), task=CaptionTask(), image=source, sampling=sampling
+            request_id=RequestKey("0"), task=CaptionSpec(), image=source, sampling=sampling
         )
         image = frontend.prepare_image(pixels, info.image_id, info)
         scheduler.submit(make_sequence(frontend, request, image))
     if "query" in frontend.tasks:
         request = Request(
-            request_id=RequestKey("1"), task=QueryTask(question="?"), sampling=sampling
+            request_id=RequestKey("1"), task=QuerySpec(question="?"), sampling=sampling
         )
         scheduler.submit(make_sequence(frontend, request, None))
     scheduler.drain()

@@ -42,7 +42,7 @@ from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Schedu
 from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence, SequenceStatus, Task
-from legato_engine.types import CachedImage, QueryTask, Request, RequestKey, TokenInfo
+from legato_engine.types import CachedImageRef, QuerySpec, Request, RequestKey, TokenInfo
 
 _log = structlog.get_logger()
 
@@ -273,7 +273,7 @@ class EngineCore:
         Compiling a grammar may take tens of milliseconds.
         """
         asked = request.task
-        is_long = isinstance(asked, QueryTask) and (
+        is_long = isinstance(asked, QuerySpec) and (
             asked.num_characters > _MAX_INLINE_CHARACTERS or asked.response_format is not None
         )
         if is_long:
@@ -317,7 +317,9 @@ class EngineCore:
             if isinstance(each, PreprocessedImage):
                 images.append(each)
             else:
-                assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
+                assert not isinstance(source, CachedImageRef), (
+                    "`find` returns a named image or raises"
+                )
                 images.append(start(source, each))
         return images
 

@@ -17,7 +17,14 @@ from legato_engine.ipc.messages import (
     QueuePosition,
 )
 from legato_engine.sequence import Sequence, tokens_of
-from legato_engine.types import Certainty, Event, FinishReason, RequestKey, Timings, Usage
+from legato_engine.types import (
+    Certainty,
+    Event,
+    FinishReason,
+    RequestKey,
+    RequestTimings,
+    TokenUsage,
+)
 
 
 class OutputSink:
@@ -126,13 +133,13 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
     )
 
 
-def _usage(sequence: Sequence) -> Usage:
+def _usage(sequence: Sequence) -> TokenUsage:
     visual, image_tokens = sequence.inputs.visual, 0
     if visual is not None:
         image_tokens = visual.prompt.num_image_tokens
     elif sequence.request.image is not None:
         image_tokens = sequence.prefix_length - 1  # all of it but BOS
-    return Usage(
+    return TokenUsage(
         input_tokens=sequence.prompt_length,
         output_tokens=sequence.num_committed,
         cached_tokens=sequence.pages.cached_tokens,
@@ -141,9 +148,9 @@ def _usage(sequence: Sequence) -> Usage:
     )
 
 
-def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
+def _timings(sequence: Sequence, request: ScheduledRequest) -> RequestTimings:
     now, timing = time.monotonic(), sequence.timing
-    return Timings(
+    return RequestTimings(
         queue=_queue_time(sequence, request),
         image=request.image_seconds,
         prefill=max(

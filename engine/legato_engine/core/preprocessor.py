@@ -25,7 +25,7 @@ from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.ipc.messages import ImageTotals
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader
-from legato_engine.types import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.types import CachedImageRef, EncodedImage, ImageProperties, ImageSource, RawImage
 
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ class Preprocessor:
             InternalError: the blob cannot be read.
         """
         start = time.monotonic()
-        if isinstance(source, CachedImage):
+        if isinstance(source, CachedImageRef):
             image = self._cached(ImageKey(tenant, source.image_id))
             if image is None:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
@@ -415,7 +415,9 @@ class Preprocessor:
 
     def _prepare(self, loaded: LoadedImage, pixels_HWC: Pixels, keep: bool) -> PreparedImage:
         height, width = pixels_HWC.shape[:2]
-        info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
+        info = ImageProperties(
+            image_id=loaded.image_id, width=width, height=height, cache_hit=False
+        )
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
         self._seen.add(loaded.tenant, loaded.view)
         with self._count_lock:

@@ -18,11 +18,11 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.batch import Refinement
 from legato_engine.types import (
     FinishReason,
-    Outline,
+    MaskOutline,
     Request,
     RequestKey,
-    SegmentResult,
-    SegmentTask,
+    SegmentOutput,
+    SegmentSpec,
 )
 
 _log = structlog.get_logger()
@@ -56,7 +56,7 @@ class Refinements:
     def image_to_refine(
         self, request: Request, image: PreparedImage | None
     ) -> PreparedImage | None:
-        if self._refiner is None or not isinstance(request.task, SegmentTask):
+        if self._refiner is None or not isinstance(request.task, SegmentSpec):
             return None
         return image
 
@@ -110,7 +110,7 @@ class Refinements:
         )
         self._requests.watch(request)
 
-    def _finish(self, request: PendingRefinement, outline: Outline) -> None:
+    def _finish(self, request: PendingRefinement, outline: MaskOutline) -> None:
         self._requests.remove(request.request_id)
         request.cancel()
         timings = request.done.timings
@@ -118,16 +118,16 @@ class Refinements:
         self._send(
             msgspec.structs.replace(
                 request.done,
-                result=SegmentResult(segments=(outline,)),
+                result=SegmentOutput(segments=(outline,)),
                 timings=msgspec.structs.replace(timings, total=total),
             )
         )
 
 
-def _single_outline(done: Done) -> Outline | None:
+def _single_outline(done: Done) -> MaskOutline | None:
     if done.finish_reason is FinishReason.CANCELLED:
         return None
-    if not isinstance(done.result, SegmentResult) or len(done.result.segments) != 1:
+    if not isinstance(done.result, SegmentOutput) or len(done.result.segments) != 1:
         return None
     (outline,) = done.result.segments
     return outline if outline.path else None

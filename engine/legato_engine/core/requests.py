@@ -30,8 +30,8 @@ from legato_engine.sequence import (
 )
 from legato_engine.types import (
     FinishReason,
-    ImageInfo,
-    Outline,
+    ImageProperties,
+    MaskOutline,
     Request,
     RequestKey,
     Resumed,
@@ -131,7 +131,7 @@ class ScheduledRequest(RequestStage):
     counts_toward_queue_limit: ClassVar[bool] = False  # the scheduler counts its own queue
 
     request: Request
-    images: tuple[ImageInfo, ...] = ()
+    images: tuple[ImageProperties, ...] = ()
     image_seconds: float = 0.0
     tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
     num_sent_tokens: int = 0  # tokens sent in deltas, also by earlier engines
@@ -147,7 +147,7 @@ class PendingRefinement(RequestStage):
     """
 
     done: Done
-    outline: Outline
+    outline: MaskOutline
     started: float
     work: Future[Any]
     refinement: Refinement | None = None

@@ -6,19 +6,19 @@ import msgspec
 
 from legato_engine.errors import ErrorValue
 from legato_engine.types import (
+    CalibrationInfo,
     Certainty,
-    ConfidenceInfo,
     EncodedImage,
     Event,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     RawImage,
     Request,
     RequestKey,
-    TaskResult,
-    Timings,
+    RequestTimings,
+    TaskOutput,
     TokenInfo,
-    Usage,
+    TokenUsage,
     Value,
 )
 
@@ -248,7 +248,7 @@ class ServedModel(Value, frozen=True):
     adapters: bool = False
     kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
-    confidence: ConfidenceInfo | None = None  # None: results have none
+    confidence: CalibrationInfo | None = None  # None: results have none
     notice: str = ""
 
 
@@ -306,7 +306,7 @@ class PrefillStarted(Value, frozen=True):
     input_tokens: int
     cached_tokens: int
     queue_time: float
-    image: ImageInfo | None = None
+    image: ImageProperties | None = None
 
 
 class OutputDelta(Value, frozen=True):
@@ -324,22 +324,22 @@ class Done(Value, frozen=True):
     """The whole result."""
 
     request_id: RequestKey
-    result: TaskResult
+    result: TaskOutput
     finish_reason: FinishReason
-    usage: Usage
-    timings: Timings
-    image: ImageInfo | None = None
+    usage: TokenUsage
+    timings: RequestTimings
+    image: ImageProperties | None = None
     tokens: tuple[TokenInfo, ...] = ()
     preemptions: int = 0
     resumptions: int = 0  # set by the service
-    more_images: tuple[ImageInfo, ...] = ()  # of a query about several
+    more_images: tuple[ImageProperties, ...] = ()  # of a query about several
 
 
 class ImageHeld(Value, frozen=True):
     """An image is held; `until` is in `time.monotonic()` seconds."""
 
     request_id: RequestKey
-    image: ImageInfo
+    image: ImageProperties
     until: float
 
 

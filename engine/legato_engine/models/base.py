@@ -18,7 +18,7 @@ from legato_engine.layers.lora import AdapterBank, AdapterWeights
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
 from legato_engine.sequence import Constraint
-from legato_engine.types import Outline
+from legato_engine.types import MaskOutline
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
@@ -169,7 +169,7 @@ class MaskRefiner(Protocol):
     given: tuple[torch.Tensor, ...]
     answer: torch.Tensor
 
-    def prepare(self, outline: Outline, image: PreparedImage) -> Any:
+    def prepare(self, outline: MaskOutline, image: PreparedImage) -> Any:
         """Crop an image of a frontend that is `keeping_images`."""
         ...
 
@@ -179,7 +179,7 @@ class MaskRefiner(Protocol):
 
     def refine(self) -> None: ...
 
-    def finish(self, outline: Outline, prepared: Any, answer: Any) -> Outline:
+    def finish(self, outline: MaskOutline, prepared: Any, answer: Any) -> MaskOutline:
         """`answer` is a numpy array."""
         ...
 

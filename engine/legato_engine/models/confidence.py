@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from legato_engine.errors import InvalidField
-from legato_engine.types import SKILL_OF_RESULT, Certainty, ConfidenceInfo
+from legato_engine.types import SKILL_OF_RESULT, CalibrationInfo, Certainty
 
 FILE_NAME = "confidence.json"
 SKILLS_WITH_CONFIDENCE = tuple(
@@ -67,15 +67,15 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
 
 def confidence_info(
     skills: Sequence[str], calibrations: CalibrationFile | None
-) -> ConfidenceInfo | None:
+) -> CalibrationInfo | None:
     """Build the confidence information of a model with these skills."""
     scored = tuple(skill for skill in SKILLS_WITH_CONFIDENCE if skill in skills)
     if not scored:
         return None
     if calibrations is None:
-        return ConfidenceInfo(skills=scored)
+        return CalibrationInfo(skills=scored)
     midnight = datetime.combine(calibrations.fitted_at, time.min, UTC)
-    return ConfidenceInfo(
+    return CalibrationInfo(
         skills=scored,
         calibrated=tuple(skill for skill in scored if skill in calibrations.skills),
         fitted_on=calibrations.fitted_on,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from legato_engine.sequence import Constraint, Task
-from legato_engine.types import ConfidenceInfo, ImageInfo, Request
+from legato_engine.types import CalibrationInfo, ImageProperties, Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class PreparedImage:
 
     key: str
     pixels: Any
-    info: ImageInfo
+    info: ImageProperties
     num_bytes: int
     num_crops: int = 0  # for an `ImageEncoder`; 0: `Model.prefix_embeddings` reads the image
 
@@ -39,10 +39,10 @@ class ModelFrontend(Protocol):
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
     vocab_size: int
-    confidence: ConfidenceInfo | None  # None: results have none
+    confidence: CalibrationInfo | None  # None: results have none
     notice: str  # limits of the model, for people; empty: none to name
 
-    def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
+    def prepare_image(self, image_rgb: Any, key: str, info: ImageProperties) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.sequence import Grammar, grammar_refused
-from legato_engine.types import ResponseFormat
+from legato_engine.types import AnswerFormat
 
 if TYPE_CHECKING:
     import llguidance
@@ -39,7 +39,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
 
-    def compile(self, wanted: ResponseFormat) -> Grammar:
+    def compile(self, wanted: AnswerFormat) -> Grammar:
         """Return the start of a text that matches.
 
         Raises:
@@ -105,7 +105,7 @@ class GrammarCompiler:
         return list(self._vocabulary.encode(text))
 
 
-def _source(wanted: ResponseFormat) -> tuple[str, str]:
+def _source(wanted: AnswerFormat) -> tuple[str, str]:
     """Return the set field's name and its text, choices as JSON; check their sizes."""
     texts = {
         "json_schema": wanted.json_schema,

@@ -11,7 +11,7 @@ import msgspec
 
 from legato_engine.errors import InvalidField, PromptTooLong
 from legato_engine.sequence import SampledToken
-from legato_engine.types import Alternative, Event, Request, SamplingParams, TextDelta, TokenInfo
+from legato_engine.types import Alternative, Event, Request, SamplingParams, TextEvent, TokenInfo
 
 
 def byte_of_letter() -> dict[str, int]:
@@ -222,7 +222,7 @@ class Detokenizer:
 
 
 class TextOutput:
-    """Turns tokens into `TextDelta` events."""
+    """Turns tokens into `TextEvent` events."""
 
     def __init__(self, tokenizer: Pieces, stop: tuple[str, ...]) -> None:
         self._stream = Detokenizer(tokenizer, stop)
@@ -237,8 +237,8 @@ class TextOutput:
 
     def push(self, token_id: int) -> list[Event]:
         text = self._stream.push(token_id)
-        return [TextDelta(text=text)] if text else []
+        return [TextEvent(text=text)] if text else []
 
     def close(self) -> list[Event]:
         text = self._stream.close()
-        return [TextDelta(text=text)] if text else []
+        return [TextEvent(text=text)] if text else []

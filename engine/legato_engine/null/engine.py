@@ -42,10 +42,10 @@ from legato_engine.scheduler.queue import Admission, WaitingQueue
 from legato_engine.shm import BlobReader
 from legato_engine.telemetry import TimelineStream
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     EncodedImage,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     ImageSource,
     RawImage,
     Request,
@@ -61,7 +61,7 @@ class NullImages:
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
         self._max_pixels = config.max_image_pixels
-        self._cache = ImageCache[ImageKey, ImageInfo](config.image_cache_bytes)
+        self._cache = ImageCache[ImageKey, ImageProperties](config.image_cache_bytes)
         self.leases = ImageLeases(self._cache, image_quota(config))
         self._num_loaded = 0
         self._num_found = 0
@@ -79,9 +79,9 @@ class NullImages:
             held_bytes=self.leases.num_bytes,
         )
 
-    def find_or_load(self, source: ImageSource, *, tenant: str, keep: bool) -> ImageInfo:
+    def find_or_load(self, source: ImageSource, *, tenant: str, keep: bool) -> ImageProperties:
         """Return an image and read its blob; raise as `Preprocessor.start`."""
-        if isinstance(source, CachedImage):
+        if isinstance(source, CachedImageRef):
             cached = self._cached(ImageKey(tenant, source.image_id))
             if cached is None:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
@@ -109,7 +109,7 @@ class NullImages:
         key = ImageKey(command.request_id.tenant, command.image_id)
         self.leases.drop(key, command.owner)
 
-    def _cached(self, key: ImageKey) -> ImageInfo | None:
+    def _cached(self, key: ImageKey) -> ImageProperties | None:
         cached = self._cache.get(key)
         if cached is None:
             return None
@@ -118,7 +118,7 @@ class NullImages:
 
     def _load(
         self, source: EncodedImage | RawImage, view: memoryview, *, tenant: str, keep: bool
-    ) -> ImageInfo:
+    ) -> ImageProperties:
         raw = source if isinstance(source, RawImage) else None
         key = ImageKey(tenant, image_id(content_key(view, raw)))
         if (cached := self._cached(key)) is not None:
@@ -129,7 +129,7 @@ class NullImages:
         else:
             check_raw(raw, max_pixels=self._max_pixels)
             width, height = raw.width, raw.height
-        image = ImageInfo(image_id=key.image_id, width=width, height=height, cache_hit=False)
+        image = ImageProperties(image_id=key.image_id, width=width, height=height, cache_hit=False)
         self._num_loaded += 1
         if keep:
             self._cache.put(key, image, width * height * _RGB)
@@ -211,7 +211,7 @@ class NullEngine:
         if request.progress and not self.rows_free:
             self._announce_queued(null_request)
 
-    def _load_images(self, request: Request) -> tuple[ImageInfo, ...]:
+    def _load_images(self, request: Request) -> tuple[ImageProperties, ...]:
         """Return the images and read their blobs; raise as `Preprocessor.start`."""
         if not request.images:
             return ()

@@ -14,15 +14,15 @@ from legato_engine.models.text import SamplingDefaults, fill_sampling, max_objec
 from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
 from legato_engine.types import (
     SKILLS,
-    DetectTask,
-    ImageInfo,
-    PointTask,
+    DetectSpec,
+    ImageProperties,
+    PointSpec,
     Request,
+    RequestTimings,
     Resumed,
     SamplingParams,
     TaskSpec,
-    Timings,
-    Usage,
+    TokenUsage,
 )
 
 IMAGE_TOKENS = 729
@@ -34,7 +34,7 @@ class NullRequest(msgspec.Struct, eq=False):
 
     request: Request
     output: ScriptedOutput
-    images: tuple[ImageInfo, ...]
+    images: tuple[ImageProperties, ...]
     arrival: float
     image_seconds: float
     input_tokens: int
@@ -59,7 +59,7 @@ class NullRequest(msgspec.Struct, eq=False):
         return self.request.was_admitted
 
     @property
-    def image(self) -> ImageInfo | None:
+    def image(self) -> ImageProperties | None:
         return self.images[0] if self.images else None
 
     @property
@@ -71,8 +71,8 @@ class NullRequest(msgspec.Struct, eq=False):
     def queue_time(self) -> float:
         return max(0.0, self.started - self.arrival - self.image_seconds)
 
-    def usage(self) -> Usage:
-        return Usage(
+    def usage(self) -> TokenUsage:
+        return TokenUsage(
             input_tokens=self.input_tokens,
             output_tokens=self.num_tokens,
             cached_tokens=self.cached_tokens,
@@ -80,9 +80,9 @@ class NullRequest(msgspec.Struct, eq=False):
             reasoning_tokens=min(self.num_tokens, self.output.num_thoughts),
         )
 
-    def timings(self, now: float) -> Timings:
+    def timings(self, now: float) -> RequestTimings:
         first_token = self.first_token or now
-        return Timings(
+        return RequestTimings(
             queue=self.queue_time,
             image=self.image_seconds,
             prefill=max(0.0, first_token - (self.started or now)),
@@ -177,7 +177,7 @@ def _scripted(
     """
     resolved = fill_sampling(sampling, _DEFAULTS, seed=0)
     assert resolved.max_tokens is not None, "it was resolved"
-    if isinstance(task, (DetectTask, PointTask)):
+    if isinstance(task, (DetectSpec, PointSpec)):
         max_objects(task.max_objects, num_objects)
     output = scripted_output(task, sampling, num_objects)
     length = 1 + IMAGE_TOKENS * num_images + output.num_words

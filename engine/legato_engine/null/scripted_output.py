@@ -10,31 +10,31 @@ from typing import TypeVar
 from legato_engine.errors import TaskUnsupported
 from legato_engine.sequence import with_token
 from legato_engine.types import (
-    Box,
-    CaptionResult,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
+    CaptionOutput,
+    CaptionSpec,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
+    ImageBox,
+    ImagePoint,
+    MaskOutline,
     ObjectEvent,
     ObjectOrder,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointResult,
-    PointTask,
-    QueryResult,
-    QueryTask,
-    ReasoningDelta,
+    PointOutput,
+    PointSpec,
+    QueryOutput,
+    QuerySpec,
+    ReasoningEvent,
     Request,
     SamplingParams,
-    SegmentResult,
-    SegmentTask,
-    TaskResult,
+    SegmentOutput,
+    SegmentSpec,
+    TaskOutput,
     TaskSpec,
-    TextDelta,
+    TextEvent,
     TokenInfo,
 )
 
@@ -64,11 +64,11 @@ class ScriptedOutput:
     task: TaskSpec
     events: tuple[Event, ...]
     finish_reason: FinishReason
-    whole: TaskResult
+    whole: TaskOutput
     num_thoughts: int
     num_words: int
 
-    def result(self, num_tokens: int) -> TaskResult:
+    def result(self, num_tokens: int) -> TaskOutput:
         if num_tokens == len(self.events):
             return self.whole
         return _result(self.task, self.events[:num_tokens])
@@ -84,24 +84,24 @@ class ScriptedOutput:
 
     def _token(self, index: int, request: Request) -> TokenInfo:
         event = self.events[index]
-        text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
+        text = event.text if isinstance(event, (TextEvent, ReasoningEvent)) else ""
         logprob = 0.0 if request.logprobs else None
         return TokenInfo(token_id=index, text=text, logprob=logprob, piece=text.encode())
 
 
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
     match task:
-        case QueryTask():
+        case QuerySpec():
             if task.response_format is not None:
                 problem = "the null engine has no response_format"
                 raise TaskUnsupported(problem, task="query")
-            thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
+            thoughts = [ReasoningEvent(text=text) for text in _spaced(_THOUGHTS.split())]
             return _text_output(task, thoughts if task.reasoning else [], sampling)
-        case CaptionTask():
+        case CaptionSpec():
             return _text_output(task, [], sampling)
-        case DetectTask() | PointTask():
+        case DetectSpec() | PointSpec():
             return _object_output(task, num_objects, sampling.max_tokens)
-        case SegmentTask():
+        case SegmentSpec():
             pieces = [OutlineEvent(index=0, path_delta=piece) for piece in _OUTLINE]
             events = (OutlineEvent(index=0, box=_cell(0)), *pieces)
             return _limited(task, events, FinishReason.STOP, sampling.max_tokens)
@@ -114,7 +114,7 @@ def _text_output(
     words = _before_stop(
         list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
     )
-    texts = [TextDelta(text=word) for word in words]
+    texts = [TextEvent(text=word) for word in words]
     return _limited(task, (*thoughts, *texts), FinishReason.STOP, sampling.max_tokens)
 
 
@@ -132,7 +132,7 @@ def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
 
 
 def _object_output(
-    task: DetectTask | PointTask, num_objects: int, max_tokens: int | None
+    task: DetectSpec | PointSpec, num_objects: int, max_tokens: int | None
 ) -> ScriptedOutput:
     most = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
     confident = [index for index in range(num_objects) if _confidence(index) >= task.min_confidence]
@@ -141,9 +141,9 @@ def _object_output(
     return _limited(task, events, reason, max_tokens)
 
 
-def _object(task: DetectTask | PointTask, index: int) -> Event:
+def _object(task: DetectSpec | PointSpec, index: int) -> Event:
     label, confidence = task.object, _confidence(index)
-    if isinstance(task, DetectTask):
+    if isinstance(task, DetectSpec):
         return ObjectEvent(box=_cell(index), label=label, confidence=confidence)
     return PointEvent(point=_centre(_cell(index)), label=label, confidence=confidence)
 
@@ -163,50 +163,50 @@ def _limited(
         kept,
         reason,
         whole=_result(task, kept),
-        num_thoughts=sum(isinstance(event, ReasoningDelta) for event in kept),
+        num_thoughts=sum(isinstance(event, ReasoningEvent) for event in kept),
         num_words=_num_words(task),
     )
 
 
 def _num_words(task: TaskSpec) -> int:
-    if isinstance(task, QueryTask):
+    if isinstance(task, QuerySpec):
         earlier = (text for turn in task.history for text in (turn.question, turn.answer))
         return sum(len(text.split()) for text in (task.system, *earlier, task.question))
-    return 1 if isinstance(task, CaptionTask) else len(task.object.split())
+    return 1 if isinstance(task, CaptionSpec) else len(task.object.split())
 
 
 def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:
     return (word if index == 0 else f" {word}" for index, word in enumerate(words))
 
 
-def _cell(index: int) -> Box:
+def _cell(index: int) -> ImageBox:
     row, column = divmod(index % (_GRID * _GRID), _GRID)
     side = 1 / _GRID
-    return Box(
+    return ImageBox(
         x_min=column * side, y_min=row * side, x_max=(column + 1) * side, y_max=(row + 1) * side
     )
 
 
-def _centre(box: Box) -> Point:
-    return Point(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
+def _centre(box: ImageBox) -> ImagePoint:
+    return ImagePoint(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
 
 
 # ---------------------------------------------------------------- results of events
 
 
-def _result(task: TaskSpec, events: Sequence[Event]) -> TaskResult:
+def _result(task: TaskSpec, events: Sequence[Event]) -> TaskOutput:
     match task:
-        case QueryTask():
-            thoughts = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
-            return QueryResult(answer=_text(events), reasoning=thoughts if task.reasoning else None)
-        case CaptionTask():
-            return CaptionResult(caption=_text(events))
-        case DetectTask():
+        case QuerySpec():
+            thoughts = "".join(e.text for e in events if isinstance(e, ReasoningEvent))
+            return QueryOutput(answer=_text(events), reasoning=thoughts if task.reasoning else None)
+        case CaptionSpec():
+            return CaptionOutput(caption=_text(events))
+        case DetectSpec():
             boxes = [each for each in events if isinstance(each, ObjectEvent)]
-            return DetectResult(objects=_ordered(boxes, task.order))
-        case PointTask():
+            return DetectOutput(objects=_ordered(boxes, task.order))
+        case PointSpec():
             points = [each for each in events if isinstance(each, PointEvent)]
-            return PointResult(points=_ordered(points, task.order))
+            return PointOutput(points=_ordered(points, task.order))
         case _:
             return _segments(task.object, [e for e in events if isinstance(e, OutlineEvent)])
 
@@ -218,14 +218,14 @@ def _ordered(found: list[FoundT], order: ObjectOrder) -> tuple[FoundT, ...]:
 
 
 def _text(events: Sequence[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
+    return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
-def _segments(label: str, pieces: Sequence[OutlineEvent]) -> SegmentResult:
+def _segments(label: str, pieces: Sequence[OutlineEvent]) -> SegmentOutput:
     box = next((piece.box for piece in pieces if piece.box is not None), None)
     if box is None:
-        return SegmentResult()
+        return SegmentOutput()
     path = "".join(piece.path_delta for piece in pieces)
-    return SegmentResult(
-        segments=(Outline(path=path, box=box, label=label, confidence=_confidence(0)),)
+    return SegmentOutput(
+        segments=(MaskOutline(path=path, box=box, label=label, confidence=_confidence(0)),)
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine.errors import InvalidField
-from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams, TaskSpec
+from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams, TaskSpec
 
 from legato_service.convert import skills
 
@@ -55,7 +55,7 @@ def check_image(message: media_pb2.Image, task: TaskSpec, path: str = "") -> boo
     """Return whether the request has an image; refuse it when the task needs one."""
     if message.WhichOneof("source") is not None:
         return True
-    if not isinstance(task, QueryTask):
+    if not isinstance(task, QuerySpec):
         raise InvalidField("this task needs an image", field="image")
     if task.spatial_refs:
         raise InvalidField("spatial references need an image", field=f"{path}spatial_refs")

@@ -23,16 +23,16 @@ from legato_engine.ipc.messages import (
 from legato_engine.types import (
     Event,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     ObjectEvent,
     OutlineEvent,
     PointEvent,
-    ReasoningDelta,
-    TextDelta,
-    Timings,
+    ReasoningEvent,
+    RequestTimings,
+    TextEvent,
     TokenInfo,
-    TokensDelta,
-    Usage,
+    TokensEvent,
+    TokenUsage,
 )
 
 from legato_service.convert import skills
@@ -70,7 +70,7 @@ def fill_info(
         fill_tokens(message.tokens, done.tokens)
 
 
-def fill_usage(message: task_pb2.Usage, value: Usage) -> None:
+def fill_usage(message: task_pb2.Usage, value: TokenUsage) -> None:
     """Send the last three counts even when they are 0."""
     message.input_tokens = value.input_tokens
     message.output_tokens = value.output_tokens
@@ -79,7 +79,7 @@ def fill_usage(message: task_pb2.Usage, value: Usage) -> None:
     message.reasoning_tokens = value.reasoning_tokens
 
 
-def fill_timings(message: task_pb2.Timings, value: Timings) -> None:
+def fill_timings(message: task_pb2.Timings, value: RequestTimings) -> None:
     """Send each duration even when it is 0."""
     fill_duration(message.queue, value.queue)
     fill_duration(message.image, value.image)
@@ -123,7 +123,7 @@ def duration(seconds: float) -> duration_pb2.Duration:
     return message
 
 
-def image_info(value: ImageInfo) -> media_pb2.ImageInfo:
+def image_info(value: ImageProperties) -> media_pb2.ImageInfo:
     return media_pb2.ImageInfo(
         image_id=value.image_id,
         width=value.width,
@@ -238,18 +238,18 @@ def delta(event: Event, index: int) -> inference_pb2.GenerateResponse:
     message = inference_pb2.GenerateResponse()
     message.index = index
     match event:
-        case TextDelta():
+        case TextEvent():
             message.text.text = event.text
             fill_tokens(message.text.tokens, event.tokens)
         case PointEvent():
             skills.fill_pointed(message.point, event)
         case ObjectEvent():
             skills.fill_object(message.object, event)
-        case ReasoningDelta():
+        case ReasoningEvent():
             message.reasoning.text = event.text
             message.reasoning.grounding.extend(map(skills.grounding, event.grounding))
             fill_tokens(message.reasoning.tokens, event.tokens)
-        case TokensDelta():
+        case TokensEvent():
             fill_tokens(message.tokens.tokens, event.tokens)
         case OutlineEvent():
             message.outline.index = event.index

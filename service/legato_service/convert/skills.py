@@ -13,28 +13,28 @@ from google.protobuf.message import Message
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from legato_engine.errors import InvalidField, PromptTooLong
 from legato_engine.types import (
-    Box,
+    AnswerFormat,
     CaptionLength,
-    CaptionResult,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
-    Grounding,
+    CaptionOutput,
+    CaptionSpec,
+    DetectOutput,
+    DetectSpec,
+    GroundedText,
+    ImageBox,
     ImagePlace,
+    ImagePoint,
+    MaskOutline,
     ObjectEvent,
     ObjectOrder,
-    Outline,
-    Point,
     PointEvent,
-    PointResult,
-    PointTask,
-    QueryResult,
-    QueryTask,
-    ResponseFormat,
-    SegmentResult,
-    SegmentTask,
+    PointOutput,
+    PointSpec,
+    QueryOutput,
+    QuerySpec,
+    SegmentOutput,
+    SegmentSpec,
     SpatialRef,
-    TaskResult,
+    TaskOutput,
     TaskSpec,
     Turn,
 )
@@ -110,11 +110,11 @@ def _ref(message: geometry_pb2.SpatialRef, field: str) -> SpatialRef:
     if kind is None:
         raise InvalidField("a spatial reference is a point or a box", field=field)
     if kind == "point":
-        return Point(x=message.point.x, y=message.point.y)
+        return ImagePoint(x=message.point.x, y=message.point.y)
     box = message.box
     if box.x_min > box.x_max or box.y_min > box.y_max:
         raise InvalidField("min is greater than max", field=f"{field}.box")
-    return Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
+    return ImageBox(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
 
 
 # ---------------------------------------------------------------- chat
@@ -227,7 +227,7 @@ def _text(message: task_pb2.ChatMessage, field: str) -> str:
 # ---------------------------------------------------------------- pieces
 
 
-def grounding(value: Grounding) -> task_pb2.Grounding:
+def grounding(value: GroundedText) -> task_pb2.Grounding:
     return task_pb2.Grounding(
         start_index=value.start_index,
         end_index=value.end_index,
@@ -250,7 +250,7 @@ def fill_pointed(message: geometry_pb2.PointedObject, value: PointEvent) -> None
         message.confidence = value.confidence
 
 
-def outline(value: Outline) -> geometry_pb2.Outline:
+def outline(value: MaskOutline) -> geometry_pb2.Outline:
     return geometry_pb2.Outline(
         path=value.path,
         box=box(value.box),
@@ -260,11 +260,11 @@ def outline(value: Outline) -> geometry_pb2.Outline:
     )
 
 
-def _point_message(value: Point) -> geometry_pb2.Point:
+def _point_message(value: ImagePoint) -> geometry_pb2.Point:
     return geometry_pb2.Point(x=value.x, y=value.y)
 
 
-def box(value: Box) -> geometry_pb2.Box:
+def box(value: ImageBox) -> geometry_pb2.Box:
     return geometry_pb2.Box(
         x_min=value.x_min, y_min=value.y_min, x_max=value.x_max, y_max=value.y_max
     )
@@ -281,7 +281,7 @@ _LENGTHS = {
     task_pb2.CAPTION_LENGTH_LONG: CaptionLength.LONG,
 }
 
-ResultT = TypeVar("ResultT", bound=TaskResult)
+ResultT = TypeVar("ResultT", bound=TaskOutput)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
@@ -312,13 +312,13 @@ class SkillConversions(Generic[ResultT, ResponseT]):
 Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 
 
-def _query(message: Query, path: str) -> QueryTask:
+def _query(message: Query, path: str) -> QuerySpec:
     refs_given = refs(message.spatial_refs, path)
     if not message.messages:
         field = f"{path}question"
         check_text_size([message.question], field)
         question = text(message.question, field, MAX_TEXT_BYTES)
-        return QueryTask(
+        return QuerySpec(
             question=question,
             reasoning=message.reasoning,
             spatial_refs=refs_given,
@@ -328,7 +328,7 @@ def _query(message: Query, path: str) -> QueryTask:
     if message.question:
         raise InvalidField("a question or messages, not both", field=f"{path}question")
     talk = conversation(message.messages, f"{path}messages")
-    return QueryTask(
+    return QuerySpec(
         question=talk.question,
         reasoning=message.reasoning,
         spatial_refs=refs_given,
@@ -373,13 +373,13 @@ def _time(image: task_pb2.QueryImage, field: str) -> float | None:
     return seconds(image.time) if image.HasField("time") else None
 
 
-def _response_format(message: Query, path: str) -> ResponseFormat | None:
+def _response_format(message: Query, path: str) -> AnswerFormat | None:
     if not message.HasField("response_format"):
         return None
     asked = message.response_format
     if asked.WhichOneof("format") is None:
         raise InvalidField("no format is set", field=f"{path}response_format")
-    return ResponseFormat(
+    return AnswerFormat(
         json_schema=asked.json_schema,
         regex=asked.regex,
         choices=tuple(asked.choices.texts),
@@ -388,7 +388,7 @@ def _response_format(message: Query, path: str) -> ResponseFormat | None:
 
 
 def _fill_query(
-    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: QueryResult
+    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: QueryOutput
 ) -> None:
     message.answer = result.answer
     if result.reasoning is not None:
@@ -396,7 +396,7 @@ def _fill_query(
         message.reasoning.grounding.extend(map(grounding, result.grounding))
 
 
-QUERY = SkillConversions("query", _query, QueryResult, inference_pb2.QueryResponse, _fill_query)
+QUERY = SkillConversions("query", _query, QueryOutput, inference_pb2.QueryResponse, _fill_query)
 
 
 # ---------------------------------------------------------------- caption
@@ -404,20 +404,20 @@ QUERY = SkillConversions("query", _query, QueryResult, inference_pb2.QueryRespon
 Caption: TypeAlias = task_pb2.CaptionTask | inference_pb2.CaptionRequest
 
 
-def _caption(message: Caption, path: str) -> CaptionTask:
+def _caption(message: Caption, path: str) -> CaptionSpec:
     if message.length not in _LENGTHS:
         raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
-    return CaptionTask(length=_LENGTHS[message.length])
+    return CaptionSpec(length=_LENGTHS[message.length])
 
 
 def _fill_caption(
-    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: CaptionResult
+    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: CaptionOutput
 ) -> None:
     message.caption = result.caption
 
 
 CAPTION = SkillConversions(
-    "caption", _caption, CaptionResult, inference_pb2.CaptionResponse, _fill_caption
+    "caption", _caption, CaptionOutput, inference_pb2.CaptionResponse, _fill_caption
 )
 
 
@@ -426,8 +426,8 @@ CAPTION = SkillConversions(
 Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
 
 
-def _detect(message: Detect, path: str) -> DetectTask:
-    return DetectTask(
+def _detect(message: Detect, path: str) -> DetectSpec:
+    return DetectSpec(
         object=text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=max_objects(message),
         min_confidence=message.min_confidence,
@@ -436,7 +436,7 @@ def _detect(message: Detect, path: str) -> DetectTask:
 
 
 def _fill_detect(
-    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: DetectResult
+    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: DetectOutput
 ) -> None:
     objects = message.objects
     for value in result.objects:
@@ -444,7 +444,7 @@ def _fill_detect(
 
 
 DETECT = SkillConversions(
-    "detect", _detect, DetectResult, inference_pb2.DetectResponse, _fill_detect
+    "detect", _detect, DetectOutput, inference_pb2.DetectResponse, _fill_detect
 )
 
 
@@ -453,8 +453,8 @@ DETECT = SkillConversions(
 PointMessage: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
 
 
-def _point(message: PointMessage, path: str) -> PointTask:
-    return PointTask(
+def _point(message: PointMessage, path: str) -> PointSpec:
+    return PointSpec(
         object=text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=max_objects(message),
         spatial_refs=refs(message.spatial_refs, path),
@@ -464,14 +464,14 @@ def _point(message: PointMessage, path: str) -> PointTask:
 
 
 def _fill_point(
-    message: task_pb2.PointResult | inference_pb2.PointResponse, result: PointResult
+    message: task_pb2.PointResult | inference_pb2.PointResponse, result: PointOutput
 ) -> None:
     points = message.points
     for value in result.points:
         fill_pointed(points.add(), value)
 
 
-POINT = SkillConversions("point", _point, PointResult, inference_pb2.PointResponse, _fill_point)
+POINT = SkillConversions("point", _point, PointOutput, inference_pb2.PointResponse, _fill_point)
 
 
 # ---------------------------------------------------------------- segment
@@ -479,21 +479,21 @@ POINT = SkillConversions("point", _point, PointResult, inference_pb2.PointRespon
 Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
 
 
-def _segment(message: Segment, path: str) -> SegmentTask:
-    return SegmentTask(
+def _segment(message: Segment, path: str) -> SegmentSpec:
+    return SegmentSpec(
         object=text(message.object, f"{path}object", MAX_OBJECT),
         spatial_refs=refs(message.spatial_refs, path),
     )
 
 
 def _fill_segment(
-    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: SegmentResult
+    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: SegmentOutput
 ) -> None:
     message.segments.extend(map(outline, result.segments))
 
 
 SEGMENT = SkillConversions(
-    "segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment
+    "segment", _segment, SegmentOutput, inference_pb2.SegmentResponse, _fill_segment
 )
 
 

@@ -26,7 +26,7 @@ from legato_engine.ipc.messages import (
     ServedModel,
 )
 from legato_engine.shm import BlobStore
-from legato_engine.types import CachedImage
+from legato_engine.types import CachedImageRef
 
 MAX_LEAD = 0.5
 """Maximum lead over the least loaded engine, as a fraction of an engine's rows, at which an engine
@@ -375,7 +375,7 @@ class EngineGroup:
         left = [each for each in self.serving if each.number not in stream.searched]
         if not left or stream.request.blobs:  # an engine has read the blobs
             return False
-        named = (each for each in stream.request.images if isinstance(each, CachedImage))
+        named = (each for each in stream.request.images if isinstance(each, CachedImageRef))
         tenant = stream.request.tenant
         holders = self._holders(tuple(image_key(tenant, each.image_id) for each in named))
         first = next((each for each in left if each.number in holders), left[0])

@@ -29,7 +29,7 @@ from legato_engine.ipc.messages import HoldImage
 from legato_engine.shm import BlobStore, BlobWriter, KeptBlob
 from legato_engine.types import (
     BlobRef,
-    CachedImage,
+    CachedImageRef,
     EncodedImage,
     ImageSource,
     PixelFormat,
@@ -324,7 +324,7 @@ class BlobImage:
 NewImage = InlineImage | BlobImage
 """An image that the engine may not have."""
 
-CheckedImage = NewImage | CachedImage | None
+CheckedImage = NewImage | CachedImageRef | None
 """The image of a request, if any, within the limits."""
 
 
@@ -332,7 +332,7 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[BlobImage]]
 """The type of `shared_memory.SharedMemory.read`."""
 
 
-def stage(image: NewImage | CachedImage, blobs: BlobStore) -> ImageSource:
+def stage(image: NewImage | CachedImageRef, blobs: BlobStore) -> ImageSource:
     """Stage the bytes in the store of an engine; its `submit` discards the blob."""
     match image:
         case InlineImage():
@@ -404,7 +404,7 @@ class ImageIntake:
             case "image_id":
                 if not image.image_id:
                     raise InvalidField("must not be empty", field="image.image_id")
-                return CachedImage(image_id=image.image_id)
+                return CachedImageRef(image_id=image.image_id)
             case "shared":
                 if self._read_shared is None:
                     raise SharedMemoryRefused(

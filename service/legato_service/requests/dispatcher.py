@@ -34,10 +34,10 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
 from legato_engine.shm import BlobStore
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     FinishReason,
     ImageSource,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     TaskSpec,
@@ -80,7 +80,7 @@ def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
 def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
     tenant = request.tenant
     match image:
-        case CachedImage():
+        case CachedImageRef():
             yield image_key(tenant, image.image_id)
         case InlineImage() if request.cache_image:
             yield bytes_key(tenant, image.data)
@@ -96,7 +96,7 @@ def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
 
 def _prefix(task: TaskSpec) -> str:
     """Return the beginning of a prompt without an image."""
-    if not isinstance(task, QueryTask):
+    if not isinstance(task, QuerySpec):
         return ""
     first = task.history[0].question if task.history else task.question
     return f"{task.system}\n{first}"[:PREFIX]
@@ -266,14 +266,14 @@ class Dispatcher:
     def _restage(
         self,
         tenant: str,
-        images: Sequence[NewImage | CachedImage],
+        images: Sequence[NewImage | CachedImageRef],
         bytes_of: Mapping[int, NewImage],
     ) -> Restage | None:
         """Return a function that stages the images again; None without bytes of any."""
         held = {
             index: restage
             for index, image in enumerate(images)
-            if isinstance(image, CachedImage) and index not in bytes_of
+            if isinstance(image, CachedImageRef) and index not in bytes_of
             if (restage := self._held.restage(tenant, image.image_id)) is not None
         }
         if not (bytes_of or held):
@@ -389,10 +389,10 @@ SHARED_FAILURES = (
 """Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
 
 
-def cached_image(started: PrefillStarted) -> CachedImage | None:
+def cached_image(started: PrefillStarted) -> CachedImageRef | None:
     """Return a reference to the image whose bytes the first started task carries."""
     image = started.image
-    return CachedImage(image_id=image.image_id) if image and image.image_id else None
+    return CachedImageRef(image_id=image.image_id) if image and image.image_id else None
 
 
 def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:

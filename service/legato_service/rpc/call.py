@@ -14,7 +14,7 @@ import grpc
 import msgspec
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.ipc.messages import Done
-from legato_engine.types import RequestKey, Timings, Usage
+from legato_engine.types import RequestKey, RequestTimings, TokenUsage
 
 from legato_service.access.credentials import IDENTIFIER
 from legato_service.access.principal import Principal
@@ -209,8 +209,8 @@ class Call(msgspec.Struct, eq=False):
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
-    usage: Usage | None = None
-    timings: Timings | None = None
+    usage: TokenUsage | None = None
+    timings: RequestTimings | None = None
     estimated_wait: float | None = None  # seconds, when a request of it was admitted
     traceparent: str = ""
     is_traced: bool | None = None  # None until the tracer decides
@@ -259,7 +259,7 @@ current = CURRENT.get
 """Return the current RPC; only for code that handles one."""
 
 
-def total(usages: Iterable[Usage]) -> Usage:
+def total(usages: Iterable[TokenUsage]) -> TokenUsage:
     input_tokens = output_tokens = cached = image = reasoning = 0
     for usage in usages:
         input_tokens += usage.input_tokens
@@ -267,7 +267,7 @@ def total(usages: Iterable[Usage]) -> Usage:
         cached += usage.cached_tokens
         image += usage.image_tokens
         reasoning += usage.reasoning_tokens
-    return Usage(
+    return TokenUsage(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=cached,

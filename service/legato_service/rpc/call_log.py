@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 import structlog
 from legato_engine.ipc.messages import Done
-from legato_engine.types import FinishReason, TaskResult, Timings, Usage
+from legato_engine.types import FinishReason, RequestTimings, TaskOutput, TokenUsage
 
 from legato_service import logs
 from legato_service.rpc.call import Call
@@ -30,10 +30,10 @@ class EndedRequest(msgspec.Struct, eq=False):
     """A request of a call that the engine finished; `ended_ns` is in `time.time_ns()`."""
 
     call: Call
-    result: type[TaskResult]
+    result: type[TaskOutput]
     finish_reason: FinishReason
-    usage: Usage
-    timings: Timings
+    usage: TokenUsage
+    timings: RequestTimings
     preemptions: int
     resumptions: int
     ended_ns: int

@@ -18,7 +18,7 @@ from legato_engine.errors import (
     ModelNotFound,
 )
 from legato_engine.ipc.messages import Done, OutputDelta, ServedModel
-from legato_engine.types import RequestKey, TextDelta
+from legato_engine.types import RequestKey, TextEvent
 
 from legato_service.convert import requests, responses, tensors
 from legato_service.errors import failure
@@ -124,7 +124,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                             asked.streams_text and "text" in asked.outputs
                         ):
                             for event in events:
-                                if isinstance(event, TextDelta):
+                                if isinstance(event, TextEvent):
                                     yield _piece(request, model, event.text)
                         case Done():
                             yield _streamed(_response(request, asked, model, output), final=True)

@@ -9,7 +9,7 @@ from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
 from legato_engine.errors import EngineStarting, InvalidField
 from legato_engine.ipc.messages import ServedModel
-from legato_engine.types import ConfidenceInfo
+from legato_engine.types import CalibrationInfo
 
 from legato_service.config import ServiceConfig
 from legato_service.convert.responses import duration
@@ -105,7 +105,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         )
 
 
-def _confidence(info: ConfidenceInfo | None) -> pb.Confidence | None:
+def _confidence(info: CalibrationInfo | None) -> pb.Confidence | None:
     if info is None:
         return None
     message = pb.Confidence(

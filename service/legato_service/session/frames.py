@@ -24,7 +24,7 @@ from legato_engine.errors import (
     SessionProtocol,
 )
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
-from legato_engine.types import CachedImage, Request, RequestKey, TaskSpec
+from legato_engine.types import CachedImageRef, Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
 from legato_service.images.intake import CheckedImage, NewImage
@@ -259,7 +259,7 @@ def _over_quota() -> QuotaExceeded | None:
 
 log = structlog.get_logger("legato.session")
 
-ImageResult = asyncio.Future[CachedImage | LegatoError | None]
+ImageResult = asyncio.Future[CachedImageRef | LegatoError | None]
 """Result of the task with the image's bytes: the cached image, or a failure of all tasks."""
 
 

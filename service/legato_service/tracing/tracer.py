@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc
-from legato_engine.types import SKILL_OF_RESULT, CaptionResult, QueryResult
+from legato_engine.types import SKILL_OF_RESULT, CaptionOutput, QueryOutput
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor
@@ -28,8 +28,8 @@ PROVIDER = "legato"
 OPERATIONS: Mapping[type, str] = {
     **SKILL_OF_RESULT,
     # OpenTelemetry has names for these two.
-    QueryResult: "chat",
-    CaptionResult: "generate_content",
+    QueryOutput: "chat",
+    CaptionOutput: "generate_content",
 }
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _FAULTS = frozenset(

@@ -39,16 +39,16 @@ from legato_engine.ipc.messages import (
 from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
 from legato_engine.shm import BlobReader
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     FinishReason,
-    ImageInfo,
-    QueryResult,
-    QueryTask,
+    ImageProperties,
+    QueryOutput,
+    QuerySpec,
     Request,
     RequestKey,
-    TextDelta,
-    Timings,
-    Usage,
+    RequestTimings,
+    TextEvent,
+    TokenUsage,
 )
 
 INFO = ServedModel(
@@ -66,7 +66,7 @@ INFO = ServedModel(
 
 def question_of(request: Request) -> str:
     """The question of a request."""
-    assert isinstance(request.task, QueryTask)
+    assert isinstance(request.task, QuerySpec)
     return request.task.question
 
 
@@ -83,7 +83,7 @@ def fail_as_asked(question, *, is_first):
 def run(connections, request, blobs):
     """Do what the question says."""
     name, resumed = request.request_id, request.resumed
-    if isinstance(request.image, CachedImage):
+    if isinstance(request.image, CachedImageRef):
         connections.send(Failed(request_id=name, error=to_value(ImageNotFound("not cached"))))
         return
     if request.image is not None:
@@ -101,7 +101,7 @@ def run(connections, request, blobs):
         return
     for index in range(0 if resumed is None else len(resumed.token_ids), 3):
         if request.deltas:
-            event = TextDelta(text="abc"[index])
+            event = TextEvent(text="abc"[index])
             connections.send(OutputDelta(request_id=name, events=(event,), token_ids=(index,)))
         if question == "pause" and resumed is None:
             return
@@ -123,10 +123,10 @@ def done(name, text, reason):
     """The last output of a request."""
     return Done(
         request_id=name,
-        result=QueryResult(answer=text),
+        result=QueryOutput(answer=text),
         finish_reason=reason,
-        usage=Usage(input_tokens=3, output_tokens=len(text)),
-        timings=Timings(),
+        usage=TokenUsage(input_tokens=3, output_tokens=len(text)),
+        timings=RequestTimings(),
     )
 
 
@@ -148,7 +148,7 @@ def run_image_command(connections, command, blobs, held):
             connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
         case data:
             held.add(data.decode())
-            info = ImageInfo(image_id=data.decode(), width=4, height=3, cache_hit=False)
+            info = ImageProperties(image_id=data.decode(), width=4, height=3, cache_hit=False)
             connections.send(ImageHeld(request_id=name, image=info, until=command.ttl))
 
 

@@ -34,14 +34,14 @@ from legato_engine.ipc.messages import Done, DropImage, HoldImage, OutputDelta, 
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm import blob_folder
 from legato_engine.types import (
-    CachedImage,
+    CachedImageRef,
     EncodedImage,
     FinishReason,
-    QueryResult,
-    QueryTask,
+    QueryOutput,
+    QuerySpec,
     Request,
     RequestKey,
-    TextDelta,
+    TextEvent,
 )
 
 FAKE = (sys.executable, "-m", "tests.engine.client.fake_engine")
@@ -70,7 +70,7 @@ async def running(
 
 def request_to(question, name="r", image=None):
     """A request that tells the fake engine what to do."""
-    return Request(request_id=RequestKey(name), task=QueryTask(question=question), image=image)
+    return Request(request_id=RequestKey(name), task=QuerySpec(question=question), image=image)
 
 
 def text_of(deltas):
@@ -99,7 +99,7 @@ async def test_result():
         assert isinstance(reports[0], PrefillStarted)
         assert isinstance(reports[-1], Done)
         events = [e for r in reports if isinstance(r, OutputDelta) for e in r.events]
-        assert merge_events(events) == (TextDelta(text="abc"),)
+        assert merge_events(events) == (TextEvent(text="abc"),)
         assert client.num_open == 0
 
 
@@ -173,7 +173,7 @@ async def test_a_unary_request_runs_again():
     async with running() as client:
         request = msgspec.structs.replace(request_to("die once"), deltas=False, progress=False)
         done = await client.submit(request).done()
-        assert done.result == QueryResult(answer="abc")
+        assert done.result == QueryOutput(answer="abc")
         assert done.resumptions == 1
 
 
@@ -232,7 +232,7 @@ async def test_a_request_may_wait_for_an_engine():
         await until(lambda: client.state is EngineState.LOST)
         stream = client.submit(request_to("echo"), may_wait=True)
         done = await stream.done()
-        assert (done.result, done.resumptions) == (QueryResult(answer="abc"), 0)
+        assert (done.result, done.resumptions) == (QueryOutput(answer="abc"), 0)
         assert client.recovery.num_resumptions == 0
 
 
@@ -264,9 +264,9 @@ async def test_an_engine_without_a_named_image_gets_its_bytes():
         def stage(blobs):
             return EncodedImage(blob=blobs.put(b"bytes"), mime_type="image/png")
 
-        named = CachedImage(image_id="img_1")
+        named = CachedImageRef(image_id="img_1")
         done = await client.submit(request_to("echo", image=named), stage).done()
-        assert (done.result, done.resumptions) == (QueryResult(answer="abc"), 0)
+        assert (done.result, done.resumptions) == (QueryOutput(answer="abc"), 0)
         with pytest.raises(ImageNotFound):
             await client.submit(request_to("echo", image=named)).done()
         assert len(client.blobs) == 0
@@ -514,7 +514,7 @@ async def test_drain():
         assert isinstance(await anext(stream), PrefillStarted)
         delta = await anext(stream)
         assert isinstance(delta, OutputDelta)
-        assert isinstance(delta.events[0], TextDelta)
+        assert isinstance(delta.events[0], TextEvent)
         running_process(client).kill()
         with pytest.raises(EngineLost):
             [r async for r in stream]

@@ -20,11 +20,11 @@ from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.ipc.messages import Heartbeat, SchedulerLoad
 from legato_engine.shm import BlobStore, new_namespace
 from legato_engine.types import (
-    CachedImage,
-    DetectTask,
+    CachedImageRef,
+    DetectSpec,
     EncodedImage,
     PixelFormat,
-    QueryTask,
+    QuerySpec,
     RawImage,
     Request,
     RequestKey,
@@ -184,7 +184,7 @@ def connection():
 
 
 def waiting(connection, name, restage=None, image=None):
-    request = Request(request_id=RequestKey(name), task=QueryTask(question="?"), image=image)
+    request = Request(request_id=RequestKey(name), task=QuerySpec(question="?"), image=image)
     return connection.submit(request, restage, may_wait=True)
 
 
@@ -241,7 +241,7 @@ def blobs():
 def request(blobs, data=b"picture", **fields):
     """A request with an image of these bytes."""
     image = EncodedImage(blob=blobs.put(data), mime_type="image/png")
-    made = Request(request_id=RequestKey("a"), task=QueryTask(question="?"), image=image)
+    made = Request(request_id=RequestKey("a"), task=QuerySpec(question="?"), image=image)
     return msgspec.structs.replace(made, **fields)
 
 
@@ -253,12 +253,12 @@ def test_the_same_content_is_refused(blobs, size):
     refused.add(fingerprint(request(blobs, data), blobs))
     with pytest.raises(Poisoned):
         refused.check(request(blobs, data, request_id=RequestKey("b")), blobs)
-    named = CachedImage(image_id=image_id(content_key(data)))
+    named = CachedImageRef(image_id=image_id(content_key(data)))
     with pytest.raises(Poisoned):
         refused.check(request(blobs, data, image=named), blobs)
     refused.check(request(blobs, data + b"y"), blobs)
-    refused.check(request(blobs, data, task=QueryTask(question="!")), blobs)
-    refused.check(request(blobs, data, task=DetectTask(object="?")), blobs)
+    refused.check(request(blobs, data, task=QuerySpec(question="!")), blobs)
+    refused.check(request(blobs, data, task=DetectSpec(object="?")), blobs)
     refused.check(request(blobs, data, sampling=SamplingParams(max_tokens=3)), blobs)
     refused.check(request(blobs, data, adapter="a"), blobs)
     refused.check(request(blobs, data, image=None), blobs)

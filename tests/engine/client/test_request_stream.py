@@ -15,30 +15,30 @@ from legato_engine.errors import (
 )
 from legato_engine.ipc.messages import Done, Failed, LaunchSpan, OutputDelta, TimelineBatch
 from legato_engine.types import (
-    Box,
     Event,
     FinishReason,
+    ImageBox,
+    ImagePoint,
     OutlineEvent,
-    Point,
     PointEvent,
-    QueryResult,
-    QueryTask,
-    ReasoningDelta,
+    QueryOutput,
+    QuerySpec,
+    ReasoningEvent,
     Request,
     RequestKey,
-    TextDelta,
-    Timings,
+    RequestTimings,
+    TextEvent,
     TokenInfo,
-    TokensDelta,
-    Usage,
+    TokensEvent,
+    TokenUsage,
 )
 
 DONE = Done(
     request_id=RequestKey("r"),
-    result=QueryResult(answer="ab"),
+    result=QueryOutput(answer="ab"),
     finish_reason=FinishReason.STOP,
-    usage=Usage(input_tokens=1, output_tokens=2),
-    timings=Timings(),
+    usage=TokenUsage(input_tokens=1, output_tokens=2),
+    timings=RequestTimings(),
 )
 
 
@@ -62,34 +62,34 @@ def stopped():
 @pytest.fixture
 def stream(aborted, stopped):
     """A stream under test."""
-    request = Request(request_id=RequestKey("r"), task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("r"), task=QuerySpec(question="?"))
     return RequestStream(request, on_abort=aborted.append, on_stop=stopped.append)
 
 
 async def test_a_stopped_stream_is_read_to_its_end(stream, stopped, aborted):
     """Outputs until the end are still delivered."""
-    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(delta(TextEvent(text="a")))
     stream.stop()
     assert (stopped, aborted) == ([stream], [])
     stream.feed(DONE)
     stream.stop()
     assert stopped == [stream], "an ended stream has nothing to stop"
-    assert [r async for r in stream] == [delta(TextDelta(text="a")), DONE]
+    assert [r async for r in stream] == [delta(TextEvent(text="a")), DONE]
 
 
 async def test_lagging_consumer_gets_one_delta(stream):
     """Unread deltas are merged, with neighbouring text joined."""
     for text in "abc":
-        stream.feed(delta(TextDelta(text=text)))
+        stream.feed(delta(TextEvent(text=text)))
     stream.feed(DONE)
-    assert [r async for r in stream] == [delta(TextDelta(text="abc")), DONE]
+    assert [r async for r in stream] == [delta(TextEvent(text="abc")), DONE]
 
 
 async def test_an_unread_stream_holds_its_text_and_few_objects(stream):
     """4,000 tokens are merged while none is read, and no text is lost or out of order."""
     words = [f"{number} " for number in range(4000)]
     for word in words:
-        stream.feed(delta(TextDelta(text=word)))
+        stream.feed(delta(TextEvent(text=word)))
     assert len(stream._pending) <= 2 * MAX_LOOSE + len(words) // MAX_LOOSE
     stream.feed(DONE)
     first, *rest = [output async for output in stream]
@@ -100,8 +100,8 @@ async def test_an_unread_stream_holds_its_text_and_few_objects(stream):
 async def test_prompt_consumer_gets_each_delta(stream):
     """A reader that keeps up gets every delta as it was sent."""
     for text in "ab":
-        stream.feed(delta(TextDelta(text=text)))
-        assert await anext(stream) == delta(TextDelta(text=text))
+        stream.feed(delta(TextEvent(text=text)))
+        assert await anext(stream) == delta(TextEvent(text=text))
 
 
 async def test_failure_is_raised_once(stream):
@@ -117,7 +117,7 @@ async def test_failure_is_raised_once(stream):
 async def test_nothing_follows_the_end(stream):
     """Outputs after the last one are dropped."""
     stream.feed(DONE)
-    stream.feed(delta(TextDelta(text="x")))
+    stream.feed(delta(TextEvent(text="x")))
     stream.fail(EngineLost("gone"))
     assert [r async for r in stream] == [DONE]
 
@@ -152,30 +152,30 @@ async def test_cancelled_read_loses_nothing(stream):
 def test_merge_keeps_order_and_all_content():
     """Only neighbours of one kind are joined; boxes, points and tokens are all kept."""
     token = TokenInfo(token_id=1, text="a")
-    box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
-    point = PointEvent(point=Point(x=0, y=0), label="x")
+    box = ImageBox(x_min=0, y_min=0, x_max=1, y_max=1)
+    point = PointEvent(point=ImagePoint(x=0, y=0), label="x")
     events: list[Event] = [
-        ReasoningDelta(text="r", tokens=(token,)),
-        ReasoningDelta(text="s", tokens=(token,)),
-        TokensDelta(tokens=(token,)),
-        TokensDelta(tokens=(token, token)),
-        TextDelta(text="a", tokens=(token,)),
-        TextDelta(text="b", tokens=(token,)),
+        ReasoningEvent(text="r", tokens=(token,)),
+        ReasoningEvent(text="s", tokens=(token,)),
+        TokensEvent(tokens=(token,)),
+        TokensEvent(tokens=(token, token)),
+        TextEvent(text="a", tokens=(token,)),
+        TextEvent(text="b", tokens=(token,)),
         point,
         point,
-        TextDelta(text="c"),
+        TextEvent(text="c"),
         OutlineEvent(index=0, box=box),
         OutlineEvent(index=0, path_delta="M"),
         OutlineEvent(index=1, path_delta="L"),
         OutlineEvent(index=1, box=box),
     ]
     assert merge_events(events) == (
-        ReasoningDelta(text="rs", tokens=(token, token)),
-        TokensDelta(tokens=(token, token, token)),
-        TextDelta(text="ab", tokens=(token, token)),
+        ReasoningEvent(text="rs", tokens=(token, token)),
+        TokensEvent(tokens=(token, token, token)),
+        TextEvent(text="ab", tokens=(token, token)),
         point,
         point,
-        TextDelta(text="c"),
+        TextEvent(text="c"),
         OutlineEvent(index=0, box=box, path_delta="M"),
         OutlineEvent(index=1, path_delta="L"),
         OutlineEvent(index=1, box=box),
@@ -186,7 +186,7 @@ async def test_done_resolves_at_the_end(stream):
     """Earlier outputs do not wake its reader."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
-    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(delta(TextEvent(text="a")))
     await asyncio.sleep(0)
     assert not waiting.done()
     stream.feed(DONE)
@@ -195,7 +195,7 @@ async def test_done_resolves_at_the_end(stream):
 
 async def test_done_after_the_end(stream):
     """A result that has arrived is returned without waiting."""
-    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(delta(TextEvent(text="a")))
     stream.feed(DONE)
     assert await stream.done() == DONE
 
@@ -204,7 +204,7 @@ async def test_done_raises_the_failure(stream):
     """The error is raised whatever was unread."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
-    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(delta(TextEvent(text="a")))
     stream.fail(EngineLost("gone"))
     with pytest.raises(EngineLost):
         await waiting
@@ -227,14 +227,14 @@ async def test_reading_after_a_cancelled_done(stream):
     await asyncio.gather(waiting, return_exceptions=True)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(delta(TextEvent(text="a")))
     async with asyncio.timeout(5):
-        assert await reading == delta(TextDelta(text="a"))
+        assert await reading == delta(TextEvent(text="a"))
 
 
 async def test_a_deadline_after_the_end_takes_nothing_from_the_reader(stream, aborted):
     """It passes between the arrival of the last output and its read."""
-    stream.feed(delta(TextDelta(text="ab")))
+    stream.feed(delta(TextEvent(text="ab")))
     stream.feed(DONE)
     stream.abort(DeadlineExceeded("the deadline passed"))
     assert [output async for output in stream][-1] == DONE

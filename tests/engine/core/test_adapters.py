@@ -20,7 +20,7 @@ from legato_engine.ipc.messages import Done, Failed, PrefillStarted
 from legato_engine.layers.lora import AdapterWeights, MlpWeights
 from legato_engine.models.base import Adapter
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
-from legato_engine.types import CachedImage, CaptionTask, DetectTask, QueryTask, RequestKey
+from legato_engine.types import CachedImageRef, CaptionSpec, DetectSpec, QuerySpec, RequestKey
 
 from tests.adapters import published_file, random_adapter, safetensors_file
 from tests.engine.core.world import CONFIG, World, png
@@ -28,7 +28,7 @@ from tests.engine.core.world import CONFIG, World, png
 TEXT = tiny_random_config().text
 TEXTS = {"random-tiny": TEXT, "random-tiny3": tiny_random3_config().text}
 NAMES = ("x", "y", "z")
-TASKS = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what is it?"))
+TASKS = (DetectSpec(object="x"), CaptionSpec(), QuerySpec(question="what is it?"))
 
 
 def adapter_of(name, text=TEXT):
@@ -110,7 +110,7 @@ def test_adapters_side_by_side_answer_as_alone(either, depth):
         world.submit(f"r-{number}", task, world.encoded(data), adapter=name)
     for number, (task, name) in enumerate(asked):
         assert result(world, f"r-{number}") == alone[type(task), name]
-    assert len({repr(alone[CaptionTask, name]) for name in ("", *NAMES)}) == 4, "all say the same"
+    assert len({repr(alone[CaptionSpec, name]) for name in ("", *NAMES)}) == 4, "all say the same"
     assert world.core.load().adapters_used == 0
     world.close()
 
@@ -154,7 +154,7 @@ def test_a_prefix_is_shared_under_its_adapter_alone(world):
     """An image's prefix is computed once per adapter, and once without."""
     data, cached = png(seed=3), dict.fromkeys(("", *NAMES), False)
     for number, name in enumerate(("x", "x", "", "y", "", "x", "y")):
-        world.submit(f"r-{number}", DetectTask(object="x"), world.encoded(data), adapter=name)
+        world.submit(f"r-{number}", DetectSpec(object="x"), world.encoded(data), adapter=name)
         world.run(f"r-{number}")
         hit = world.of(f"r-{number}", PrefillStarted)[0].cached_tokens > 0
         assert hit == cached[name]
@@ -163,13 +163,13 @@ def test_a_prefix_is_shared_under_its_adapter_alone(world):
 
 def test_a_file_that_appears_is_found(world, folder):
     """A name is unknown before its file exists, and found afterwards."""
-    world.submit("before", QueryTask(question="?"), adapter="late")
+    world.submit("before", QuerySpec(question="?"), adapter="late")
     world.run("before")
     assert type(world.error("before")).__name__ == "AdapterNotFound"
     path = folder / "late.safetensors"
     path.write_bytes(safetensors_file(random_adapter(TEXT, 4, seed=9)))
-    world.submit("after", QueryTask(question="?"), adapter="late")
-    world.submit("plain", QueryTask(question="?"))
+    world.submit("after", QuerySpec(question="?"), adapter="late")
+    world.submit("plain", QuerySpec(question="?"))
     assert result(world, "after") != result(world, "plain")
     path.unlink()
 
@@ -177,7 +177,7 @@ def test_a_file_that_appears_is_found(world, folder):
 def test_a_replaced_file_is_for_later_requests(world, folder):
     """A request that started with the old content finishes with it; the next has the new."""
     path = folder / "changing.safetensors"
-    task, data = CaptionTask(), png(seed=4)
+    task, data = CaptionSpec(), png(seed=4)
     answers = {}
     for seed in (20, 21):
         path.write_bytes(safetensors_file(random_adapter(TEXT, 6, seed)))
@@ -207,9 +207,9 @@ def test_a_bad_file_fails_only_its_request(world, folder, data, says):
     """A malformed adapter fails only its own request, with the reason."""
     (folder / "bad.safetensors").write_bytes(data)
     image = world.encoded(png(seed=5))
-    world.submit("good", DetectTask(object="x"), image, adapter="x")
-    world.submit("bad", DetectTask(object="x"), world.encoded(png(seed=6)), adapter="bad")
-    world.submit("other", QueryTask(question="?"))
+    world.submit("good", DetectSpec(object="x"), image, adapter="x")
+    world.submit("bad", DetectSpec(object="x"), world.encoded(png(seed=6)), adapter="bad")
+    world.submit("other", QuerySpec(question="?"))
     good, bad, other = world.run("good", "bad", "other")
     assert isinstance(good, Done)
     assert isinstance(other, Done)
@@ -224,8 +224,8 @@ def test_a_failed_adapter_does_not_wait_for_its_image(assembly, depth):
     """A request fails with the first of its parts, and its image is cancelled."""
     world = World(assembly, pipeline_depth=depth, preprocess_threads=1)
     blocked = world.encoded(png(seed=7, size=(900, 900)))
-    world.submit("busy", DetectTask(object="x"), blocked)
-    world.submit("r", DetectTask(object="x"), world.encoded(png(seed=8)), adapter="none")
+    world.submit("busy", DetectSpec(object="x"), blocked)
+    world.submit("r", DetectSpec(object="x"), world.encoded(png(seed=8)), adapter="none")
     world.run("r")
     assert type(world.error("r")).__name__ == "AdapterNotFound"
     world.run("busy")
@@ -235,7 +235,7 @@ def test_a_failed_adapter_does_not_wait_for_its_image(assembly, depth):
 def test_aborts_and_stops_while_an_adapter_is_read(world):
     """A request whose adapter is being read can be aborted and stopped; no slot stays held."""
     for number in range(6):
-        world.submit(f"r-{number}", CaptionTask(), world.encoded(png(seed=9)), adapter="x")
+        world.submit(f"r-{number}", CaptionSpec(), world.encoded(png(seed=9)), adapter="x")
     world.core.abort(RequestKey("r-0"))
     world.core.stop(RequestKey("r-1"))
     for _ in range(5):
@@ -248,11 +248,11 @@ def test_aborts_and_stops_while_an_adapter_is_read(world):
 
 def test_a_named_image_with_an_adapter(world):
     """A request with a cached image still waits for its adapter."""
-    world.submit("a", CaptionTask(), world.encoded(png(seed=10)))
+    world.submit("a", CaptionSpec(), world.encoded(png(seed=10)))
     (done,) = world.run("a")
-    named = CachedImage(image_id=done.image.image_id)
-    world.submit("b", CaptionTask(), named, adapter="y")
-    world.submit("c", CaptionTask(), world.encoded(png(seed=10)), adapter="y")
+    named = CachedImageRef(image_id=done.image.image_id)
+    world.submit("b", CaptionSpec(), named, adapter="y")
+    world.submit("c", CaptionSpec(), world.encoded(png(seed=10)), adapter="y")
     assert result(world, "b") == result(world, "c")
 
 
@@ -284,7 +284,7 @@ def test_adapters_with_a_slot_are_read_once(assembly, monkeypatch):
 
     monkeypatch.setattr(assembly.model, "read_adapter", counted)
     for number, name in enumerate("xyxyxy"):
-        world.submit(f"r-{number}", QueryTask(question="?"), adapter=name)
+        world.submit(f"r-{number}", QuerySpec(question="?"), adapter=name)
         world.run(f"r-{number}")
     assert len(reads) == 2
     world.close()

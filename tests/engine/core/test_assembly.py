@@ -24,7 +24,7 @@ from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.types import ImageInfo
+from legato_engine.types import ImageProperties
 from safetensors.torch import save_file
 
 from tests.engine.models.gguf import gguf_files
@@ -33,7 +33,7 @@ from tests.engine.models.gguf import gguf_files
 # Assembly of an engine from its configuration.
 
 CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=1)
-INFO = ImageInfo(image_id="img", width=300, height=200, cache_hit=False)
+INFO = ImageProperties(image_id="img", width=300, height=200, cache_hit=False)
 
 
 @pytest.mark.parametrize(("encodes", "kind"), [(None, CroppedImage), (True, WholeImage)])

@@ -22,12 +22,12 @@ from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped,
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     EncodedImage,
     PixelFormat,
-    QueryTask,
+    QuerySpec,
     RawImage,
     RequestKey,
 )
@@ -39,10 +39,10 @@ from tests.engine.core.world import EITHER_KIND, GatedFrontend, World, png
 @EITHER_KIND
 def test_image_is_cached_by_content_and_by_id(world):
     """The same bytes and their id are hits with the same result."""
-    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    world.submit("a", DetectSpec(object="x"), world.encoded(png()))
     (first,) = world.run("a")
-    world.submit("b", DetectTask(object="x"), world.encoded(png()))
-    world.submit("c", DetectTask(object="x"), CachedImage(image_id=first.image.image_id))
+    world.submit("b", DetectSpec(object="x"), world.encoded(png()))
+    world.submit("c", DetectSpec(object="x"), CachedImageRef(image_id=first.image.image_id))
     for done in world.run("b", "c"):
         assert done.image.cache_hit
         assert done.image.image_id == first.image.image_id
@@ -54,12 +54,12 @@ def test_image_is_cached_by_content_and_by_id(world):
 @pytest.mark.parametrize("by", ["bytes", "id"])
 def test_a_known_image_needs_no_thread(world, by):
     """In an idle engine, a request on a cached image is scheduled by `submit`."""
-    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    world.submit("a", DetectSpec(object="x"), world.encoded(png()))
     (first,) = world.run("a")
     while world.core.busy:
         world.core.step()
-    named = CachedImage(image_id=first.image.image_id)
-    world.submit("b", DetectTask(object="x"), named if by == "id" else world.encoded(png()))
+    named = CachedImageRef(image_id=first.image.image_id)
+    world.submit("b", DetectSpec(object="x"), named if by == "id" else world.encoded(png()))
     assert world.core.busy
     assert world.core.next_deadline() == math.inf
     world.core.step()
@@ -68,12 +68,12 @@ def test_a_known_image_needs_no_thread(world, by):
 
 def test_bytes_are_not_hashed_between_steps(world):
     """While other requests run, a thread hashes the bytes, even those of a cached image."""
-    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    world.submit("a", DetectSpec(object="x"), world.encoded(png()))
     (first,) = world.run("a")
     while world.core.busy:
         world.core.step()
-    world.submit("other", QueryTask(question="hello"))
-    world.submit("b", DetectTask(object="x"), world.encoded(png()))
+    world.submit("other", QuerySpec(question="hello"))
+    world.submit("b", DetectSpec(object="x"), world.encoded(png()))
     assert world.core.load().waiting == 2
     assert world.core._requests.count(PendingRequest) == 1
     assert isinstance(world.core._requests.get(RequestKey("b")), PendingRequest)
@@ -84,11 +84,11 @@ def test_bytes_are_not_hashed_between_steps(world):
 
 def test_uncached_image_leaves_nothing(world):
     """Without `cache_image` neither the image nor its prefix is kept."""
-    world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
+    world.submit("a", DetectSpec(object="x"), world.encoded(png()), cache_image=False)
     (done,) = world.run("a")
     assert world.core.load().images_cached == 0
     assert world.core.load().prefix_pages == 0
-    world.submit("b", DetectTask(object="x"), CachedImage(image_id=done.image.image_id))
+    world.submit("b", DetectSpec(object="x"), CachedImageRef(image_id=done.image.image_id))
     world.run("b")
     assert type(world.error("b")).__name__ == "ImageNotFound"
 
@@ -104,8 +104,8 @@ def test_raw_image_answers_like_its_file(world):
         row_stride=120,
         format=PixelFormat.RGB8,
     )
-    world.submit("raw", CaptionTask(), raw)
-    world.submit("png", CaptionTask(), world.encoded(data))
+    world.submit("raw", CaptionSpec(), raw)
+    world.submit("png", CaptionSpec(), world.encoded(data))
     raw_done, png_done = world.run("raw", "png")
     assert raw_done.result == png_done.result
 
@@ -114,7 +114,7 @@ def test_oriented_image(world):
     """`ImageInfo` has the displayed size."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    world.submit("r", CaptionTask(), world.encoded(png(exif=exif.tobytes())))
+    world.submit("r", CaptionSpec(), world.encoded(png(exif=exif.tobytes())))
     (done,) = world.run("r")
     assert (done.image.width, done.image.height) == (30, 40)
 
@@ -141,7 +141,7 @@ def test_an_image_is_freed_with_its_request(assembly, question):
     world = World(dataclasses.replace(assembly, frontend=frontend))
     gc.disable()
     try:
-        world.submit("r", QueryTask(question=question), world.encoded(png()), cache_image=False)
+        world.submit("r", QuerySpec(question=question), world.encoded(png()), cache_image=False)
         world.run("r")
         world.close()  # the threads that prepared it have ended, too
         assert [image() for image in frontend.images] in ([None], [])  # cancelled before it began
@@ -155,24 +155,24 @@ def test_an_image_is_freed_with_its_request(assembly, question):
 
 def test_a_leased_image_gives_the_result_of_its_bytes(world):
     """A leased image named by its id gives the result of its bytes; once dropped, it is unknown."""
-    world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
+    world.submit("a", DetectSpec(object="x"), world.encoded(png()), cache_image=False)
     (by_bytes,) = world.run("a")
-    named = CachedImage(image_id=world.hold(png()).image.image_id)
-    world.submit("b", DetectTask(object="x"), named)
+    named = CachedImageRef(image_id=world.hold(png()).image.image_id)
+    world.submit("b", DetectSpec(object="x"), named)
     (by_id,) = world.run("b")
     assert by_id.result == by_bytes.result
     assert by_id.image.cache_hit
     world.core.drop(DropImage(request_id=RequestKey("d"), image_id=named.image_id, owner="me"))
     assert world.of("d", ImageDropped)
-    world.submit("c", DetectTask(object="x"), named)
+    world.submit("c", DetectSpec(object="x"), named)
     world.run("c")
     assert type(world.error("c")).__name__ == "ImageNotFound"
 
 
 def test_a_running_request_keeps_its_image(world):
     """A request keeps its image when that is dropped before the request runs."""
-    named = CachedImage(image_id=world.hold(png()).image.image_id)
-    world.submit("a", DetectTask(object="x"), named)
+    named = CachedImageRef(image_id=world.hold(png()).image.image_id)
+    world.submit("a", DetectSpec(object="x"), named)
     world.core.drop(DropImage(request_id=RequestKey("d"), image_id=named.image_id, owner="me"))
     assert isinstance(world.run("a")[0], Done)
 
@@ -194,7 +194,7 @@ def test_a_lease_ends_on_time_however_late_the_loop_is(world):
     held = world.hold(png(), ttl=0.05)
     while time.monotonic() < held.until:
         time.sleep(0.01)
-    world.submit("late", DetectTask(object="x"), CachedImage(image_id=held.image.image_id))
+    world.submit("late", DetectSpec(object="x"), CachedImageRef(image_id=held.image.image_id))
     assert type(world.error("late")).__name__ == "ImageNotFound"
 
 
@@ -226,7 +226,7 @@ def test_leases_and_requests_of_a_tenant_share_its_part_of_the_queue(assembly):
         world.core.hold(
             HoldImage(request_id=key, image=world.encoded(png()), owner=f"tenant:{tenant}", ttl=9.0)
         )
-    world.submit("c", DetectTask(object="x"), world.encoded(png(1)), tenant="x")
+    world.submit("c", DetectSpec(object="x"), world.encoded(png(1)), tenant="x")
     assert type(world.error("c")).__name__ == "QuotaExceeded"
     assert not world.of("a") + world.of("b")
     for name, tenant in (("a", "x"), ("b", "y")):

@@ -12,12 +12,12 @@ from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     EncodedImage,
-    PointTask,
-    QueryTask,
+    PointSpec,
+    QuerySpec,
     RequestKey,
     SamplingParams,
 )
@@ -33,7 +33,7 @@ def test_queued_is_sent_once_to_waiting_requests(world):
     """Only requests that find no free row get a queue position, once."""
     names = [f"r{i}" for i in range(7)]
     for name in names:
-        world.submit(name, QueryTask(question="hello"))
+        world.submit(name, QuerySpec(question="hello"))
     world.run(*names)
     assert world.of("r0", QueuePosition) == []
     queued = [world.of(name, QueuePosition) for name in names]
@@ -47,9 +47,9 @@ def test_full_queue(gated):
     """Requests over `max_waiting` are refused; pending requests count."""
     world, frontend = gated
     for i in range(CONFIG.max_waiting):
-        world.submit(f"r{i}", CaptionTask(), world.encoded(png()))
+        world.submit(f"r{i}", CaptionSpec(), world.encoded(png()))
     assert world.core.load().waiting == CONFIG.max_waiting
-    world.submit("late", QueryTask(question="hello"))
+    world.submit("late", QuerySpec(question="hello"))
     assert type(world.error("late")).__name__ == "QueueFull"
     assert int(world.error("late").metadata["retry_after_ms"]) > 0
     frontend.gate.set()
@@ -61,10 +61,10 @@ def test_a_tenants_quota_counts_pending_requests(assembly):
     """A tenant over its quota gets QuotaExceeded before its image is read; other tenants do not."""
     frontend = GatedFrontend(assembly.frontend)
     world = World(dataclasses.replace(assembly, frontend=frontend), max_waiting_per_tenant=1)
-    world.submit("a0", CaptionTask(), world.encoded(png()), tenant="a")
-    world.submit("a1", CaptionTask(), world.encoded(png()), tenant="a")
+    world.submit("a0", CaptionSpec(), world.encoded(png()), tenant="a")
+    world.submit("a1", CaptionSpec(), world.encoded(png()), tenant="a")
     assert type(world.error("a1")).__name__ == "QuotaExceeded"
-    world.submit("b0", CaptionTask(), world.encoded(png()), tenant="b")
+    world.submit("b0", CaptionSpec(), world.encoded(png()), tenant="b")
     frontend.gate.set()
     assert all(isinstance(done, Done) for done in world.run("a0", "b0"))
     world.close()
@@ -73,10 +73,10 @@ def test_a_tenants_quota_counts_pending_requests(assembly):
 def test_the_queue_position_follows_the_priority(world):
     """The queue position counts only requests of a higher or equal rank."""
     for name in ("r0", "r1", "r2", "r3", "r4"):
-        world.submit(name, QueryTask(question="hello"))
+        world.submit(name, QuerySpec(question="hello"))
     world.core.step()
-    world.submit("low", QueryTask(question="hello"), priority=-1)
-    world.submit("high", QueryTask(question="hello"), priority=100)
+    world.submit("low", QuerySpec(question="hello"), priority=-1)
+    world.submit("high", QuerySpec(question="hello"), priority=100)
     world.run("low", "high")
     assert world.of("high", QueuePosition)[0].position == 0
     assert world.of("low", QueuePosition)[0].position > 0
@@ -85,10 +85,10 @@ def test_the_queue_position_follows_the_priority(world):
 def test_an_id_is_in_use_at_every_stage(gated):
     """A second request of an id in use fails; the pending or running first one goes on."""
     world, frontend = gated
-    world.submit("pending", CaptionTask(), world.encoded(png()))
-    world.submit("scheduled", QueryTask(question="hello"))
+    world.submit("pending", CaptionSpec(), world.encoded(png()))
+    world.submit("scheduled", QuerySpec(question="hello"))
     for name in ("pending", "scheduled"):
-        world.submit(name, QueryTask(question="hello"))
+        world.submit(name, QuerySpec(question="hello"))
         assert isinstance(world.error(name), InvalidField)
         world.outputs.clear()
     frontend.gate.set()
@@ -104,17 +104,17 @@ def test_an_id_is_in_use_at_every_stage(gated):
     [
         ({"model": "other"}, "ModelNotFound"),
         ({"adapter": "other"}, "AdapterNotFound"),
-        ({"task": QueryTask(question="word " * 1000)}, "PromptTooLong"),
-        ({"task": DetectTask(object="cat")}, "InvalidField"),
-        ({"image": CachedImage(image_id="img_unknown")}, "ImageNotFound"),
+        ({"task": QuerySpec(question="word " * 1000)}, "PromptTooLong"),
+        ({"task": DetectSpec(object="cat")}, "InvalidField"),
+        ({"image": CachedImageRef(image_id="img_unknown")}, "ImageNotFound"),
         ({"deadline": 0.0}, "DeadlineExceeded"),
-        ({"deadline": 0.0, "image": CachedImage(image_id="img_unknown")}, None),
+        ({"deadline": 0.0, "image": CachedImageRef(image_id="img_unknown")}, None),
     ],
 )
 def test_one_bad_request(world, fields, kind):
     """A request that cannot run fails alone, with the error that says why."""
-    world.submit("good", QueryTask(question="hello"))
-    world.submit("bad", **{"task": QueryTask(question="hello"), **fields})
+    world.submit("good", QuerySpec(question="hello"))
+    world.submit("bad", **{"task": QuerySpec(question="hello"), **fields})
     good, bad = world.run("good", "bad")
     assert isinstance(good, Done)
     assert isinstance(bad, Failed)
@@ -124,7 +124,7 @@ def test_one_bad_request(world, fields, kind):
 @pytest.mark.parametrize("data", [b"", b"GIF89a", png()[:200]])
 def test_bad_image(world, data):
     """An image that cannot be decoded fails only its request."""
-    world.submit("bad", CaptionTask(), world.encoded(data))
+    world.submit("bad", CaptionSpec(), world.encoded(data))
     world.run("bad")
     assert type(world.error("bad")).__name__ == "ImageUndecodable"
 
@@ -133,7 +133,7 @@ def test_blob_outside_of_the_namespace(world):
     """A blob outside of the namespace is an internal error and is not opened."""
     other = BlobStore(new_namespace())
     ref = other.put(png())
-    world.submit("bad", CaptionTask(), EncodedImage(blob=ref, mime_type="image/png"))
+    world.submit("bad", CaptionSpec(), EncodedImage(blob=ref, mime_type="image/png"))
     world.run("bad")
     assert isinstance(world.error("bad"), InternalError)
     other.close()
@@ -147,7 +147,7 @@ def test_bug_in_the_frontend_is_internal(assembly):
             raise ValueError("secret")
 
     world = World(dataclasses.replace(assembly, frontend=Broken(assembly.frontend)))
-    world.submit("bad", CaptionTask(), world.encoded(png()))
+    world.submit("bad", CaptionSpec(), world.encoded(png()))
     world.run("bad")
     assert isinstance(world.error("bad"), InternalError)
     assert "secret" not in world.error("bad").message
@@ -157,7 +157,7 @@ def test_bug_in_the_frontend_is_internal(assembly):
 def test_a_wrong_request_does_not_wait_for_its_image(gated):
     """An error that does not depend on the image is sent at once."""
     world, frontend = gated
-    world.submit("r", QueryTask(question="word " * 1000), world.encoded(png()))
+    world.submit("r", QuerySpec(question="word " * 1000), world.encoded(png()))
     assert type(world.error("r")).__name__ == "PromptTooLong"
     assert world.core.load().waiting == 0
     frontend.gate.set()
@@ -179,9 +179,9 @@ def test_no_image_is_prepared_for_a_model_without_images(assembly):
     """For a model without images none is prepared; its frontend refuses the request."""
     frontend = BlindFrontend(assembly.frontend)
     world = World(dataclasses.replace(assembly, frontend=frontend))
-    world.submit("bytes", CaptionTask(), world.encoded(png()))
-    world.submit("named", CaptionTask(), CachedImage(image_id="any"))
-    world.submit("text", QueryTask(question="hello"))
+    world.submit("bytes", CaptionSpec(), world.encoded(png()))
+    world.submit("named", CaptionSpec(), CachedImageRef(image_id="any"))
+    world.submit("text", QuerySpec(question="hello"))
     held = world.hold(png())
     assert isinstance(world.run("text")[0], Done)
     assert isinstance(from_value(held.error), TaskUnsupported)
@@ -193,13 +193,13 @@ def test_no_image_is_prepared_for_a_model_without_images(assembly):
 
 def test_logits_that_are_not_finite_fail_their_row_only(world, monkeypatch):
     """The first row of one launch fails with NumericError; its neighbour reads the same tokens."""
-    world.submit("alone", QueryTask(question="hello"), return_tokens=True)
+    world.submit("alone", QuerySpec(question="hello"), return_tokens=True)
     (alone,) = world.run("alone")
     points = failpoints._parse("sample.nan=corrupt@4")
     monkeypatch.setattr(failpoints, "_points", points)
     monkeypatch.setattr(failpoints, "ACTIVE", True)
     for name in ("a", "b"):
-        world.submit(name, QueryTask(question="hello"), return_tokens=True)
+        world.submit(name, QuerySpec(question="hello"), return_tokens=True)
     ends = world.run("a", "b")
     (failed,) = (each for each in ends if isinstance(each, Failed))
     assert failed.error.kind == "NumericError"
@@ -209,7 +209,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(world, monkeypatch):
 
 # ---------------------------------------------------------------- the same without a model
 
-HELLO = QueryTask(question="hello")
+HELLO = QuerySpec(question="hello")
 
 
 class NullWorld(World):
@@ -256,17 +256,17 @@ def large_png():
 TABLE = [
     ("ModelNotFound", HELLO, {"model": "other"}),
     ("AdapterNotFound", HELLO, {"adapter": "other"}),
-    ("PromptTooLong", QueryTask(question="word " * 9000), {}),
+    ("PromptTooLong", QuerySpec(question="word " * 9000), {}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(max_tokens=0)}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(temperature=-1.0)}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(temperature=float("nan"))}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(top_p=0.0)}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(top_p=1.5)}),
     ("InvalidField", HELLO, {"sampling": SamplingParams(stop=("",))}),
-    ("InvalidField", DetectTask(object="cat", max_objects=0), {"image": png()}),
-    ("InvalidField", PointTask(object="cat", max_objects=0), {"image": png()}),
-    ("ImageUndecodable", CaptionTask(), {"image": b"no image"}),
-    ("ImageTooLarge", CaptionTask(), {"image": large_png()}),
+    ("InvalidField", DetectSpec(object="cat", max_objects=0), {"image": png()}),
+    ("InvalidField", PointSpec(object="cat", max_objects=0), {"image": png()}),
+    ("ImageUndecodable", CaptionSpec(), {"image": b"no image"}),
+    ("ImageTooLarge", CaptionSpec(), {"image": large_png()}),
     ("DeadlineExceeded", HELLO, {"deadline": 0.0}),
 ]
 

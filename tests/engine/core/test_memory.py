@@ -20,16 +20,16 @@ from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     FinishReason,
-    ImageInfo,
-    QueryTask,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    TaskResult,
+    TaskOutput,
     TaskSpec,
 )
 from PIL import Image
@@ -44,7 +44,7 @@ class Results(SilentSink):
     """A sink that keeps all results."""
 
     def __init__(self) -> None:
-        self.of: dict[str, TaskResult] = {}
+        self.of: dict[str, TaskOutput] = {}
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Keep the result."""
@@ -69,7 +69,7 @@ def texts(assembly: Assembly) -> list[Sequence]:
     made = []
     for index, word in enumerate(("seen", "seen", "said", "seen", "heard")):
         sampling = SamplingParams(temperature=2.0, top_p=1.0, max_tokens=60, seed=index)
-        task = QueryTask(question=f"what is there to be {word}")
+        task = QuerySpec(question=f"what is there to be {word}")
         made.append(sequence(assembly, f"r{index}", task, sampling, has_image=False))
         made[-1].seq_id = index
     return made
@@ -81,13 +81,13 @@ def sequences(assembly: Assembly) -> list[Sequence]:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
     wild = SamplingParams(temperature=2.0, top_p=1.0, max_tokens=60, seed=7)
     asked: list[tuple[TaskSpec, bool, SamplingParams]] = [
-        (QueryTask(question="what is there to be seen"), False, wild),
-        (CaptionTask(), True, wild),
-        (QueryTask(question="what is there to be seen"), False, greedy),
-        (DetectTask(object="cat", max_objects=12), True, greedy),
-        (QueryTask(question="what is there to be said"), False, wild),
-        (QueryTask(question="what is there to be seen"), True, wild),
-        (QueryTask(question="what?", reasoning=reasons), True, wild),
+        (QuerySpec(question="what is there to be seen"), False, wild),
+        (CaptionSpec(), True, wild),
+        (QuerySpec(question="what is there to be seen"), False, greedy),
+        (DetectSpec(object="cat", max_objects=12), True, greedy),
+        (QuerySpec(question="what is there to be said"), False, wild),
+        (QuerySpec(question="what is there to be seen"), True, wild),
+        (QuerySpec(question="what?", reasoning=reasons), True, wild),
     ]
     made = [
         sequence(assembly, f"r{index}", task, sampling, has_image=has_image)
@@ -102,13 +102,13 @@ def sequence(
     assembly: Assembly, name: str, task: TaskSpec, sampling: SamplingParams, *, has_image: bool
 ) -> Sequence:
     """Return a request's sequence; all images are the same."""
-    info = ImageInfo(image_id="noise", width=40, height=30, cache_hit=False)
+    info = ImageProperties(image_id="noise", width=40, height=30, cache_hit=False)
     pixels = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     image = assembly.frontend.prepare_image(Image.fromarray(pixels), "noise", info)
     request = Request(
         request_id=RequestKey(name),
         task=task,
-        image=CachedImage(image_id="noise") if has_image else None,
+        image=CachedImageRef(image_id="noise") if has_image else None,
         sampling=sampling,
     )
     return make_sequence(assembly.frontend, request, image if has_image else None)
@@ -116,7 +116,7 @@ def sequence(
 
 def answers(
     assembly: Assembly, asked: list[Sequence], num_pages: int, depth: int, *, together: bool
-) -> tuple[dict[str, TaskResult], KVCacheStats]:
+) -> tuple[dict[str, TaskOutput], KVCacheStats]:
     """Run all requests through one scheduler of `num_pages`, together or one after another."""
     sink = Results()
     few = dataclasses.replace(assembly, num_pages=num_pages)
@@ -152,7 +152,7 @@ def test_a_long_prefix_is_computed_once():
     system = "the red shape is left of the blue shape and the green one is below. " * 43
 
     def asked(name: str, question: str) -> Sequence:
-        cut = QueryTask(question=system + question)
+        cut = QuerySpec(question=system + question)
         return sequence(assembly, name, cut, sampling, has_image=False)
 
     def run(*each: Sequence) -> Results:

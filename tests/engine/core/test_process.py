@@ -21,9 +21,9 @@ from legato_engine.errors import ImageUndecodable, Poisoned
 from legato_engine.ipc.messages import Done
 from legato_engine.telemetry import timeline_path
 from legato_engine.types import (
-    DetectTask,
+    DetectSpec,
     EncodedImage,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -102,7 +102,7 @@ async def running(config=CONFIG, **options):
 
 def ask(name, image=None, max_tokens=8):
     """Return a detection on an image, or a query."""
-    task = DetectTask(object="cat") if image else QueryTask(question="hello")
+    task = DetectSpec(object="cat") if image else QuerySpec(question="hello")
     sampling = SamplingParams(max_tokens=max_tokens)
     return Request(request_id=RequestKey(name), task=task, image=image, sampling=sampling)
 

@@ -16,13 +16,13 @@ from legato_engine.core.requests import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.ipc.messages import Done, OutputDelta
 from legato_engine.types import (
-    DetectTask,
+    DetectSpec,
     FinishReason,
     OutlineEvent,
-    QueryTask,
+    QuerySpec,
     RequestKey,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
 )
 from PIL import Image
 
@@ -32,7 +32,7 @@ from tests.engine.models.moondream.refiner.heads import BRIGHT, DARK
 from tests.engine.models.moondream.refiner.shapes import drawn, overlap
 
 WIDTH, HEIGHT = 160, 120
-EGG = SegmentTask(object="egg")
+EGG = SegmentSpec(object="egg")
 SAMPLING = SamplingParams(max_tokens=40)
 
 
@@ -188,8 +188,8 @@ def test_concurrent_requests_change_nothing(world):
     (alone,) = world.run("alone")
     for number in range(6):
         ask(world, f"r{number}")
-    world.submit("q", QueryTask(question="What?"), world.encoded(egg()))
-    world.submit("d", DetectTask(object="egg"), world.encoded(egg()))
+    world.submit("q", QuerySpec(question="What?"), world.encoded(egg()))
+    world.submit("d", DetectSpec(object="egg"), world.encoded(egg()))
     *together, _, _ = world.run(*(f"r{number}" for number in range(6)), "q", "d")
     assert [done.result for done in together] == [alone.result] * 6
 
@@ -231,7 +231,7 @@ def test_others_go_on_while_an_outline_is_refined(gated):
     wait_held(world, gate, "r")
     assert world.core.load().running == 1
     assert world.core.load().pages_used == 0
-    world.submit("q", QueryTask(question="What?"))
+    world.submit("q", QuerySpec(question="What?"))
     world.run("q")
     assert not world.of("r", Done)
     gate.open()
@@ -320,7 +320,7 @@ def test_an_id_is_in_use_until_its_outline_is_sent(gated):
     world, gate = gated
     ask(world, "r")
     wait_held(world, gate, "r")
-    world.submit("r", QueryTask(question="What?"))
+    world.submit("r", QuerySpec(question="What?"))
     assert isinstance(world.error("r"), InvalidField)
     gate.open()
     while not world.of("r", Done):

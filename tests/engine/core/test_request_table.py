@@ -10,7 +10,7 @@ from legato_engine.core.preprocessor import Lazy
 from legato_engine.core.quarantine import Quarantine
 from legato_engine.core.requests import PendingLease, RequestTable, ScheduledRequest
 from legato_engine.ipc.messages import Abort, HoldImage, RunningAlone, Stop, Submit
-from legato_engine.types import BlobRef, EncodedImage, QueryTask, Request, RequestKey, Resumed
+from legato_engine.types import BlobRef, EncodedImage, QuerySpec, Request, RequestKey, Resumed
 
 A, B = RequestKey("a"), RequestKey("b")
 IMAGE = EncodedImage(blob=BlobRef(name="", size=0), mime_type="image/png")
@@ -40,7 +40,7 @@ class World:
     def scheduled(self, name, *, tenant=""):
         """Add a request that the scheduler has."""
         key = RequestKey(name, tenant)
-        request = Request(request_id=key, task=QueryTask(question="?"))
+        request = Request(request_id=key, task=QuerySpec(question="?"))
         entry = ScheduledRequest(request_id=key, tenant=tenant, request=request)
         self.table.add(entry)
         return entry
@@ -183,7 +183,7 @@ class Core:
 
 def submit(name, resumed=None):
     """A submission."""
-    request = Request(request_id=RequestKey(name), task=QueryTask(question="?"), resumed=resumed)
+    request = Request(request_id=RequestKey(name), task=QuerySpec(question="?"), resumed=resumed)
     return Submit(request=request)
 
 

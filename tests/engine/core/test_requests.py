@@ -13,21 +13,21 @@ from legato_engine.core.assembly import Assembly, with_decode_path
 from legato_engine.errors import PromptTooLong
 from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
-    Box,
-    CaptionResult,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
+    CaptionOutput,
+    CaptionSpec,
+    DetectOutput,
+    DetectSpec,
     FinishReason,
-    Point,
-    PointTask,
-    QueryResult,
-    QueryTask,
+    ImageBox,
+    ImagePoint,
+    PointSpec,
+    QueryOutput,
+    QuerySpec,
     RequestKey,
     SamplingParams,
-    SegmentTask,
-    TaskResult,
-    TextDelta,
+    SegmentSpec,
+    TaskOutput,
+    TextEvent,
     Turn,
 )
 
@@ -41,13 +41,13 @@ from tests.engine.core.world import EITHER_KIND, LONG, World, png
 @pytest.mark.parametrize(
     "task",
     [
-        QueryTask(question="what?"),
-        QueryTask(question="what?", reasoning=True),
-        QueryTask(question="what?", system="s", history=(Turn(question="a", answer="b"),)),
-        CaptionTask(),
-        DetectTask(object="cat", max_objects=3),
-        PointTask(object="cat", max_objects=3),
-        SegmentTask(object="cat"),
+        QuerySpec(question="what?"),
+        QuerySpec(question="what?", reasoning=True),
+        QuerySpec(question="what?", system="s", history=(Turn(question="a", answer="b"),)),
+        CaptionSpec(),
+        DetectSpec(object="cat", max_objects=3),
+        PointSpec(object="cat", max_objects=3),
+        SegmentSpec(object="cat"),
     ],
     ids=lambda task: type(task).__name__,
 )
@@ -74,18 +74,18 @@ def test_every_task_on_an_image(world, task):
 
 def test_text_deltas_add_up_to_the_result(world):
     """The deltas of a caption add up to its result."""
-    world.submit("r", CaptionTask(), world.encoded(png()))
+    world.submit("r", CaptionSpec(), world.encoded(png()))
     (done,) = world.run("r")
     texts = [
-        e.text for d in world.of("r", OutputDelta) for e in d.events if isinstance(e, TextDelta)
+        e.text for d in world.of("r", OutputDelta) for e in d.events if isinstance(e, TextEvent)
     ]
-    assert isinstance(done.result, CaptionResult)
+    assert isinstance(done.result, CaptionOutput)
     assert "".join(texts) == done.result.caption
 
 
 def test_query_without_an_image(world):
     """A query needs no image; its `PrefillStarted` names none."""
-    world.submit("r", QueryTask(question="hello"))
+    world.submit("r", QuerySpec(question="hello"))
     (done,) = world.run("r")
     assert done.image is None
     assert done.usage.image_tokens == 0
@@ -94,9 +94,9 @@ def test_query_without_an_image(world):
 def test_a_long_text_holds_up_nobody(gated):
     """Others are answered while its tokens are made; then it fails if the context is too short."""
     world, frontend = gated
-    world.submit("long", QueryTask(question=LONG))
+    world.submit("long", QuerySpec(question=LONG))
     assert world.core.load().preparing == 1
-    world.submit("short", QueryTask(question="hello"))
+    world.submit("short", QuerySpec(question="hello"))
     (done,) = world.run("short")
     assert isinstance(done, Done)
     assert frontend.entered.wait(10)
@@ -110,8 +110,8 @@ def test_a_long_text_holds_up_nobody(gated):
 
 def test_deltas_are_optional(world):
     """A request without deltas gets the same result in its `Done`."""
-    world.submit("a", CaptionTask(), world.encoded(png()))
-    world.submit("b", CaptionTask(), world.encoded(png()), deltas=False)
+    world.submit("a", CaptionSpec(), world.encoded(png()))
+    world.submit("b", CaptionSpec(), world.encoded(png()), deltas=False)
     first, second = world.run("a", "b")
     assert world.of("a", OutputDelta)
     assert [type(output) for output in world.of("b") if not isinstance(output, QueuePosition)] == [
@@ -125,7 +125,7 @@ def test_progress_is_optional(world):
     """A request without deltas and progress gets only its `Done`."""
     names = [f"r{number}" for number in range(5)]  # more than run at a time
     for name in names:
-        question = QueryTask(question="What is it?")
+        question = QuerySpec(question="What is it?")
         world.submit(name, question, deltas=False, progress=False)
     world.run(*names)
     assert {type(output) for name in names for output in world.of(name)} == {Done}
@@ -137,17 +137,17 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
 
     That includes a depth that changes between steps.
     """
-    refs = (Point(x=0.25, y=0.5), Box(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
+    refs = (ImagePoint(x=0.25, y=0.5), ImageBox(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
     requests = {
-        "q": (QueryTask(question="hello"), None),
-        "t": (QueryTask(question="why?"), 0),
-        "r": (QueryTask(question="why?", reasoning=True, spatial_refs=refs), 2),
-        "c": (CaptionTask(), 1),
-        "d": (DetectTask(object="cat", max_objects=4), 0),
-        "p": (PointTask(object="dog", max_objects=4), 1),
-        "s": (SegmentTask(object="dog"), 2),
+        "q": (QuerySpec(question="hello"), None),
+        "t": (QuerySpec(question="why?"), 0),
+        "r": (QuerySpec(question="why?", reasoning=True, spatial_refs=refs), 2),
+        "c": (CaptionSpec(), 1),
+        "d": (DetectSpec(object="cat", max_objects=4), 0),
+        "p": (PointSpec(object="dog", max_objects=4), 1),
+        "s": (SegmentSpec(object="dog"), 2),
     }
-    answers: list[dict[str, TaskResult]] = []
+    answers: list[dict[str, TaskOutput]] = []
     shared: list[set[str]] = []
     for depth in (1, 2, 2, 2):
         world = World(assembly, pipeline_depth=depth)
@@ -172,30 +172,30 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
 def test_seed_comes_from_the_request_id(world):
     """The same request id gives the same result, another id need not, and a given seed decides."""
     warm = SamplingParams(temperature=1.0, max_tokens=24)
-    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    world.submit("same", QuerySpec(question="hello"), sampling=warm)
     (first,) = world.run("same")
     world.outputs.clear()
-    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    world.submit("same", QuerySpec(question="hello"), sampling=warm)
     (second,) = world.run("same")
     assert first.result == second.result
-    world.submit("other", QueryTask(question="hello"), sampling=warm)
+    world.submit("other", QuerySpec(question="hello"), sampling=warm)
     (third,) = world.run("other")
     assert third.result != first.result
 
 
 def test_max_objects_ends_a_detection(world):
     """A detection ends with MAX_OBJECTS exactly when it has found that many."""
-    world.submit("r", DetectTask(object="cat", max_objects=1), world.encoded(png()))
+    world.submit("r", DetectSpec(object="cat", max_objects=1), world.encoded(png()))
     (done,) = world.run("r")
-    assert isinstance(done.result, DetectResult)
+    assert isinstance(done.result, DetectOutput)
     assert (len(done.result.objects) == 1) == (done.finish_reason is FinishReason.MAX_OBJECTS)
 
 
 def test_the_load_has_cache_hits_and_cached_pages(world):
     """The second of two equal queries hits all of its prompt but the end; both cache pages."""
-    world.submit("a", QueryTask(question="what is to be seen in this picture?"))
+    world.submit("a", QuerySpec(question="what is to be seen in this picture?"))
     world.run("a")
-    world.submit("b", QueryTask(question="what is to be seen in this picture?"))
+    world.submit("b", QuerySpec(question="what is to be seen in this picture?"))
     (done,) = world.run("b")
     usage, load = done.usage, world.core.load()
     assert usage.input_tokens - 2 <= usage.cached_tokens < usage.input_tokens
@@ -210,7 +210,7 @@ def test_the_load_has_cache_hits_and_cached_pages(world):
 def test_deadline_while_preparing(gated):
     """A pending request fails at its deadline."""
     world, frontend = gated
-    world.submit("r", CaptionTask(), world.encoded(png()), deadline=time.monotonic() + 0.01)
+    world.submit("r", CaptionSpec(), world.encoded(png()), deadline=time.monotonic() + 0.01)
     frontend.entered.wait(10)
     assert world.core.next_deadline() < time.monotonic() + 1
     while not world.of("r", Failed):
@@ -225,9 +225,9 @@ def test_abort_while_preparing(gated, has_image):
     """A request that is aborted while its image or its long text is prepared never starts."""
     world, frontend = gated
     if has_image:
-        world.submit("r", CaptionTask(), world.encoded(png()))
+        world.submit("r", CaptionSpec(), world.encoded(png()))
     else:
-        world.submit("r", QueryTask(question=LONG))
+        world.submit("r", QuerySpec(question=LONG))
     frontend.entered.wait(10)
     world.core.abort(RequestKey("r"))
     assert world.core.load().waiting == 0
@@ -240,14 +240,14 @@ def test_abort_while_preparing(gated, has_image):
 def test_stop_while_preparing(gated):
     """A pending request that is stopped sends `PrefillStarted` and an empty result."""
     world, frontend = gated
-    world.submit("r", DetectTask(object="cat"), world.encoded(png()))
+    world.submit("r", DetectSpec(object="cat"), world.encoded(png()))
     frontend.entered.wait(10)
     world.core.stop(RequestKey("r"))
     world.core.stop(RequestKey("r"))
     begun, done = world.of("r")
     assert isinstance(begun, PrefillStarted)
     assert isinstance(done, Done)
-    assert (done.result, done.finish_reason) == (DetectResult(), FinishReason.CANCELLED)
+    assert (done.result, done.finish_reason) == (DetectOutput(), FinishReason.CANCELLED)
     assert world.core.load().waiting == 0
     frontend.gate.set()
     world.woken.wait(10)
@@ -260,8 +260,8 @@ def test_stop_while_preparing(gated):
 def test_stop_after_any_step(assembly, num_steps, depth):
     """A request stopped after any step ends with the text it had sent, and frees everything."""
     world = World(assembly, pipeline_depth=depth)
-    world.submit("other", QueryTask(question="hello"))
-    world.submit("r", QueryTask(question="hello"))
+    world.submit("other", QuerySpec(question="hello"))
+    world.submit("r", QuerySpec(question="hello"))
     for _ in range(num_steps):
         world.core.step()
     world.core.stop(RequestKey("r"))
@@ -272,7 +272,7 @@ def test_stop_after_any_step(assembly, num_steps, depth):
     assert isinstance(done, Done)
     assert done.finish_reason is FinishReason.CANCELLED
     said = "".join(event.text for output in deltas for event in output.events)
-    assert isinstance(done.result, QueryResult)
+    assert isinstance(done.result, QueryOutput)
     assert done.result.answer.startswith(said)
     assert 0 <= done.timings.first_token <= done.timings.total
     world.run("other")
@@ -285,8 +285,8 @@ def test_stop_after_any_step(assembly, num_steps, depth):
 def test_abort_after_any_step(assembly, num_steps, depth):
     """An abort after any step ends the outputs and frees everything; other requests go on."""
     world = World(assembly, pipeline_depth=depth)
-    world.submit("other", QueryTask(question="hello"))
-    world.submit("r", QueryTask(question="hello"))
+    world.submit("other", QuerySpec(question="hello"))
+    world.submit("r", QuerySpec(question="hello"))
     for _ in range(num_steps):
         world.core.step()
     world.core.abort(RequestKey("r"))
@@ -300,7 +300,7 @@ def test_abort_after_any_step(assembly, num_steps, depth):
 def test_abort_of_unknown_and_ended(world):
     """Aborting an unknown or finished request does nothing."""
     world.core.abort(RequestKey("never"))
-    world.submit("r", QueryTask(question="hello"))
+    world.submit("r", QuerySpec(question="hello"))
     world.run("r")
     world.core.abort(RequestKey("r"))
     assert isinstance(world.of("r")[-1], Done)
@@ -309,10 +309,10 @@ def test_abort_of_unknown_and_ended(world):
 # ---------------------------------------------------------------- garbage
 
 TASKS = (
-    DetectTask(object="x"),
-    CaptionTask(),
-    QueryTask(question="what?"),
-    SegmentTask(object="y"),
+    DetectSpec(object="x"),
+    CaptionSpec(),
+    QuerySpec(question="what?"),
+    SegmentSpec(object="y"),
 )
 
 
@@ -339,7 +339,7 @@ def served(world: World, batch: int) -> None:
     names = [f"r{batch}-{number}" for number in range(6)]
     for number, name in enumerate(names):
         task = TASKS[number % len(TASKS)]
-        image = None if isinstance(task, QueryTask) else world.encoded(png(number % 2))
+        image = None if isinstance(task, QuerySpec) else world.encoded(png(number % 2))
         world.submit(name, task, image)
     world.core.step()
     world.core.abort(RequestKey(names.pop()))

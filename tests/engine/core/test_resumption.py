@@ -8,15 +8,15 @@ from legato_engine.client.request_stream import RequestStream, merge_events
 from legato_engine.core.assembly import assemble
 from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted
 from legato_engine.types import (
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
+    CaptionSpec,
+    DetectSpec,
+    PointSpec,
+    QuerySpec,
     Request,
     RequestKey,
     Resumed,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
 )
 
 from tests.engine.core.world import CONFIG, World, png
@@ -32,15 +32,15 @@ def case(task, sampling=GREEDY, image=True, **fields):
 
 
 CASES = {
-    "query": case(QueryTask(question="hello"), image=False),
-    "query of an image": case(QueryTask(question="hello"), WILD),
-    "reasoning": case(QueryTask(question="hello", reasoning=True), WILD),
-    "caption": case(CaptionTask(), WILD, return_tokens=True),
-    "logprobs": case(QueryTask(question="hello"), WILD, return_tokens=True, logprobs=True),
-    "detect": case(DetectTask(object="cat"), return_tokens=True, logprobs=True),
-    "detect, sampled": case(DetectTask(object="cat"), WILD),
-    "point": case(PointTask(object="cat")),
-    "segment": case(SegmentTask(object="cat"), WILD),
+    "query": case(QuerySpec(question="hello"), image=False),
+    "query of an image": case(QuerySpec(question="hello"), WILD),
+    "reasoning": case(QuerySpec(question="hello", reasoning=True), WILD),
+    "caption": case(CaptionSpec(), WILD, return_tokens=True),
+    "logprobs": case(QuerySpec(question="hello"), WILD, return_tokens=True, logprobs=True),
+    "detect": case(DetectSpec(object="cat"), return_tokens=True, logprobs=True),
+    "detect, sampled": case(DetectSpec(object="cat"), WILD),
+    "point": case(PointSpec(object="cat")),
+    "segment": case(SegmentSpec(object="cat"), WILD),
 }
 
 
@@ -138,11 +138,11 @@ def test_tokens_without_text_are_told_with_the_next_delta(assembly):
 def test_a_full_queue_takes_a_resumed_request(assembly):
     """It was admitted before; others are refused, and it goes before them."""
     world = World(assembly, max_waiting=1)
-    world.submit("waiting", QueryTask(question="hello"))
-    world.submit("refused", QueryTask(question="hello"))
+    world.submit("waiting", QuerySpec(question="hello"))
+    world.submit("refused", QuerySpec(question="hello"))
     assert type(world.error("refused")).__name__ == "QueueFull"
     arrival = time.monotonic() - 10
-    world.submit("again", QueryTask(question="hello"), resumed=Resumed(arrival=arrival))
+    world.submit("again", QuerySpec(question="hello"), resumed=Resumed(arrival=arrival))
     world.run("waiting", "again")
     order = [
         each.request_id.caller_id for each in world.outputs if isinstance(each, PrefillStarted)
@@ -226,8 +226,8 @@ def test_tokens_that_the_task_cannot_have_are_refused(assembly):
 def test_a_full_queue_refuses_a_checkpoint(assembly):
     """A caller's word gives no place in it."""
     world = World(assembly, max_waiting=1)
-    world.submit("waiting", QueryTask(question="hello"))
+    world.submit("waiting", QuerySpec(question="hello"))
     resumed = Resumed(arrival=time.monotonic(), admitted=False)
-    world.submit("again", QueryTask(question="hello"), resumed=resumed)
+    world.submit("again", QuerySpec(question="hello"), resumed=resumed)
     assert type(world.error("again")).__name__ == "QueueFull"
     world.close()

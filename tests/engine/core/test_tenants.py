@@ -30,10 +30,10 @@ from legato_engine.ipc.messages import (
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
-    CachedImage,
-    DetectTask,
+    CachedImageRef,
+    DetectSpec,
     EncodedImage,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -131,9 +131,9 @@ class Tenants:
             self._engine.submit(
                 Request(
                     request_id=key,
-                    task=QueryTask(question=_QUESTIONS[index])
+                    task=QuerySpec(question=_QUESTIONS[index])
                     if kind == "ask"
-                    else DetectTask(object="cup"),
+                    else DetectSpec(object="cup"),
                     image=self._image(kind, index),
                     cache_image=kind != "show_unkept",
                     sampling=SamplingParams(max_tokens=4),
@@ -141,10 +141,10 @@ class Tenants:
             )
         return key
 
-    def _image(self, kind: str, index: int) -> EncodedImage | CachedImage | None:
+    def _image(self, kind: str, index: int) -> EncodedImage | CachedImageRef | None:
         if kind == "ask":
             return None
-        return CachedImage(image_id=_IDS[index]) if kind == "name" else self._encoded(index)
+        return CachedImageRef(image_id=_IDS[index]) if kind == "name" else self._encoded(index)
 
     def _encoded(self, index: int) -> EncodedImage:
         return EncodedImage(blob=self._blobs.put(IMAGES[index]), mime_type="image/png")

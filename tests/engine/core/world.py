@@ -18,7 +18,7 @@ from legato_engine.ipc.messages import (
     SchedulerLoad,
 )
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
-from legato_engine.types import EncodedImage, QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.types import EncodedImage, QuerySpec, Request, RequestKey, SamplingParams
 from PIL import Image
 
 CONFIG = EngineConfig(
@@ -134,7 +134,7 @@ class GatedFrontend:
 
     def make_task(self, request):
         """Wait for the gate if the question is `LONG`."""
-        if isinstance(request.task, QueryTask) and request.task.question == LONG:
+        if isinstance(request.task, QuerySpec) and request.task.question == LONG:
             self.entered.set()
             assert self.gate.wait(30), "a long text is prepared on the engine's own thread"
         return self._frontend.make_task(request)

@@ -20,7 +20,7 @@ from legato_engine.images.memory import PAGE, ByteQuota, PixelMemory, host_slab
 from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
-from legato_engine.types import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
+from legato_engine.types import EncodedImage, ImageProperties, PixelFormat, RawImage, RequestKey
 from PIL import Image
 
 from tests.fakes import FakeClock
@@ -156,7 +156,9 @@ def test_a_leased_image_is_sent_and_found(world):
     """The output has the image's id, size and expiry; the cache has the image."""
     held = world.hold(RED)
     key = hashlib.sha256(RED).hexdigest()
-    assert held.image == ImageInfo(image_id=f"img_{key[:32]}", width=8, height=6, cache_hit=False)
+    assert held.image == ImageProperties(
+        image_id=f"img_{key[:32]}", width=8, height=6, cache_hit=False
+    )
     assert held.until == world.clock.now() + 10
     image = world.cached(held.image.image_id)
     assert image is not None

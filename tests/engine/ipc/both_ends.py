@@ -7,7 +7,14 @@ import os
 from legato_engine.ipc.messages import Done, Loading, Submit
 from legato_engine.ipc.service_connections import ServiceConnections, Subscribers
 from legato_engine.ipc.transport import EngineTransport, ListeningSockets
-from legato_engine.types import CaptionTask, QueryResult, Request, RequestKey, Timings, Usage
+from legato_engine.types import (
+    CaptionSpec,
+    QueryOutput,
+    Request,
+    RequestKey,
+    RequestTimings,
+    TokenUsage,
+)
 from legato_engine.types import FinishReason as Reason
 
 
@@ -93,17 +100,17 @@ def as_key(name):
 
 def submit(name):
     """A request of this name or key."""
-    return Submit(request=Request(request_id=as_key(name), task=CaptionTask()))
+    return Submit(request=Request(request_id=as_key(name), task=CaptionSpec()))
 
 
 def done(name, size=1):
     """Its result."""
     return Done(
         request_id=as_key(name),
-        result=QueryResult(answer="x" * size),
+        result=QueryOutput(answer="x" * size),
         finish_reason=Reason.STOP,
-        usage=Usage(input_tokens=1, output_tokens=1),
-        timings=Timings(),
+        usage=TokenUsage(input_tokens=1, output_tokens=1),
+        timings=RequestTimings(),
     )
 
 

@@ -25,7 +25,7 @@ from legato_engine.ipc.messages import (
     TimelineBatch,
     WatchTimeline,
 )
-from legato_engine.types import BlobRef, CaptionTask, EncodedImage, Request, RequestKey
+from legato_engine.types import BlobRef, CaptionSpec, EncodedImage, Request, RequestKey
 
 from tests.engine.ipc.both_ends import as_key, both_ends, done, loading, submit, until
 
@@ -116,7 +116,7 @@ async def test_a_disconnect_reports_the_namespace_of_blobs():
         services = [ends.connect() for _ in range(3)]
         for number, service in enumerate(services[:2]):
             image = EncodedImage(blob=BlobRef(name=f"ns-{number}-abc", size=1), mime_type="")
-            request = Request(request_id=RequestKey(f"{number}"), task=CaptionTask(), image=image)
+            request = Request(request_id=RequestKey(f"{number}"), task=CaptionSpec(), image=image)
             service.transport.send(Submit(request=request))
         await ends.received(2)
         services[1].transport.close()

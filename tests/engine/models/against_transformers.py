@@ -14,7 +14,7 @@ from legato_engine.sequence import tokens_of
 from legato_engine.types import (
     FinishReason,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
@@ -136,7 +136,7 @@ class Engine:
     def prompt(self, question):
         """Token ids of the model's prompt."""
         task = self.assembly.frontend.make_task(
-            Request(request_id=RequestKey("p"), task=QueryTask(question=question))
+            Request(request_id=RequestKey("p"), task=QuerySpec(question=question))
         )
         return [token.token_id for token in task.prompt]
 
@@ -147,7 +147,7 @@ class Engine:
         for index, question in enumerate(questions):
             request = Request(
                 request_id=RequestKey(str(index)),
-                task=QueryTask(question=question) if isinstance(question, str) else question,
+                task=QuerySpec(question=question) if isinstance(question, str) else question,
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
                 logprobs=logprobs,

@@ -20,7 +20,7 @@ from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, StandInTokeniz
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.registry import may_have_chat_template, resolve, tokenizer_path
 from legato_engine.models.text import Detokenizer
-from legato_engine.types import ImageInfo, QueryTask, Request, RequestKey
+from legato_engine.types import ImageProperties, QuerySpec, Request, RequestKey
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -116,7 +116,7 @@ def test_random_weights_need_no_files(name):
     model = bundle.load(CPU, torch.float32)
     from PIL import Image
 
-    info = ImageInfo(image_id="i", width=200, height=100, cache_hit=False)
+    info = ImageProperties(image_id="i", width=200, height=100, cache_hit=False)
     image = bundle.frontend.prepare_image(Image.new("RGB", (200, 100)), "k", info)
     with torch.inference_mode():
         x_PD = model.prefix_embeddings(image)
@@ -142,7 +142,7 @@ def test_a_shorter_context_is_kept_to():
     """A bound on the context reaches the model and the prompts; an impossible one is refused."""
     bundle = resolve("random-tiny", max_context=64)
     assert bundle.max_context == bundle.load(CPU, torch.float32).max_context == 64
-    request = Request(request_id=RequestKey("r"), task=QueryTask(question="x" * 100))
+    request = Request(request_id=RequestKey("r"), task=QuerySpec(question="x" * 100))
     with pytest.raises(PromptTooLong) as caught:
         bundle.frontend.make_task(request)
     assert caught.value.metadata["limit"] == "64"

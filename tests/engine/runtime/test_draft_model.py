@@ -10,7 +10,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.runtime.drafting import CATCH_UP, DraftModel
-from legato_engine.types import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
 
 from benchmarks.speculation.run import Run
 from tests.engine.models import against_transformers as same
@@ -139,7 +139,7 @@ def asked(engine, temperature):
     sampling = SamplingParams(max_tokens=25, temperature=temperature, seed=3)
     sequences = []
     for number, question in enumerate(same.questions(5, seed=3)):
-        task = QueryTask(question=question)
+        task = QuerySpec(question=question)
         request = Request(request_id=RequestKey(str(number)), task=task, sampling=sampling)
         sequences.append(make_sequence(engine.assembly.frontend, request, None))
     return Run(engine.assembly, sequences)

@@ -21,7 +21,7 @@ from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.sampler import greedy
 from legato_engine.scheduler.scheduler import NUM_SLOTS
-from legato_engine.types import CaptionTask, DetectTask, PixelFormat, QueryTask, RawImage
+from legato_engine.types import CaptionSpec, DetectSpec, PixelFormat, QuerySpec, RawImage
 from PIL import Image
 
 from benchmarks.decode.loops import randomly
@@ -212,7 +212,7 @@ def answers(assembly):
     """Run requests with and without adapters together; kernels' warm-up has made all works."""
     world = World(assembly)
     made = captured(assembly.runner)
-    tasks = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what?" * 12))
+    tasks = (DetectSpec(object="x"), CaptionSpec(), QuerySpec(question="what?" * 12))
     names = []
     for number, adapter in enumerate(NAMES * 2):
         names.append(f"r-{number}")
@@ -269,10 +269,10 @@ def whole(runner, monkeypatch):
 def joined(assembly, second):
     """A finished run of two questions, the second of which comes while the first is answered."""
     run = Run(assembly, max_tokens=60)
-    run.submit("first", QueryTask(question="one"))
+    run.submit("first", QuerySpec(question="one"))
     while run.sequences["first"].num_committed < 12:
         run.scheduler.step()
-    run.submit("second", QueryTask(question=second))
+    run.submit("second", QuerySpec(question=second))
     run.finish()
     return run
 
@@ -351,10 +351,10 @@ def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
     for each in (alone, together):
         run = Run(each, max_tokens=24, depth=depth)
         for name in ("one", "two"):
-            run.submit(name, QueryTask(question=name))
+            run.submit(name, QuerySpec(question=name))
         while min(each.num_committed for each in run.sequences.values()) < 4:
             run.scheduler.step()
-        run.submit("late", QueryTask(question="what is there? " * 2))
+        run.submit("late", QuerySpec(question="what is there? " * 2))
         run.finish()
         given.append(run.answers)
     assert given[0] == given[1]
@@ -381,12 +381,12 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
     given, plans = [], []
     for is_cut in (False, True):
         run = Run(fused, max_tokens=24)
-        run.submit("one", QueryTask(question="one"))
+        run.submit("one", QuerySpec(question="one"))
         while is_cut and run.sequences["one"].num_committed < 4:
             run.scheduler.step()
         while not is_cut and not run.scheduler.idle:
             run.scheduler.step()
-        run.submit("late", QueryTask(question="x" * 60))
+        run.submit("late", QuerySpec(question="x" * 60))
         run.finish()
         given.append(run.answers)
         plans.append([record.launch.plan for record in run.records])
@@ -416,7 +416,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
         if not chunks:
             monkeypatch.setattr(fused.runner._backend, "_long", None)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
-        run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
+        run.submit("long", QuerySpec(question="x" * (2 * shared_tokens)))
         run.finish()
         given.append(run.answers)
         num_tokens = 1 + len(run.sequences["long"].prompt)  # with BOS
@@ -447,7 +447,7 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
 
     def asked(preempted_at):
         run = Run(fused, max_tokens=70)
-        run.submit("long", QueryTask(question=question))
+        run.submit("long", QuerySpec(question=question))
         sequence = run.sequences["long"]
         while sequence.num_committed < preempted_at:
             run.scheduler.step()
@@ -491,7 +491,7 @@ def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
         for number, image in enumerate((0, 0, 1, 2, 3, 1, None, 4, 5)):
             adapter = tuned if number in (5, 7) else None
             run.submit(
-                str(number), QueryTask(question="what?"), image, adapter=adapter, deltas=False
+                str(number), QuerySpec(question="what?"), image, adapter=adapter, deltas=False
             )
         run.finish()
         plans = [record.launch.plan for record in run.records]
@@ -524,7 +524,7 @@ def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
         world = World(fused)
         names = [f"{rows}-{number}" for number in range(rows)]
         for number, name in enumerate(names):
-            world.submit(name, CaptionTask(), raw_noise(world, number))
+            world.submit(name, CaptionSpec(), raw_noise(world, number))
         world.run(*names)
         world.close()
         assert layout in kernels.groups

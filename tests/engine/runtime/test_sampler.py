@@ -22,15 +22,15 @@ from legato_engine.runtime.sampler import (
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import NO_PAYLOAD, Constraint
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
-    QueryTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
+    ImageProperties,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
     TaskSpec,
 )
 from PIL import Image
@@ -118,12 +118,12 @@ def test_noise_depends_on_seed_and_position(changed: str) -> None:
 # Log-probabilities of sampled tokens, compared with their definition and a replay.
 
 EOS, COORD, SIZE = 0, 5, 6
-IMAGE = CachedImage(image_id="p")
+IMAGE = CachedImageRef(image_id="p")
 ASKED: dict[str, TaskSpec] = {
-    "caption": CaptionTask(),
-    "thoughts": QueryTask(question="why?", reasoning=True),
-    "boxes": DetectTask(object="cup", max_objects=2),
-    "outline": SegmentTask(object="cup"),
+    "caption": CaptionSpec(),
+    "thoughts": QuerySpec(question="why?", reasoning=True),
+    "boxes": DetectSpec(object="cup", max_objects=2),
+    "outline": SegmentSpec(object="cup"),
 }
 
 
@@ -157,7 +157,7 @@ class Listener(SilentSink):
 @pytest.fixture
 def prepared(assembly):
     """An image, ready for the vision encoder."""
-    info = ImageInfo(image_id="p", width=40, height=30, cache_hit=False)
+    info = ImageProperties(image_id="p", width=40, height=30, cache_hit=False)
     return assembly.frontend.prepare_image(Image.new("RGB", (40, 30), "teal"), "p", info)
 
 

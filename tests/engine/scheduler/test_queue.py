@@ -21,7 +21,7 @@ from legato_engine.errors import (
 )
 from legato_engine.scheduler.queue import Admission, WaitEstimate, WaitingQueue
 from legato_engine.sequence import Sequence
-from legato_engine.types import CaptionTask, Request, RequestKey
+from legato_engine.types import CaptionSpec, Request, RequestKey
 
 from tests.engine.scheduler.world import World, long_task
 from tests.fakes import FakeClock, FakeTask, make_sequence
@@ -416,7 +416,7 @@ class Served:
         """Queue a request of this load, or refuse it or another one."""
         now = self.clock.now()
         key = RequestKey(str(next(self._numbers)), load.tenant)
-        request = Request(request_id=key, task=CaptionTask(), priority=load.priority)
+        request = Request(request_id=key, task=CaptionSpec(), priority=load.priority)
         try:
             displaced = self.admission.choose_displaced(load.tenant, load.priority, now)
         except QueueFull:
@@ -592,7 +592,7 @@ def test_a_request_that_starts_at_once_is_charged_as_one_that_waited(
         queue = WaitingQueue[Job](max_overtakes=0, priority_seconds=1.0)
         running: list[Job] = []
         for number, (tenant, units, ended) in enumerate(arrivals):
-            request = Request(request_id=RequestKey(str(number), tenant), task=CaptionTask())
+            request = Request(request_id=RequestKey(str(number), tenant), task=CaptionSpec())
             job = Job(request, float(number), units / 10, claimed=2.0)
             if starts:
                 queue.serve(job)
@@ -604,7 +604,7 @@ def test_a_request_that_starts_at_once_is_charged_as_one_that_waited(
                 queue.refund(each)
             del running[:ended]
         for number, tenant in enumerate("cbacba"):
-            request = Request(request_id=RequestKey(f"w{number}", tenant), task=CaptionTask())
+            request = Request(request_id=RequestKey(f"w{number}", tenant), task=CaptionSpec())
             queue.add(Job(request, 100.0, 0.1))
         order = []
         while (served := queue.first(lambda _: True)) is not None:

@@ -14,17 +14,17 @@ from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.types import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     FinishReason,
-    ImageInfo,
-    PointTask,
-    QueryTask,
+    ImageProperties,
+    PointSpec,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
 )
 from PIL import Image
 
@@ -36,13 +36,13 @@ from tests.engine.models.moondream.test_draft import draft_file, random_draft
 
 MAX_RUNNING = 4
 TASKS = {
-    "query": (QueryTask(question="what is it?"), None),
-    "words": (QueryTask(question="a b a b a b a b"), None),
-    "thought": (QueryTask(question="why?", reasoning=True), 0),
-    "caption": (CaptionTask(), 1),
-    "boxes": (DetectTask(object="cat", max_objects=4), 0),
-    "points": (PointTask(object="dog", max_objects=4), 1),
-    "outline": (SegmentTask(object="dog"), 2),
+    "query": (QuerySpec(question="what is it?"), None),
+    "words": (QuerySpec(question="a b a b a b a b"), None),
+    "thought": (QuerySpec(question="why?", reasoning=True), 0),
+    "caption": (CaptionSpec(), 1),
+    "boxes": (DetectSpec(object="cat", max_objects=4), 0),
+    "points": (PointSpec(object="dog", max_objects=4), 1),
+    "outline": (SegmentSpec(object="dog"), 2),
 }
 
 
@@ -118,14 +118,14 @@ class Run(SilentSink):
         """Submit a request; pictures are noise."""
         image = None
         if picture is not None:
-            info = ImageInfo(image_id=str(picture), width=60, height=50, cache_hit=False)
+            info = ImageProperties(image_id=str(picture), width=60, height=50, cache_hit=False)
             pixels = np.random.default_rng(picture).integers(0, 256, (50, 60, 3), dtype=np.uint8)
             prepare = self.assembly.frontend.prepare_image
             image = prepare(Image.fromarray(pixels), str(picture), info)
         request = Request(
             request_id=RequestKey(name),
             task=task,
-            image=None if image is None else CachedImage(image_id=str(picture)),
+            image=None if image is None else CachedImageRef(image_id=str(picture)),
             sampling=SamplingParams(seed=seed, **self._sampling),
             logprobs=logprobs,
             deltas=deltas,
@@ -224,7 +224,7 @@ def test_answers_of_the_default_model_are_those_without(temperature):
 
 def test_what_is_known_takes_fewer_steps(assembly):
     """A text that is proposed right takes a step a block, and every counter says so."""
-    task = QueryTask(question="what is it?")
+    task = QuerySpec(question="what is it?")
     plain = Run(assembly, max_tokens=37)
     plain.submit("r", task)
     plain.finish()
@@ -251,14 +251,14 @@ def test_what_is_known_takes_fewer_steps(assembly):
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_the_budget_ends_inside_a_block(assembly, max_tokens, depth):
     """However a block crosses the last token, exactly so many are read and no more."""
-    task = QueryTask(question="what is it?")
+    task = QuerySpec(question="what is it?")
     plain = Run(assembly, max_tokens=13)
     plain.submit("r", task)
     plain.finish()
     right = with_speculation(assembly, "fixed:5", knowing(assembly, plain, 1.0))
     run = Run(right, depth=depth, max_tokens=max_tokens)
     run.submit("r", task)
-    run.submit("other", QueryTask(question="hello"))
+    run.submit("other", QuerySpec(question="hello"))
     run.finish()
     answer = run.answers["r"]
     assert answer.tokens == plain.answers["r"].tokens[:max_tokens]
@@ -274,7 +274,7 @@ def ends_with(run, token_id):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_eos_inside_a_block(assembly, depth):
     """Tokens accepted after the end change neither the answer, nor its reason, nor its count."""
-    task = QueryTask(question="what is it?")
+    task = QuerySpec(question="what is it?")
     whole = Run(assembly, temperature=1.0)
     whole.submit("r", task)
     said = [token[0] for token in whole.finish().answers["r"].tokens]
@@ -298,7 +298,7 @@ def test_eos_inside_a_block(assembly, depth):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_string_inside_a_block(assembly, depth):
     """A stop string ends the answer at the same character, wherever its block ends."""
-    task = QueryTask(question="what is it?")
+    task = QuerySpec(question="what is it?")
     plain = Run(assembly, temperature=1.0)
     plain.submit("r", task, seed=1)
     plain.finish()
@@ -340,12 +340,12 @@ def test_who_leaves_between_two_blocks_disturbs_nobody(assembly, depth, how):
 def test_a_block_is_chosen_by_the_launch_in_front(assembly):
     """With two launches in flight, the device decides by the one that the host has not read."""
     plain = Run(assembly, max_tokens=60)
-    plain.submit("r", QueryTask(question="what is it?"))
+    plain.submit("r", QuerySpec(question="what is it?"))
     plain.finish()
     for depth in (1, 2):
         changed = with_speculation(assembly, "seed", knowing(assembly, plain, 0.0))
         run = Run(changed, depth=depth, max_tokens=60)
-        run.submit("r", QueryTask(question="what is it?"))
+        run.submit("r", QuerySpec(question="what is it?"))
         run.finish()
         assert run.answers == plain.answers
         # 0.8, then 0.64, 0.51, 0.41: three blocks of 4 bring the average below 0.5.
@@ -355,7 +355,7 @@ def test_a_block_is_chosen_by_the_launch_in_front(assembly):
 
 def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
     """Whose tokens are foreseen comes to the largest block, its neighbour to the least."""
-    tasks = {"good": QueryTask(question="what is it?"), "bad": QueryTask(question="hello")}
+    tasks = {"good": QuerySpec(question="what is it?"), "bad": QuerySpec(question="hello")}
     plain = Run(assembly, max_tokens=100)
     for name, task in tasks.items():
         plain.submit(name, task)
@@ -411,7 +411,7 @@ def test_pages_of_a_request_whose_drafts_fail_are_evicted_first(assembly, settin
     def asked(of):
         run = Run(of, max_tokens=33)
         for name, question in questions.items():
-            run.submit(name, QueryTask(question=question))
+            run.submit(name, QuerySpec(question=question))
             run.scheduler.drain()
         return run
 
@@ -421,11 +421,11 @@ def test_pages_of_a_request_whose_drafts_fail_are_evicted_first(assembly, settin
     run = asked(dataclasses.replace(told, num_pages=1 + held))
     assert run.answers == plain.answers
     assert run.scheduler.load().prefix_pages == held
-    run.submit("other", QueryTask(question="a"))  # evicts a few pages
+    run.submit("other", QuerySpec(question="a"))  # evicts a few pages
     run.scheduler.drain()
     found = {}
     for name, question in questions.items():
-        run.submit(f"{name} again", QueryTask(question=question))
+        run.submit(f"{name} again", QuerySpec(question=question))
         sequence = run.sequences[f"{name} again"]
         while sequence.row < 0:
             run.scheduler.step()
@@ -462,7 +462,7 @@ def asked_in_turn(run, names, *, adapters=None, logprobs=()):
     for number, name in enumerate(names):
         adapter = (adapters or {}).get(name)
         boxes = name == "boxes"
-        task = DetectTask(object="cat", max_objects=4) if boxes else QueryTask(question=f"{name}?")
+        task = DetectSpec(object="cat", max_objects=4) if boxes else QuerySpec(question=f"{name}?")
         picture = 0 if boxes else None
         run.submit(name, task, picture, number, adapter=adapter, logprobs=name in logprobs)
         run.scheduler.step()
@@ -526,7 +526,7 @@ def test_a_proposer_knows_what_was_found(small_pages):
     changed = with_speculation(small_pages, "fixed:8", knowing(small_pages, plain, 1.0))
     run = Run(changed, depth=1)
     for name in ("first", "again"):
-        run.submit(name, QueryTask(question="first?"))
+        run.submit(name, QuerySpec(question="first?"))
         run.finish()
     assert run.sequences["again"].pages.cached_tokens > 0
     assert run.answers["again"] == run.answers["first"] == plain.answers["first"]

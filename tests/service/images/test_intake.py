@@ -14,7 +14,7 @@ from legato.v1 import inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_client._images.sources import HEADER_SIZE, SharedFrames, shm_namespace
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
 from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
-from legato_engine.types import CachedImage, PixelFormat, RawImage
+from legato_engine.types import CachedImageRef, PixelFormat, RawImage
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.intake import ImageIntake, InlineImage
 from legato_service.images.shared_memory import SharedMemory
@@ -361,7 +361,7 @@ async def test_several_tasks_on_one_frame(ring):
         assert all(result.HasField("caption") for result in response.results)
         first, *later = [request.image for request in server.engine.requests]
         assert isinstance(first, RawImage)
-        assert all(isinstance(image, CachedImage) for image in later)
+        assert all(isinstance(image, CachedImageRef) for image in later)
         assert len(server.engine.blobs) == 0
 
 

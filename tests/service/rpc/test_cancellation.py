@@ -16,7 +16,7 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import Busy, DeadlineExceeded
-from legato_engine.types import QueryTask, Request, RequestKey
+from legato_engine.types import QuerySpec, Request, RequestKey
 from legato_service.requests.registry import Deadlines
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
@@ -289,7 +289,7 @@ async def _read_all(call):
 
 def watched(order):
     """Return a watched stream that records its end."""
-    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("a"), task=QuerySpec(question="?"))
     return RequestStream(request, on_abort=order.append, on_stop=order.append)
 
 

@@ -10,27 +10,27 @@ from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_p
 from legato_engine.ipc.messages import OutputDelta
 from legato_engine.types import (
     Alternative,
+    CalibrationInfo,
     CaptionLength,
-    ConfidenceInfo,
-    DetectResult,
-    DetectTask,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
-    Grounding,
+    GroundedText,
     ImagePlace,
+    ImagePoint,
+    MaskOutline,
     ObjectEvent,
     ObjectOrder,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointResult,
-    PointTask,
-    QueryTask,
-    ReasoningDelta,
-    SegmentResult,
-    SegmentTask,
-    TaskResult,
+    PointOutput,
+    PointSpec,
+    QuerySpec,
+    ReasoningEvent,
+    SegmentOutput,
+    SegmentSpec,
+    TaskOutput,
     TokenInfo,
     Turn,
 )
@@ -73,7 +73,7 @@ def field_of(failed):
 
 async def test_a_conversation_reaches_the_engine():
     """Query and Generate pass on the system message, the earlier turns and the last question."""
-    expected = QueryTask(
+    expected = QuerySpec(
         question="Of what colour?",
         reasoning=True,
         system="Be short.",
@@ -95,7 +95,7 @@ async def test_one_question_is_a_conversation():
         for request in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
             await server.inference.Query(inference_pb2.QueryRequest(**request))
         first, second = (each.task for each in server.engine.requests)
-    assert first == second == QueryTask(question="Hi?")
+    assert first == second == QuerySpec(question="Hi?")
 
 
 async def test_messages_of_one_role_in_a_row_are_a_turn():
@@ -114,7 +114,7 @@ async def test_messages_of_one_role_in_a_row_are_a_turn():
         query = inference_pb2.QueryRequest(image=image_message(), messages=messages)
         assert (await server.inference.Query(query)).answer
         (asked,) = (each.task for each in server.engine.requests)
-    assert asked == QueryTask(
+    assert asked == QuerySpec(
         question="Of what\n\ncolour?",
         system="Be short.\n\nBe kind.",
         history=TURNS,
@@ -130,7 +130,7 @@ async def test_messages_that_may_be_empty(empty):
         query = inference_pb2.QueryRequest(image=image_message(), messages=[*messages, TALK[-1]])
         assert (await server.inference.Query(query)).answer
         (asked,) = (each.task for each in server.engine.requests)
-    assert isinstance(asked, QueryTask)
+    assert isinstance(asked, QuerySpec)
     assert (asked.system.strip(), asked.question) == ("", "Of what colour?")
     assert [(turn.question.strip(), turn.answer.strip()) for turn in asked.history] == [("", "")]
     assert asked.shows_image
@@ -250,7 +250,7 @@ async def test_several_images_reach_the_engine_in_order(server):
     kinds = [type(each).__name__ for each in asked.images]
     assert kinds == ["EncodedImage", "CachedImage", "EncodedImage"]
     assert len({blob.name for blob in asked.blobs}) == 2
-    assert asked.task == QueryTask(question="Which is larger?")
+    assert asked.task == QuerySpec(question="Which is larger?")
     assert len(answered.info.images) == 3
     assert answered.info.images[0] == answered.info.image
 
@@ -275,7 +275,7 @@ async def test_images_stand_where_the_messages_show_them(server, messages, place
     first, second = (each.task for each in server.engine.requests)
     expected = [ImagePlace(turn=turn, offset=offset) for turn, offset in places]
     assert first == second
-    assert isinstance(first, QueryTask)
+    assert isinstance(first, QuerySpec)
     assert first.shows_image
     assert list(first.places) == (
         [] if all(each == ImagePlace() for each in expected) else expected
@@ -359,17 +359,17 @@ def sure(engine, stream):
     asked = stream.request
     about: dict[str, Any] = {"label": "cup", "confidence": 0.375}
     event: Event
-    result: TaskResult
+    result: TaskOutput
     match asked.task:
-        case DetectTask():
+        case DetectSpec():
             event = ObjectEvent(box=BOX, **about)
-            result = DetectResult(objects=(event,))
-        case PointTask():
+            result = DetectOutput(objects=(event,))
+        case PointSpec():
             event = PointEvent(point=POINT, **about)
-            result = PointResult(points=(event,))
+            result = PointOutput(points=(event,))
         case _:
             event = OutlineEvent(index=0, box=BOX)
-            result = SegmentResult(segments=(Outline(path="", box=BOX, **about),))
+            result = SegmentOutput(segments=(MaskOutline(path="", box=BOX, **about),))
     told = OutputDelta(
         request_id=asked.request_id,
         events=(event,),
@@ -499,7 +499,7 @@ async def test_models_say_whether_confidences_are_calibrated():
     engine.model = type(MODEL)(
         **{
             **_fields(MODEL),
-            "confidence": ConfidenceInfo(
+            "confidence": CalibrationInfo(
                 skills=("detect", "point"),
                 calibrated=("detect",),
                 fitted_on="scenes",
@@ -526,12 +526,12 @@ def parts(engine, stream):
     asked = stream.request
     events, result = solution(asked.task)
     reason = FinishReason.LENGTH
-    if isinstance(asked.task, SegmentTask):
+    if isinstance(asked.task, SegmentSpec):
         events = (OutlineEvent(index=1, box=BOX),)
         reason = FinishReason.MAX_OBJECTS
-    if isinstance(asked.task, QueryTask):
-        span = Grounding(start_index=1, end_index=2, points=(POINT,))
-        events = (ReasoningDelta(text="Hm", grounding=(span,)),)
+    if isinstance(asked.task, QuerySpec):
+        span = GroundedText(start_index=1, end_index=2, points=(POINT,))
+        events = (ReasoningEvent(text="Hm", grounding=(span,)),)
     told = OutputDelta(request_id=asked.request_id, events=tuple(events))
     engine.feed(stream, started(asked), told, done(asked, result, reason))
 
@@ -574,7 +574,7 @@ async def test_every_part_of_a_request_reaches_the_engine():
     assert {each.sampling.max_tokens for each in asked} == {3}
     lengths = [each.task.length for each in (asked[1], asked[2], last[0])]
     assert lengths == [CaptionLength.SHORT, CaptionLength.NORMAL, CaptionLength.LONG]
-    place = (Point(x=0.5, y=0.25),)
+    place = (ImagePoint(x=0.5, y=0.25),)
     assert (asked[5].task.spatial_refs, last[1].task.spatial_refs) == (place, place)
 
 

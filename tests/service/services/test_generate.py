@@ -11,14 +11,14 @@ from legato.v1 import inference_pb2, media_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.ipc.messages import OutputDelta, QueuePosition
 from legato_engine.types import (
-    CaptionTask,
-    QueryResult,
-    ReasoningDelta,
+    CaptionSpec,
+    QueryOutput,
+    ReasoningEvent,
     Request,
     RequestKey,
-    TextDelta,
+    TextEvent,
     TokenInfo,
-    TokensDelta,
+    TokensEvent,
 )
 
 from tests.grammar import Grammar, check, replay
@@ -126,11 +126,11 @@ def answer_with_tokens(engine, stream):
     engine_request = stream.request
     assert engine_request.return_tokens
     events = (
-        ReasoningDelta(text="Hm", tokens=TOKENS[:1]),
-        TextDelta(text="Hi", tokens=TOKENS[1:2]),
-        TokensDelta(tokens=TOKENS[2:]),
+        ReasoningEvent(text="Hm", tokens=TOKENS[:1]),
+        TextEvent(text="Hi", tokens=TOKENS[1:2]),
+        TokensEvent(tokens=TOKENS[2:]),
     )
-    result = QueryResult(answer="Hi", reasoning="Hm")
+    result = QueryOutput(answer="Hi", reasoning="Hm")
     ended = msgspec.structs.replace(done(engine_request, result), tokens=TOKENS)
     engine.feed(stream, started(engine_request), delta(engine_request, *events), ended)
 
@@ -193,7 +193,7 @@ async def test_without_an_interval_there_are_no_heartbeats():
         await until(lambda: bool(engine.streams))
         (stream,) = engine.streams.values()
         engine_request = stream.request
-        engine.feed(stream, started(engine_request), done(engine_request, QueryResult(answer="")))
+        engine.feed(stream, started(engine_request), done(engine_request, QueryOutput(answer="")))
         grammar = check([event async for event in _rest(call)], ok=True)
     assert not grammar.of("heartbeat")
 
@@ -427,7 +427,7 @@ async def test_a_unary_call_keeps_its_id():
 
 async def test_deltas_that_were_not_read_in_time_keep_their_tokens():
     """A client that reads slowly gets merged events, and every token once."""
-    asked = Request(request_id=RequestKey("r"), task=CaptionTask())
+    asked = Request(request_id=RequestKey("r"), task=CaptionSpec())
     stream = RequestStream(asked, lambda _: None, lambda _: None)
     one = OutputDelta(request_id=asked.request_id, events=words("a"), payloads=((0.0, 1.0),))
     for index in range(200):

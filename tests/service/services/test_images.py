@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, inference_pb2, media_pb2
 from legato_engine import errors
 from legato_engine.client.monitor import EngineState
-from legato_engine.types import CachedImage, EncodedImage, PixelFormat, RawImage
+from legato_engine.types import CachedImageRef, EncodedImage, PixelFormat, RawImage
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import image_bytes, refusal, running, until
@@ -355,4 +355,4 @@ async def test_a_held_image_is_named_by_its_id():
         await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id=image_id))
         )
-    assert server.engine.requests[0].image == CachedImage(image_id=image_id)
+    assert server.engine.requests[0].image == CachedImageRef(image_id=image_id)

@@ -21,15 +21,15 @@ from legato_engine.errors import (
 )
 from legato_engine.shm import BlobReader
 from legato_engine.types import (
-    Box,
-    CachedImage,
-    CaptionResult,
-    CaptionTask,
+    CachedImageRef,
+    CaptionOutput,
+    CaptionSpec,
     EncodedImage,
+    ImageBox,
+    ImagePoint,
     PixelFormat,
-    Point,
-    PointTask,
-    QueryTask,
+    PointSpec,
+    QuerySpec,
     RawImage,
     SamplingParams,
     TokenInfo,
@@ -133,12 +133,12 @@ async def test_the_request_reaches_the_engine_as_asked():
     async with running() as server:
         await server.inference.Point(request)
         (received,) = server.engine.requests
-    assert received.task == PointTask(
+    assert received.task == PointSpec(
         object="the left cup",
         max_objects=3,
         spatial_refs=(
-            Point(x=0.5, y=0.25),
-            Box(x_min=0, y_min=0, x_max=1, y_max=1),
+            ImagePoint(x=0.5, y=0.25),
+            ImageBox(x_min=0, y_min=0, x_max=1, y_max=1),
         ),
     )
     assert received.sampling == SamplingParams(
@@ -203,7 +203,7 @@ async def test_an_image_may_be_named_by_its_id():
         response = await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id="img_7"))
         )
-        assert server.engine.requests[0].image == CachedImage(image_id="img_7")
+        assert server.engine.requests[0].image == CachedImageRef(image_id="img_7")
     assert response.info.image.cache_hit
 
 
@@ -212,7 +212,7 @@ async def test_a_result_of_the_wrong_kind_is_internal():
 
     def confuse(engine, stream):
         request = stream.request
-        engine.feed(stream, started(request), done(request, CaptionResult(caption="?")))
+        engine.feed(stream, started(request), done(request, CaptionOutput(caption="?")))
 
     async with running(FakeEngine(confuse)) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -269,7 +269,7 @@ async def test_tokens_are_listed_by_task():
 
     def script(engine, stream):
         engine_request = stream.request
-        if isinstance(engine_request.task, CaptionTask):
+        if isinstance(engine_request.task, CaptionSpec):
             engine.fail(stream, PromptTooLong("too long"))
             return
         tokens = (TokenInfo(token_id=len(engine_request.request_id.name), logprob=-1.0),)
@@ -295,7 +295,7 @@ async def test_the_images_bytes_are_sent_once():
         images = [engine_request.image for engine_request in server.engine.requests]
         assert all(engine_request.cache_image for engine_request in server.engine.requests)
     assert isinstance(images[0], EncodedImage)
-    assert images[1:] == [CachedImage(image_id="img_0")] * 2
+    assert images[1:] == [CachedImageRef(image_id="img_0")] * 2
 
 
 async def test_all_tasks_run_at_the_same_time():
@@ -323,7 +323,7 @@ async def test_the_call_has_the_sum():
 
 async def test_a_task_may_fail_alone():
     """A failed task has its own status with all details; its siblings have their results."""
-    script = failing(QueryTask, PromptTooLong("too long", limit=2048, actual=3000))
+    script = failing(QuerySpec, PromptTooLong("too long", limit=2048, actual=3000))
     async with running(FakeEngine(script)) as server:
         response = await server.inference.RunTasks(request(QUERY, DETECT, request_id="r"))
         carrier = server.engine.requests[1].image
@@ -343,7 +343,7 @@ async def test_a_task_may_fail_alone():
 
 async def test_the_text_of_a_bug_in_one_task_is_not_sent():
     """INTERNAL of a task carries no text of the error."""
-    script = failing(QueryTask, InternalError("row 3 was not finite"))
+    script = failing(QuerySpec, InternalError("row 3 was not finite"))
     async with running(FakeEngine(script)) as server:
         response = await server.inference.RunTasks(request(QUERY, DETECT))
     status = response.results[0].error
@@ -369,7 +369,7 @@ async def test_without_an_image_only_questions_succeed():
 )
 async def test_what_all_tasks_share_fails_the_call(error, code):
     """A bad image, a lost engine or a full queue fails the call, and no task runs on."""
-    engine = FakeEngine(failing(CaptionTask, error))
+    engine = FakeEngine(failing(CaptionSpec, error))
     async with running(engine) as server:
         failed = await refusal(server.inference.RunTasks(request(QUERY, CAPTION, DETECT)))
         assert not engine.streams
@@ -383,7 +383,7 @@ async def test_a_named_image_needs_no_first_task():
     async with running() as server:
         await server.inference.RunTasks(named)
         images = {engine_request.image for engine_request in server.engine.requests}
-    assert images == {CachedImage(image_id="img_9")}
+    assert images == {CachedImageRef(image_id="img_9")}
 
 
 @pytest.mark.parametrize(

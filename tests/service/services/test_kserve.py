@@ -11,7 +11,7 @@ from legato.kserve import open_inference_pb2 as pb
 from legato.kserve import open_inference_pb2_grpc
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import EngineLost
-from legato_engine.types import CaptionTask, DetectTask, QueryTask, SamplingParams
+from legato_engine.types import CaptionSpec, DetectSpec, QuerySpec, SamplingParams
 
 from tests.service.access.credentials import Token, write
 from tests.service.fakes import BOX, POINT, FakeEngine
@@ -66,7 +66,7 @@ async def test_a_task_reaches_the_engine(raw):
         request = infer(image=image_bytes(), task=DETECT, raw=raw)
         response = await stub(server).ModelInfer(request)
         (asked,) = server.engine.requests
-    assert asked.task == DetectTask(object="cup", max_objects=3)
+    assert asked.task == DetectSpec(object="cup", max_objects=3)
     assert asked.sampling == SamplingParams(temperature=0.5)
     assert (response.id, response.model_name, response.model_version) == ("mine", "fake-1", "1")
     told = found(response)
@@ -97,8 +97,8 @@ async def test_a_prompt_is_a_question():
         assert answer["text"] == json.loads(answer["result"])["query"]["answer"]
         await stub(server).ModelInfer(infer(image=image_bytes(), task={"caption": {}}))
         query, caption = server.engine.requests
-    assert query.task == QueryTask(question="how are you?")
-    assert (query.image, isinstance(caption.task, CaptionTask)) == (None, True)
+    assert query.task == QuerySpec(question="how are you?")
+    assert (query.image, isinstance(caption.task, CaptionSpec)) == (None, True)
     assert caption.image is not None
 
 

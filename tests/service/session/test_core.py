@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legato_engine.errors import ClientTooSlow, SessionProtocol
 from legato_engine.ipc.messages import OutputDelta, QueuePosition
-from legato_engine.types import ObjectEvent, RequestKey, TextDelta
+from legato_engine.types import ObjectEvent, RequestKey, TextEvent
 from legato_service.session.core import (
     MAX_UNREAD,
     Accepted,
@@ -28,7 +28,7 @@ from tests.service.session.drive import Drive
 def words(*texts):
     """Return text in pieces, as one output."""
     return OutputDelta(
-        request_id=RequestKey("r"), events=tuple(TextDelta(text=text) for text in texts)
+        request_id=RequestKey("r"), events=tuple(TextEvent(text=text) for text in texts)
     )
 
 
@@ -285,7 +285,7 @@ def test_deltas_are_merged_while_they_wait():
         drive.core.output(frame, 0, output)
     queued, text, *things = [each.output for each in of(FrameOutput, drive.read())]
     assert queued.position == 0
-    assert text.events == (TextDelta(text="abc"),)
+    assert text.events == (TextEvent(text="abc"),)
     assert [each.events for each in things] == [(thing,), (thing,)]
     drive.finish()
 
@@ -399,7 +399,7 @@ class Session(RuleBasedStateMachine):
         if self.drive.runner.running:
             frame = data.draw(st.sampled_from(self.drive.runner.running))
             self.drive.core.image_ready(frame)
-            word = OutputDelta(request_id=RequestKey("r"), events=(TextDelta(text="word "),))
+            word = OutputDelta(request_id=RequestKey("r"), events=(TextEvent(text="word "),))
             self.drive.core.output(frame, len(frame.task_ids) - 1, word)
 
     @precondition(lambda self: not self.is_closed)

@@ -9,7 +9,7 @@ from google.protobuf import timestamp_pb2
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import ImageUndecodable, QueueFull
-from legato_engine.types import CachedImage, EncodedImage, RequestKey
+from legato_engine.types import CachedImageRef, EncodedImage, RequestKey
 from legato_service.arguments import parse
 from legato_service.session.frames import FrameRunner
 from legato_service.session.session import SessionDriver
@@ -168,7 +168,7 @@ async def test_a_frame_gets_all_its_results():
         assert client.accepted == [7]
         assert [type(each.image) for each in server.engine.requests] == [
             EncodedImage,
-            CachedImage,
+            CachedImageRef,
         ]
         text = client.deltas[7, "count"].of("text")
         assert "".join(each.text.text for each in text) == "Three red cups."

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.types import Box, DetectResult, DetectTask, ObjectEvent
+from legato_engine.types import DetectOutput, DetectSpec, ImageBox, ObjectEvent
 
 from tests.service.fakes import FakeEngine, done, hold, started
 from tests.service.harness import image_message, refusal, running
@@ -29,9 +29,9 @@ def following(object_: str = "cup", task_id: str = "cups", **tracking: Any) -> t
 def find(engine: FakeEngine, stream: RequestStream, *centers: float) -> None:
     """End a request with a box around each of these places."""
     task = stream.request.task
-    assert isinstance(task, DetectTask)
-    boxes = [Box(x_min=x - 0.05, y_min=0.4, x_max=x + 0.05, y_max=0.6) for x in centers]
-    result = DetectResult(objects=tuple(ObjectEvent(box=box, label=task.object) for box in boxes))
+    assert isinstance(task, DetectSpec)
+    boxes = [ImageBox(x_min=x - 0.05, y_min=0.4, x_max=x + 0.05, y_max=0.6) for x in centers]
+    result = DetectOutput(objects=tuple(ObjectEvent(box=box, label=task.object) for box in boxes))
     engine.feed(stream, started(stream.request), done(stream.request, result))
 
 

@@ -245,7 +245,7 @@ class SegmentAnswer(Answer):
     bbox: Region | None
 
 
-class TextEvent(Struct):
+class TextChunk(Struct):
     """A piece of a caption or an answer; the last event is `completed` and has no piece."""
 
     chunk: str | UnsetType = UNSET
@@ -303,11 +303,11 @@ def answer_of(result: Result) -> Answer:
             return SegmentAnswer(path=path, bbox=bbox, **about)
 
 
-def event_of(event: Event) -> TextEvent | SegmentEvent | None:
+def event_of(event: Event) -> TextChunk | SegmentEvent | None:
     """Convert an event; None if this stream format has no such event."""
     match event:
         case TextDelta():
-            return TextEvent(chunk=event.text)
+            return TextChunk(chunk=event.text)
         case OutlineDelta(index=0, box=Box() as box):
             return BoxEvent(_region(box))
         case OutlineDelta(index=0):
@@ -318,14 +318,14 @@ def event_of(event: Event) -> TextEvent | SegmentEvent | None:
             return None
 
 
-def _last(result: Result) -> TextEvent | FinalOutline:
+def _last(result: Result) -> TextChunk | FinalOutline:
     info = result.info
     if isinstance(result, SegmentResult):
         path, bbox = _outline(result)
         return FinalOutline(
             path=path, bbox=bbox, request_id=info.request_id, finish_reason=info.finish_reason
         )
-    return TextEvent(
+    return TextChunk(
         completed=True,
         request_id=info.request_id,
         finish_reason=info.finish_reason,
@@ -371,7 +371,7 @@ def _span(grounding: Grounding) -> GroundedSpan:
 
 
 def routes() -> list[BaseRoute]:
-    text, outline = TextEvent, SegmentEvent
+    text, outline = TextChunk, SegmentEvent
     return [
         OperationRoute(_operation("caption", CaptionBody, CaptionAnswer, text), caption),
         OperationRoute(_operation("query", QueryBody, QueryAnswer, text), query),

@@ -24,13 +24,13 @@ from legato_engine.models.text import (
 from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
 from legato_engine.types import (
     SKILL_OF_TASK,
-    ConfidenceInfo,
+    CalibrationInfo,
     Event,
     FinishReason,
-    ImageInfo,
+    ImageProperties,
     PromptToken,
-    QueryResult,
-    QueryTask,
+    QueryOutput,
+    QuerySpec,
     Request,
     SamplingParams,
     Turn,
@@ -55,7 +55,7 @@ class Plain:
     def end_of_turn(self) -> None:
         """Return None: there are no conversations."""
 
-    def encode(self, task: QueryTask) -> tuple[int, ...]:
+    def encode(self, task: QuerySpec) -> tuple[int, ...]:
         if task.system or task.history:
             raise TaskUnsupported(
                 "this model has no chat template: it takes one question and no conversation",
@@ -79,11 +79,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def check(self) -> None:
-        self._render(_messages(QueryTask(question="?")), "weights")
+        self._render(_messages(QuerySpec(question="?")), "weights")
 
     def end_of_turn(self) -> int | None:
         """Return the first added token that the template puts between an answer and a question."""
-        talk = QueryTask(question="?", history=(Turn(question="?", answer="?"),))
+        talk = QuerySpec(question="?", history=(Turn(question="?", answer="?"),))
         try:
             parts = self._parts(_messages(talk), "weights")
         except InvalidField:  # it takes no conversation
@@ -91,7 +91,7 @@ class ChatTemplate:
         answer = parts[1::2].index("1")
         return self._tokenizer.first_added(parts[2 * answer + 2])
 
-    def encode(self, task: QueryTask) -> tuple[int, ...]:
+    def encode(self, task: QuerySpec) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.
 
         A message with the text of a special token is encoded apart, so that it stays text;
@@ -129,7 +129,7 @@ class ChatTemplate:
         return parts
 
 
-def _messages(task: QueryTask) -> list[Message]:
+def _messages(task: QuerySpec) -> list[Message]:
     said = [("system", task.system)] if task.system else []
     for turn in task.history:
         said += [("user", turn.question), ("assistant", turn.answer)]
@@ -200,9 +200,9 @@ class TextTask:
             events = with_token(events, self._log.read(token))
         return events if self.finish_reason is None else events + self._answer.close()
 
-    def result(self, finish_reason: FinishReason) -> QueryResult:
+    def result(self, finish_reason: FinishReason) -> QueryOutput:
         self._answer.close()
-        return QueryResult(answer=self._answer.text)
+        return QueryOutput(answer=self._answer.text)
 
 
 # ---------------------------------------------------------------- frontend
@@ -224,7 +224,7 @@ class Prompter(Protocol):
     def end_of_turn(self) -> int | None:
         """Return the token that follows an answer in a conversation, if there is one."""
 
-    def encode(self, task: QueryTask) -> tuple[int, ...]: ...
+    def encode(self, task: QuerySpec) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class TextFrontend:
     places_images = False
     tasks: tuple[str, ...] = ("query",)
     constraints = FREE
-    confidence: ConfidenceInfo | None = None
+    confidence: CalibrationInfo | None = None
     notice = ""
 
     def __init__(self, setup: TextSetup) -> None:
@@ -290,7 +290,7 @@ class TextFrontend:
         self._eos = eos
         self._grammars = GrammarCompiler(self._setup.tokenizer, self.vocab_size, eos)
 
-    def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
+    def prepare_image(self, image_rgb: Any, key: str, info: ImageProperties) -> PreparedImage:
         raise _no_images("image")
 
     def resizing_on_device(self) -> TextFrontend:
@@ -309,7 +309,7 @@ class TextFrontend:
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> TextTask:
         setup, task = self._setup, request.task
         skill = SKILL_OF_TASK[type(task)]
-        if not isinstance(task, QueryTask):
+        if not isinstance(task, QuerySpec):
             raise TaskUnsupported(f"this model has no {skill} skill", task=skill)
         if request.image is not None or task.spatial_refs or task.shows_image:
             raise _no_images(skill)

@@ -46,18 +46,18 @@ from legato_engine.models.text import (
 from legato_engine.types import (
     SKILL_OF_TASK,
     SKILLS,
-    Box,
     CaptionLength,
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
+    CaptionSpec,
+    DetectSpec,
+    ImageBox,
     ImagePlace,
-    Point,
-    PointTask,
+    ImagePoint,
+    ImageProperties,
+    PointSpec,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
-    SegmentTask,
+    SegmentSpec,
     SpatialRef,
     Turn,
 )
@@ -150,7 +150,7 @@ def clean(text: str, field: str) -> str:
 
 def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
     """Encode a point as x and y, a box as centre and size."""
-    if isinstance(ref, Point):
+    if isinstance(ref, ImagePoint):
         _check_unit(ref.x, ref.y)
         return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))
     _check_box(ref)
@@ -167,7 +167,7 @@ def _check_unit(*values: float) -> None:
         raise InvalidField("spatial references lie within 0..1", field="spatial_refs")
 
 
-def _check_box(box: Box) -> None:
+def _check_box(box: ImageBox) -> None:
     _check_unit(box.x_min, box.y_min, box.x_max, box.y_max)
     if box.x_min > box.x_max or box.y_min > box.y_max:
         raise InvalidField("a box needs min <= max", field="spatial_refs")
@@ -239,7 +239,7 @@ class MoondreamFrontend:
         )
 
     def prepare_image(
-        self, image_rgb: Image.Image | Pixels, key: str, info: ImageInfo
+        self, image_rgb: Image.Image | Pixels, key: str, info: ImageProperties
     ) -> PreparedImage:
         """Prepare PIL RGB or pixels [H, W, 3], to which the result may refer."""
         pixels = self._layout(image_rgb)
@@ -259,19 +259,19 @@ class MoondreamFrontend:
 
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> SkillTask:
         match request.task:
-            case QueryTask():
+            case QuerySpec():
                 return self._query(request, request.task)
-            case CaptionTask():
+            case CaptionSpec():
                 prompt = self._prompts.caption(request.task.length)
                 setup = self._setup(request, prompt, self._config.sampling)
                 return CaptionSkill(setup, self._answer(request))
-            case DetectTask():
+            case DetectSpec():
                 prompt = self._prompts.detect(request.task.object)
                 return self._listing(DetectSkill, request, request.task, prompt)
-            case PointTask():
+            case PointSpec():
                 prompt = self._prompts.point(request.task.object, request.task.spatial_refs)
                 return self._listing(PointSkill, request, request.task, prompt)
-            case SegmentTask():
+            case SegmentSpec():
                 prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
@@ -288,7 +288,7 @@ class MoondreamFrontend:
             crops = dataclasses.replace(crops, original=np.asarray(image_rgb))
         return crops
 
-    def _query(self, request: Request, task: QueryTask) -> SkillTask:
+    def _query(self, request: Request, task: QuerySpec) -> SkillTask:
         if any(place != ImagePlace() for place in task.places):
             raise InvalidField(
                 "this model sees one image, before the first question", field="messages"
@@ -317,7 +317,7 @@ class MoondreamFrontend:
         self,
         skill: type[DetectSkill | PointSkill],
         request: Request,
-        task: DetectTask | PointTask,
+        task: DetectSpec | PointSpec,
         prompt: Prompt,
     ) -> SkillTask:
         limit = max_objects(task.max_objects, skill.default_max_objects)

@@ -27,7 +27,7 @@ from legato_engine.models.moondream.outline_shapes import Mask
 from legato_engine.models.moondream.preprocess import CroppedImage, Pixels, WholeImage
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 from legato_engine.models.untrusted import refusing
-from legato_engine.types import Box, Outline
+from legato_engine.types import ImageBox, MaskOutline
 
 Values = npt.NDArray[np.float32]
 
@@ -58,7 +58,7 @@ class Crop:
     mask_SS: Pixels
 
 
-def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
+def cut(outline: MaskOutline, image_HWC: Pixels, side: int) -> Crop:
     """Cut out the outline's box with a margin, and draw its mask."""
     height, width = image_HWC.shape[:2]
     box = outline.box
@@ -83,7 +83,7 @@ def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
     )
 
 
-def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
+def outlined(label: str, crop: Crop, share_SS: Values) -> MaskOutline:
     """Trace the refiner's result, the probability of each pixel."""
     if not np.isfinite(share_SS).all():
         raise NotRefinable("the refiner's mask is not finite")
@@ -105,9 +105,9 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
     (x_min, y_min), (x_max, y_max) = (
         ((corner + at * pixels) / size).tolist() for at in (low, high)
     )
-    box = Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
+    box = ImageBox(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
     path = " ".join(_text(curve, low, high - low) for curve in drawn)
-    return Outline(path=path, box=box, label=label, coarse=False)
+    return MaskOutline(path=path, box=box, label=label, coarse=False)
 
 
 def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
@@ -134,7 +134,7 @@ def _grown(low: float, high: float, count: int) -> tuple[int, int]:
 
 
 def _drawn(
-    outline: Outline,
+    outline: MaskOutline,
     size: tuple[int, int],
     rows: npt.NDArray[np.int64],
     columns: npt.NDArray[np.int64],
@@ -483,7 +483,7 @@ class MoondreamRefiner:
         self.given: tuple[torch.Tensor, ...] = (self._pixels_NSSC, self._mask_SS)
         self.answer = torch.zeros((side, side), dtype=torch.float32, device=like.device)
 
-    def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
+    def prepare(self, outline: MaskOutline, image: PreparedImage) -> Crop:
         pixels: CroppedImage | WholeImage = image.pixels
         assert pixels.original is not None, "the frontend did not keep the image"
         return cut(outline, pixels.original, self._side)
@@ -500,5 +500,5 @@ class MoondreamRefiner:
         refined_NSS = self._head.refine(late_NTV, early_NTV, mask_NSS, self._settings.iterations)
         self.answer.copy_(refined_NSS[0])
 
-    def finish(self, outline: Outline, prepared: Crop, answer: Values) -> Outline:
+    def finish(self, outline: MaskOutline, prepared: Crop, answer: Values) -> MaskOutline:
         return outlined(outline.label, prepared, answer)

@@ -15,28 +15,28 @@ from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.models.text import Detokenizer, TextOutput, TokenLog
 from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
 from legato_engine.types import (
-    Box,
-    CaptionResult,
+    CaptionOutput,
     Certainty,
-    DetectResult,
-    DetectTask,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
-    Grounding,
+    GroundedText,
+    ImageBox,
+    ImagePoint,
+    MaskOutline,
     ObjectEvent,
     ObjectOrder,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointResult,
-    PointTask,
+    PointOutput,
+    PointSpec,
     PromptToken,
-    QueryResult,
-    ReasoningDelta,
+    QueryOutput,
+    ReasoningEvent,
     SamplingParams,
-    SegmentResult,
-    TaskResult,
+    SegmentOutput,
+    TaskOutput,
 )
 
 
@@ -143,7 +143,7 @@ class SkillTask(abc.ABC):
         return None if raw is None else self._calibration(raw)
 
     @abc.abstractmethod
-    def result(self, finish_reason: FinishReason) -> TaskResult: ...
+    def result(self, finish_reason: FinishReason) -> TaskOutput: ...
 
 
 # ---------------------------------------------------------------- reasoning
@@ -152,7 +152,7 @@ class SkillTask(abc.ABC):
 
 
 class ReasoningOutput:
-    """Turns tokens into `ReasoningDelta` events.
+    """Turns tokens into `ReasoningEvent` events.
 
     A span runs from `ground_start` to `ground_end`. Its coord tokens are pairs of x and y; an
     unpaired last one is dropped, as is a span without points.
@@ -163,7 +163,7 @@ class ReasoningOutput:
         self._tokens = tokens
         self._span_start: int | None = None
         self._coords: list[float] = []
-        self._grounding: list[Grounding] = []
+        self._grounding: list[GroundedText] = []
 
     @property
     def text(self) -> str:
@@ -171,7 +171,7 @@ class ReasoningOutput:
         return self._stream.text
 
     @property
-    def grounding(self) -> tuple[Grounding, ...]:
+    def grounding(self) -> tuple[GroundedText, ...]:
         return tuple(self._grounding)
 
     def push(self, token: SampledToken) -> list[Event]:
@@ -183,18 +183,18 @@ class ReasoningOutput:
         elif token.token_id == self._tokens.coord:
             self._coords.append(token.payload[0])
         elif text := self._stream.push(token.token_id):
-            return [ReasoningDelta(text=text)]
+            return [ReasoningEvent(text=text)]
         return []
 
     def _end_span(self) -> list[Event]:
         start, self._span_start = self._span_start, None
         pairs = zip(self._coords[::2], self._coords[1::2], strict=False)
-        points = tuple(Point(x=x, y=y) for x, y in pairs)
+        points = tuple(ImagePoint(x=x, y=y) for x, y in pairs)
         if start is None or not points:
             return []
-        grounding = Grounding(start_index=start, end_index=len(self.text), points=points)
+        grounding = GroundedText(start_index=start, end_index=len(self.text), points=points)
         self._grounding.append(grounding)
-        return [ReasoningDelta(text="", grounding=(grounding,))]
+        return [ReasoningEvent(text="", grounding=(grounding,))]
 
 
 # ---------------------------------------------------------------- text skill
@@ -244,9 +244,9 @@ class TextSkill(SkillTask):
 class CaptionSkill(TextSkill):
     """Text that describes the image."""
 
-    def result(self, finish_reason: FinishReason) -> CaptionResult:
+    def result(self, finish_reason: FinishReason) -> CaptionOutput:
         self._close()
-        return CaptionResult(caption=self._answer.text)
+        return CaptionOutput(caption=self._answer.text)
 
 
 # ---------------------------------------------------------------- query
@@ -259,9 +259,9 @@ _REASONING, _ANSWER = int(Allow.REASONING), int(Allow.ANSWER)
 class QuerySkill(TextSkill):
     """An answer without reasoning."""
 
-    def result(self, finish_reason: FinishReason) -> QueryResult:
+    def result(self, finish_reason: FinishReason) -> QueryOutput:
         self._close()
-        return QueryResult(answer=self._answer.text)
+        return QueryOutput(answer=self._answer.text)
 
 
 class ReasonedQuerySkill(QuerySkill):
@@ -300,9 +300,9 @@ class ReasonedQuerySkill(QuerySkill):
             return super().constraint()
         return _ANSWER + self._num_opened - 1
 
-    def result(self, finish_reason: FinishReason) -> QueryResult:
+    def result(self, finish_reason: FinishReason) -> QueryOutput:
         answer = super().result(finish_reason).answer
-        return QueryResult(
+        return QueryOutput(
             answer=answer, reasoning=self._reasoning.text, grounding=self._reasoning.grounding
         )
 
@@ -338,7 +338,7 @@ class Listing:
     order: ObjectOrder = ObjectOrder.MODEL
 
     @classmethod
-    def of(cls, task: DetectTask | PointTask, label: str, max_objects: int) -> Listing:
+    def of(cls, task: DetectSpec | PointSpec, label: str, max_objects: int) -> Listing:
         return cls(label, max_objects, task.min_confidence, task.order)
 
 
@@ -413,8 +413,8 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
     def constraint(self) -> int:
         return _CYCLE[len(self._centre)]
 
-    def result(self, finish_reason: FinishReason) -> DetectResult:
-        return DetectResult(objects=self._ordered())
+    def result(self, finish_reason: FinishReason) -> DetectOutput:
+        return DetectOutput(objects=self._ordered())
 
     def _begin(self, payload: tuple[float, float]) -> None:
         self._centre.append(payload[0])
@@ -425,10 +425,10 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
         return ObjectEvent(box=box, label=self._label, confidence=confidence)
 
 
-def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:
+def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> ImageBox:
     """Cut the box to the image."""
     (x, y), (width, height) = centre, size
-    return Box(
+    return ImageBox(
         x_min=max(0.0, x - width / 2),
         y_min=max(0.0, y - height / 2),
         x_max=min(1.0, x + width / 2),
@@ -457,14 +457,14 @@ class PointSkill(ObjectListSkill[PointEvent]):
     def constraint(self) -> int:
         return _Y if self._certainties else _X
 
-    def result(self, finish_reason: FinishReason) -> PointResult:
-        return PointResult(points=self._ordered())
+    def result(self, finish_reason: FinishReason) -> PointOutput:
+        return PointOutput(points=self._ordered())
 
     def _begin(self, payload: tuple[float, float]) -> None:
         self._x = payload[0]
 
     def _complete(self, payload: tuple[float, float], confidence: float | None) -> PointEvent:
-        point = Point(x=self._x, y=payload[0])
+        point = ImagePoint(x=self._x, y=payload[0])
         return PointEvent(point=point, label=self._label, confidence=confidence)
 
 
@@ -572,23 +572,23 @@ class SegmentSkill(SkillTask):
         self._coords: list[float] = []
         self._size: tuple[float, float] | None = None
         self._certainties: list[Certainty | None] = []  # of the box's tokens
-        self._box: Box | None = None
+        self._box: ImageBox | None = None
         self._path = SvgPath()
 
     def constraint(self) -> int:
         return _FREE
 
-    def result(self, finish_reason: FinishReason) -> SegmentResult:
+    def result(self, finish_reason: FinishReason) -> SegmentOutput:
         """No outline without a box; an empty path if the text is invalid."""
         if self._box is None:
-            return SegmentResult()
-        outline = Outline(
+            return SegmentOutput()
+        outline = MaskOutline(
             path=self._path.text,
             box=self._box,
             label=self._label,
             confidence=self._confidence(self._certainties),
         )
-        return SegmentResult(segments=(outline,))
+        return SegmentOutput(segments=(outline,))
 
     def _read(self, token: SampledToken) -> list[Event]:
         if token.token_id == self._tokens.eos:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.registry import resolve
-from legato_engine.types import QueryTask, Request, RequestKey
+from legato_engine.types import QuerySpec, Request, RequestKey
 
 from tests.engine.models import hub_folder
 
@@ -19,7 +19,7 @@ def task_of(folder, spec, **fields):
 
 def prompt_of(folder, question):
     """Ids of a prompt."""
-    return [token.token_id for token in task_of(folder, QueryTask(question=question)).prompt]
+    return [token.token_id for token in task_of(folder, QuerySpec(question=question)).prompt]
 
 
 def theirs(folder):

@@ -14,7 +14,7 @@ from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.sequence import SampledToken, tokens_of
-from legato_engine.types import FinishReason, PromptToken, QueryTask, Request, RequestKey
+from legato_engine.types import FinishReason, PromptToken, QuerySpec, Request, RequestKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.engine.models import against_transformers as same
@@ -75,7 +75,7 @@ def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
 def test_every_eos_ends_an_answer(engine, eos):
     """Each of the folder's two EOS ends an answer without text."""
     request = Request(
-        request_id=RequestKey("r"), task=QueryTask(question="why?"), return_tokens=True
+        request_id=RequestKey("r"), task=QuerySpec(question="why?"), return_tokens=True
     )
     task = engine.assembly.frontend.make_task(request)
     (told,) = tokens_of(task.consume(SampledToken(100, (0.0, 0.0))))

@@ -13,30 +13,30 @@ from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.registry import resolve
 from legato_engine.models.text import Detokenizer
 from legato_engine.types import (
-    Box,
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
+    ImageBox,
+    PointSpec,
+    QuerySpec,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
     Turn,
 )
 
 from tests.engine.models import hub_folder
 from tests.engine.models.decoder.asking import prompt_of, task_of, theirs
 
-IMAGE = CachedImage(image_id="any")
+IMAGE = CachedImageRef(image_id="any")
 
 
 @pytest.mark.parametrize(
     ("spec", "skill"),
     [
-        (CaptionTask(), "caption"),
-        (DetectTask(object="cat"), "detect"),
-        (PointTask(object="cat"), "point"),
-        (SegmentTask(object="cat"), "segment"),
+        (CaptionSpec(), "caption"),
+        (DetectSpec(object="cat"), "detect"),
+        (PointSpec(object="cat"), "point"),
+        (SegmentSpec(object="cat"), "segment"),
     ],
 )
 def test_skills_that_need_images_are_unsupported(phi_folder, spec, skill):
@@ -50,9 +50,12 @@ def test_skills_that_need_images_are_unsupported(phi_folder, spec, skill):
 @pytest.mark.parametrize(
     ("spec", "image"),
     [
-        (QueryTask(question="what is it?"), IMAGE),
-        (QueryTask(question="?", spatial_refs=(Box(x_min=0, y_min=0, x_max=1, y_max=1),)), None),
-        (QueryTask(question="why?", reasoning=True), None),
+        (QuerySpec(question="what is it?"), IMAGE),
+        (
+            QuerySpec(question="?", spatial_refs=(ImageBox(x_min=0, y_min=0, x_max=1, y_max=1),)),
+            None,
+        ),
+        (QuerySpec(question="why?", reasoning=True), None),
     ],
     ids=["image", "references", "reasoning"],
 )
@@ -65,26 +68,26 @@ def test_questions_that_it_cannot_take_are_unsupported(phi_folder, spec, image):
 def test_a_prompt_that_is_too_long_names_the_limit(phi_folder):
     """The error names the limit, and the longest prompt that fits leaves one token."""
     room = 256 - len(prompt_of(phi_folder, "0")) + 1
-    task = task_of(phi_folder, QueryTask(question="0" * room))
+    task = task_of(phi_folder, QuerySpec(question="0" * room))
     assert (len(task.prompt), task.max_tokens) == (256, 1)
     with pytest.raises(PromptTooLong) as caught:
-        task_of(phi_folder, QueryTask(question="0" * (room + 1)))
+        task_of(phi_folder, QuerySpec(question="0" * (room + 1)))
     assert caught.value.metadata == {"limit": "256", "actual": "257"}
 
 
 def test_sampling_is_what_the_authors_say(folder):
     """Defaults are those of generation_config.json, and greedy without it."""
-    sampling = task_of(folder, QueryTask(question="why?")).sampling
+    sampling = task_of(folder, QuerySpec(question="why?")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, None)
     path = folder / "generation_config.json"
     hub_folder.change(path, do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
-    sampling = task_of(folder, QueryTask(question="why?")).sampling
+    sampling = task_of(folder, QuerySpec(question="why?")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.8, 20)
     hub_folder.change(path, temperature=None, top_k=None)
-    sampling = task_of(folder, QueryTask(question="why?")).sampling
+    sampling = task_of(folder, QuerySpec(question="why?")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 0.8, None)
     asked = SamplingParams(temperature=0.1, top_k=3, max_tokens=9)
-    task = task_of(folder, QueryTask(question="why?"), sampling=asked)
+    task = task_of(folder, QuerySpec(question="why?"), sampling=asked)
     assert (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k) == (0.1, 0.8, 3)
     assert task.max_tokens == 9
 
@@ -133,7 +136,7 @@ def test_a_question_is_a_turn_of_a_chat(folder, question):
     assert prompt_of(folder, question) == expected
 
 
-TALK = QueryTask(
+TALK = QuerySpec(
     question="and at night?",
     system="be brief",
     history=(Turn(question="why is the sky blue?", answer=" air"), Turn(question="é", answer="")),

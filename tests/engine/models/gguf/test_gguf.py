@@ -22,7 +22,7 @@ from legato_engine.models.gguf import (
 )
 from legato_engine.models.registry import resolve
 from legato_engine.sequence import SampledToken
-from legato_engine.types import FinishReason, QueryTask, Request, RequestKey
+from legato_engine.types import FinishReason, QuerySpec, Request, RequestKey
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
@@ -204,7 +204,7 @@ def test_a_conversation_ends_where_the_file_says(path):
     ends = [tokenizer.token_to_id(name) for name in (hub_folder.EOS, hub_folder.TURN)]
     rendered = f"{hub_folder.BOS}<|turn|>user\nwhy?<|end|>\n<|turn|>assistant\n"
     frontend = resolve("llama", weights=str(path)).frontend
-    request = Request(request_id=RequestKey("p"), task=QueryTask(question="why?"))
+    request = Request(request_id=RequestKey("p"), task=QuerySpec(question="why?"))
     task = frontend.make_task(request)
     prompt = [token.token_id for token in task.prompt]
     assert prompt == tokenizer.encode(rendered, add_special_tokens=False).ids
@@ -258,7 +258,7 @@ def test_an_answer_ends_where_the_template_ends_turns(path, chat, eos, ends, war
     tokenizer = hub_folder.byte_level_tokenizer()
     found = []
     for name in (hub_folder.BOS, hub_folder.EOS, hub_folder.TURN):
-        request = Request(request_id=RequestKey("p"), task=QueryTask(question="why?"))
+        request = Request(request_id=RequestKey("p"), task=QuerySpec(question="why?"))
         task = frontend.make_task(request)
         task.consume(SampledToken(tokenizer.token_to_id(name), (0.0, 0.0)))
         if task.finish_reason is FinishReason.STOP:

@@ -11,7 +11,7 @@ from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.types import ImageInfo
+from legato_engine.types import ImageProperties
 from PIL import Image
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def prepare(noise_image):
     """Prepare a random image by frontend, width and height."""
 
     def make(frontend, width, height, seed=0):
-        info = ImageInfo(image_id="img", width=width, height=height, cache_hit=False)
+        info = ImageProperties(image_id="img", width=width, height=height, cache_hit=False)
         key = f"{width}x{height}:{seed}"
         return frontend.prepare_image(noise_image(width, height, seed), key, info)
 

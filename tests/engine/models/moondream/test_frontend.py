@@ -35,31 +35,31 @@ from legato_engine.models.moondream.tokenizer import (
 from legato_engine.types import (
     SKILLS,
     BlobRef,
-    Box,
     CaptionLength,
-    CaptionTask,
-    DetectTask,
+    CaptionSpec,
+    DetectSpec,
     EncodedImage,
-    ImageInfo,
-    Point,
-    PointTask,
+    ImageBox,
+    ImagePoint,
+    ImageProperties,
+    PointSpec,
     PromptToken,
-    QueryTask,
+    QuerySpec,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
+    SegmentSpec,
     Turn,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
 SPECS = [
-    QueryTask(question="why"),
-    CaptionTask(),
-    DetectTask(object="cup"),
-    PointTask(object="cup"),
-    SegmentTask(object="cup"),
+    QuerySpec(question="why"),
+    CaptionSpec(),
+    DetectSpec(object="cup"),
+    PointSpec(object="cup"),
+    SegmentSpec(object="cup"),
 ]
 
 KEY = RequestKey("r")
@@ -83,7 +83,7 @@ def field_of(frontend, bad):
 
 
 @pytest.mark.parametrize(
-    "task", [*SPECS[1:], QueryTask(question="?", spatial_refs=(Point(x=0, y=0),))]
+    "task", [*SPECS[1:], QuerySpec(question="?", spatial_refs=(ImagePoint(x=0, y=0),))]
 )
 def test_spatial_skills_and_captions_need_an_image(frontend, task):
     """The error names the image."""
@@ -93,9 +93,9 @@ def test_spatial_skills_and_captions_need_an_image(frontend, task):
 def test_a_conversation_needs_the_image_that_it_shows(frontend):
     """A message that shows an image needs one; a conversation alone does not."""
     turn = Turn(question="a", answer="b")
-    assert field_of(frontend, request(QueryTask(question="?", shows_image=True), None)) == "image"
-    chat = frontend.make_task(request(QueryTask(question="?", history=(turn,)), None))
-    alone = frontend.make_task(request(QueryTask(question="?"), None))
+    assert field_of(frontend, request(QuerySpec(question="?", shows_image=True), None)) == "image"
+    chat = frontend.make_task(request(QuerySpec(question="?", history=(turn,)), None))
+    alone = frontend.make_task(request(QuerySpec(question="?"), None))
     assert len(chat.prompt) == 2 * len(alone.prompt) + 1
     assert chat.max_tokens == alone.max_tokens - len(alone.prompt) - 1
 
@@ -168,7 +168,7 @@ def test_sampling_out_of_range_is_named(frontend, sampling, field):
 
 
 @pytest.mark.parametrize(
-    "task", [DetectTask(object="c", max_objects=0), PointTask(object="c", max_objects=-1)]
+    "task", [DetectSpec(object="c", max_objects=0), PointSpec(object="c", max_objects=-1)]
 )
 def test_max_objects_is_positive(frontend, task):
     """A bound below 1 is refused."""
@@ -178,10 +178,10 @@ def test_max_objects_is_positive(frontend, task):
 def test_budgets_of_spatial_skills():
     """Three tokens a box, two a point, and EOS; 50 boxes and 150 points by default."""
     frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer())
-    assert frontend.make_task(request(DetectTask(object="c"))).max_tokens == 151
-    assert frontend.make_task(request(PointTask(object="c"))).max_tokens == 301
-    assert frontend.make_task(request(DetectTask(object="c", max_objects=4))).max_tokens == 13
-    assert frontend.make_task(request(DetectTask(object="c"), max_tokens=5)).max_tokens == 5
+    assert frontend.make_task(request(DetectSpec(object="c"))).max_tokens == 151
+    assert frontend.make_task(request(PointSpec(object="c"))).max_tokens == 301
+    assert frontend.make_task(request(DetectSpec(object="c", max_objects=4))).max_tokens == 13
+    assert frontend.make_task(request(DetectSpec(object="c"), max_tokens=5)).max_tokens == 5
 
 
 @pytest.mark.parametrize("asked", [None, 5000])
@@ -195,10 +195,10 @@ def test_max_tokens_is_cut_to_the_context(frontend, tiny_config, asked):
 def test_a_prompt_that_leaves_no_room_is_refused(frontend, tiny_config):
     """The error has the limit and the actual length; one position less fits."""
     room = tiny_config.text.max_context - frontend.prefix_length(True) - 5
-    task = frontend.make_task(request(QueryTask(question="x" * room)))
+    task = frontend.make_task(request(QuerySpec(question="x" * room)))
     assert task.max_tokens == 1
     with pytest.raises(PromptTooLong) as caught:
-        frontend.make_task(request(QueryTask(question="x" * (room + 1))))
+        frontend.make_task(request(QuerySpec(question="x" * (room + 1))))
     limit = tiny_config.text.max_context
     assert caught.value.metadata == {"limit": str(limit), "actual": str(limit + 1)}
 
@@ -211,7 +211,7 @@ def test_reasoning_needs_its_template(frontend):
         msgspec.structs.replace(config, templates=templates), StandInTokenizer()
     )
     with pytest.raises(TaskUnsupported, match="reasoning"):
-        plain.make_task(request(QueryTask(question="?", reasoning=True)))
+        plain.make_task(request(QuerySpec(question="?", reasoning=True)))
 
 
 def test_a_prepared_image_says_what_it_weighs(prepare, frontend):
@@ -257,7 +257,7 @@ def test_lengths_of_moondream3():
     """Prefix and prompt have the published lengths; a point adds two positions, a box three."""
     prompts, prefix = Prompts(moondream3_config(), TOKENIZER), moondream3_config().prefix_length
     n, spaced = len(CUP), len(SPACE_CUP)
-    refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
+    refs = (ImagePoint(x=0.1, y=0.7), ImageBox(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
     assert prefix + len(prompts.caption(CaptionLength.SHORT)) == 735
     assert prefix + len(prompts.query("cup", (), reasoning=False)) == 734 + n
     assert prefix + len(prompts.query("cup", (), reasoning=True)) == 734 + n
@@ -291,7 +291,7 @@ def test_the_system_speaks_in_the_first_question(moondream2):
 def test_references_belong_to_the_last_question(moondream2):
     """References in a conversation follow the prefix of its last question."""
     turn = Turn(question="cup", answer="cup")
-    prompt = moondream2.query("cup", (Point(x=0.5, y=0.5),), reasoning=False, history=(turn,))
+    prompt = moondream2.query("cup", (ImagePoint(x=0.5, y=0.5),), reasoning=False, history=(turn,))
     assert ids(prompt)[-(4 + len(CUP)) - 3 :] == (1, 15381, 2, 5, 5, *CUP, 3, 3)
     assert ids(prompt).count(5) == 2
 
@@ -326,14 +326,14 @@ def test_an_image_without_text_asks_for_a_caption(moondream2):
     assert ids(later) == (*caption, *CUP, 1, 15381, 2, *CUP, 3, 4)
     told = moondream2.query("", (), reasoning=False, system="cup", shows_image=True)
     assert ids(told) == (1, 15381, 2, *CUP, 3, 3)
-    for more in ({"reasoning": True}, {"reasoning": False, "refs": (Point(x=0.5, y=0.5),)}):
+    for more in ({"reasoning": True}, {"reasoning": False, "refs": (ImagePoint(x=0.5, y=0.5),)}):
         with pytest.raises(InvalidField, match="need a question"):
             moondream2.query("", **{"refs": (), "shows_image": True, **more})
 
 
 def test_a_gaze_is_a_point_with_an_eye(moondream2):
     """A gaze is a point at "gaze" with the eye as reference."""
-    prompt = moondream2.point("gaze", (Point(x=0.25, y=0.125),))
+    prompt = moondream2.point("gaze", (ImagePoint(x=0.25, y=0.125),))
     gaze = [PromptToken(token_id) for token_id in TOKENIZER.encode(" gaze")]
     assert prompt[3:] == (
         PromptToken(5, (0.25, 0.0)),
@@ -352,7 +352,7 @@ def test_moondream2_cannot_segment(moondream2):
 def test_references_stand_before_the_text():
     """A point is two coords, a box centre and size, exact, right after the prefix."""
     prompts = Prompts(tiny_random_config(), TOKENIZER)
-    refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
+    refs = (ImagePoint(x=0.1, y=0.7), ImageBox(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
     prompt = prompts.segment("cup", refs)
     assert prompt[3:8] == (
         PromptToken(5, (0.1, 0.0)),
@@ -367,13 +367,13 @@ def test_references_stand_before_the_text():
 @pytest.mark.parametrize(
     "ref",
     [
-        Point(x=-0.1, y=0.5),
-        Point(x=0.5, y=1.5),
-        Point(x=math.nan, y=0.5),
-        Point(x=math.inf, y=0.5),
-        Box(x_min=0.5, y_min=0.1, x_max=0.4, y_max=0.2),
-        Box(x_min=0.1, y_min=0.3, x_max=0.4, y_max=0.2),
-        Box(x_min=0.1, y_min=0.1, x_max=1.4, y_max=0.2),
+        ImagePoint(x=-0.1, y=0.5),
+        ImagePoint(x=0.5, y=1.5),
+        ImagePoint(x=math.nan, y=0.5),
+        ImagePoint(x=math.inf, y=0.5),
+        ImageBox(x_min=0.5, y_min=0.1, x_max=0.4, y_max=0.2),
+        ImageBox(x_min=0.1, y_min=0.3, x_max=0.4, y_max=0.2),
+        ImageBox(x_min=0.1, y_min=0.1, x_max=1.4, y_max=0.2),
     ],
 )
 def test_references_outside_the_image_are_refused(moondream2, ref):
@@ -547,7 +547,7 @@ def test_a_small_image_is_encoded_once(noise_image, tiny_config):
     assert crops.pixels_NHWC.shape == (1, 56, 56, 3)
 
 
-INFO = ImageInfo(image_id="img", width=1, height=1, cache_hit=False)
+INFO = ImageProperties(image_id="img", width=1, height=1, cache_hit=False)
 
 
 @pytest.mark.parametrize("size", [(850, 600), (480, 640), (300, 300), (900, 379)])

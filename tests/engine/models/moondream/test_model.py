@@ -14,14 +14,14 @@ from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.vision import patches, stitch
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, PrefillSpan
-from legato_engine.types import Box, Point, PromptToken
+from legato_engine.types import ImageBox, ImagePoint, PromptToken
 
 from tests.engine.models.paged_session import PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream, pooled
 
 COORD, SIZE, EOS = 5, 6, 0
 DETECT_CYCLE = (Allow.DETECT_Y, Allow.DETECT_Y, Allow.DETECT_SIZE)
-REFS = (Point(x=0.3, y=0.725), Box(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
+REFS = (ImagePoint(x=0.3, y=0.725), ImageBox(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
 
 
 def relative_error(actual, expected):

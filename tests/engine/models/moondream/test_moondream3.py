@@ -23,12 +23,12 @@ from legato_engine.models.moondream.weights import load_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.sequence import SampledToken
 from legato_engine.types import (
-    Box,
-    CachedImage,
+    CachedImageRef,
     CaptionLength,
-    DetectTask,
-    Point,
-    PointTask,
+    DetectSpec,
+    ImageBox,
+    ImagePoint,
+    PointSpec,
     PromptToken,
     Request,
     RequestKey,
@@ -205,7 +205,7 @@ def test_bfloat16_is_near_float32(tiny3_config, make_model):
 # The weights go through a published checkpoint: a file in layout A, read by the loader.
 
 CPU = torch.device("cpu")
-REFS = (Point(x=0.3, y=0.725), Box(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
+REFS = (ImagePoint(x=0.3, y=0.725), ImageBox(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
 RAW_REFS = ((0.3, 0.725), (0.1, 0.2, 0.55, 0.9))
 BUDGET = 14  # tokens
 TOKENIZER = StandInTokenizer()
@@ -539,18 +539,18 @@ def test_boxes_and_points_are_the_references(make_both, prepare, noise_image, se
     embeddings_PD = encode_image(np.asarray(noise_image(230, 60)), both.described, both.weights)
     name, common = "cup", (both.described, both.weights)
     boxes = skills.detect(embeddings_PD, ids(name, "detect"), *common, max_objects=4).boxes
-    task = frontend.make_task(request(DetectTask(object=name, max_objects=4)))
+    task = frontend.make_task(request(DetectSpec(object=name, max_objects=4)))
     found = [event.box for event in solved(both.model, task, image).objects]
     assert [edges(box) for box in found] == [pytest.approx(edges(box), abs=1e-6) for box in boxes]
     points = skills.point(embeddings_PD, ids(name, "point"), *common, max_objects=4).points
-    task = frontend.make_task(request(PointTask(object=name, max_objects=4)))
+    task = frontend.make_task(request(PointSpec(object=name, max_objects=4)))
     spots = [(event.point.x, event.point.y) for event in solved(both.model, task, image).points]
     assert spots == [pytest.approx(point, abs=1e-6) for point in points]
 
 
 def request(task):
     """A request with a given image."""
-    return Request(request_id=RequestKey("r"), task=task, image=CachedImage(image_id="img_0"))
+    return Request(request_id=RequestKey("r"), task=task, image=CachedImageRef(image_id="img_0"))
 
 
 def edges(box):

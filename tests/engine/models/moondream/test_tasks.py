@@ -17,29 +17,29 @@ from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.sequence import Constraint, SampledToken, tokens_of
 from legato_engine.types import (
     BlobRef,
-    Box,
-    CachedImage,
-    CaptionTask,
-    DetectTask,
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
     EncodedImage,
     FinishReason,
-    Grounding,
+    GroundedText,
+    ImageBox,
+    ImagePoint,
+    MaskOutline,
     ObjectEvent,
     ObjectOrder,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointTask,
-    QueryTask,
-    ReasoningDelta,
+    PointSpec,
+    QuerySpec,
+    ReasoningEvent,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
-    TextDelta,
+    SegmentSpec,
+    TextEvent,
     TokenInfo,
-    TokensDelta,
+    TokensEvent,
 )
 
 from tests.fakes import successor
@@ -101,7 +101,7 @@ def run(task, tokens):
 
 def test_detect_follows_its_cycle(make):
     """Coord or EOS, coord, size; a box is an event at once, clamped, and EOS ends it."""
-    task = make(DetectTask(object=" cup "))
+    task = make(DetectSpec(object=" cup "))
     seen = []
     tokens = [coord(0.5), coord(0.25), size(0.5, 0.25), coord(0.9), coord(0.05), size(0.4, 0.2)]
     events = []
@@ -109,7 +109,7 @@ def test_detect_follows_its_cycle(make):
         seen.append(task.constraint())
         events.append(task.consume(token))
     assert seen == [Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE] * 2 + [Allow.DETECT_X]
-    first = ObjectEvent(box=Box(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.375), label="cup")
+    first = ObjectEvent(box=ImageBox(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.375), label="cup")
     assert [len(e) for e in events] == [0, 0, 1, 0, 0, 1, 0]
     assert events[2] == [first]
     second = events[5][0].box
@@ -121,14 +121,14 @@ def test_detect_follows_its_cycle(make):
 
 def test_detect_may_find_nothing(make):
     """EOS at once is an empty result."""
-    events, result = run(make(DetectTask(object="cup")), plain(EOS))
+    events, result = run(make(DetectSpec(object="cup")), plain(EOS))
     assert events == []
     assert result.objects == ()
 
 
 def test_detect_ends_at_max_objects(make):
     """The last object allowed ends the task with a finish reason of its own."""
-    task = make(DetectTask(object="cup", max_objects=2))
+    task = make(DetectSpec(object="cup", max_objects=2))
     assert task.max_tokens == 7
     _, result = run(task, [coord(0.5), coord(0.5), size(0.1, 0.1)] * 2)
     assert task.finish_reason is FinishReason.MAX_OBJECTS
@@ -146,18 +146,18 @@ SURE, UNSURE = ((0.9, 1.0), (1.0, 0.8), (1.0, 0.5)), ((0.5, 1.0), (1.0, 0.5), (1
 
 def test_confidence_is_the_product_of_certainties(make):
     """Of an object's own tokens; objects whose tokens are of unknown certainty have none."""
-    task = make(DetectTask(object="cup"))
+    task = make(DetectSpec(object="cup"))
     _, result = run(task, [*boxed(0.2, *SURE), *boxed(0.4, *UNSURE), *boxed(0.6, *[None] * 3)])
     first, second, third = (each.confidence for each in result.objects)
     assert (first, second, third) == (pytest.approx(0.36), pytest.approx(0.1), None)
     points = [token for token in boxed(0.2, *SURE) if token.token_id == COORD]
-    _, result = run(make(PointTask(object="cup")), [*points, *plain(EOS)])
+    _, result = run(make(PointSpec(object="cup")), [*points, *plain(EOS)])
     assert result.points[0].confidence == pytest.approx(0.72)
 
 
 def test_objects_below_the_least_confidence_are_left_out(make):
     """Of events and result, and they do not count for `max_objects`; unknown ones stay."""
-    task = make(DetectTask(object="cup", max_objects=2, min_confidence=0.2))
+    task = make(DetectSpec(object="cup", max_objects=2, min_confidence=0.2))
     assert task.max_tokens == 151
     tokens = [*boxed(0.2, *UNSURE), *boxed(0.4, *SURE), *boxed(0.6, *[None] * 3)]
     events, result = run(task, tokens)
@@ -168,7 +168,7 @@ def test_objects_below_the_least_confidence_are_left_out(make):
 
 def test_objects_by_confidence(make):
     """The greatest first and unknown ones last; events come as they are found."""
-    task = make(DetectTask(object="cup", order=ObjectOrder.CONFIDENCE))
+    task = make(DetectSpec(object="cup", order=ObjectOrder.CONFIDENCE))
     tokens = [*boxed(0.1, *[None] * 3), *boxed(0.2, *UNSURE), *boxed(0.4, *SURE)]
     events, result = run(task, [*tokens, *plain(EOS)])
     assert result.objects == tuple(reversed(events))
@@ -177,7 +177,7 @@ def test_objects_by_confidence(make):
 def test_an_outline_is_as_sure_as_its_box(make):
     """Path tokens do not change it."""
     tokens = [*boxed(0.2, *SURE), *text("M 0"), *plain(EOS)]
-    _, result = run(make(SegmentTask(object="cup")), tokens)
+    _, result = run(make(SegmentSpec(object="cup")), tokens)
     assert result.segments[0].confidence == pytest.approx(0.36)
 
 
@@ -185,7 +185,7 @@ def test_only_the_models_own_weights_are_calibrated(frontend):
     """A calibration changes the confidences of its skill; those of a fine-tune stay as they are."""
     fitted = CalibrationFile("scenes", date(2026, 11, 25), {"detect": Calibration(1.0, 1.0)})
     calibrated = MoondreamFrontend(frontend._config, StandInTokenizer(), calibrations=fitted)
-    for adapter, skill, expected in [("", DetectTask, 0.6046), ("x", DetectTask, 0.36)]:
+    for adapter, skill, expected in [("", DetectSpec, 0.6046), ("x", DetectSpec, 0.36)]:
         request = Request(
             request_id=RequestKey("r"), task=skill(object="cup"), image=IMAGE, adapter=adapter
         )
@@ -198,7 +198,7 @@ def test_only_the_models_own_weights_are_calibrated(frontend):
 
 def test_alternatives_have_the_text_that_they_would_complete(make):
     """After a first byte they are ends of its character; no more are told than were asked for."""
-    task = make(CaptionTask(), return_tokens=True, logprobs=True, top_logprobs=2)
+    task = make(CaptionSpec(), return_tokens=True, logprobs=True, top_logprobs=2)
     first, second = text("é")
     others = tuple((token.token_id, -1.0) for token in (*text("è")[1:], second, first))
     told: list[TokenInfo] = []
@@ -213,7 +213,7 @@ def test_alternatives_have_the_text_that_they_would_complete(make):
 
 def test_detect_drops_an_unfinished_box(make):
     """A budget that ends inside a box leaves the box out."""
-    task = make(DetectTask(object="cup"), max_tokens=5)
+    task = make(DetectSpec(object="cup"), max_tokens=5)
     _, result = run(task, [coord(0.5), coord(0.5), size(0.1, 0.1), coord(0.5), coord(0.5)])
     assert task.finish_reason is FinishReason.LENGTH
     assert len(result.objects) == 1
@@ -221,12 +221,12 @@ def test_detect_drops_an_unfinished_box(make):
 
 def test_point_follows_its_cycle(make):
     """Coord or EOS, coord; a point is an event at once."""
-    task = make(PointTask(object="cup", max_objects=2))
+    task = make(PointSpec(object="cup", max_objects=2))
     assert task.max_tokens == 5
     assert task.constraint() == Allow.POINT_X
     assert task.consume(coord(0.25)) == []
     assert task.constraint() == Allow.POINT_Y
-    event = PointEvent(point=Point(x=0.25, y=0.75), label="cup")
+    event = PointEvent(point=ImagePoint(x=0.25, y=0.75), label="cup")
     assert task.consume(coord(0.75)) == [event]
     assert task.constraint() == Allow.POINT_X
     run(task, [coord(0.1), coord(0.2)])
@@ -236,18 +236,18 @@ def test_point_follows_its_cycle(make):
 
 def test_caption_streams_text(make):
     """Deltas add up to the caption, which does not hold EOS."""
-    task = make(CaptionTask())
+    task = make(CaptionSpec())
     assert task.constraint() == Allow.TEXT
     assert not task.constrained
     events, result = run(task, [*text(" A cup."), *plain(EOS)])
-    assert events[0] == TextDelta(text="A")
+    assert events[0] == TextEvent(text="A")
     assert "".join(event.text for event in events) == result.caption == "A cup."
     assert task.finish_reason is FinishReason.STOP
 
 
 def test_the_budget_ends_a_caption(make):
     """The last token allowed ends the task and emits the text held back."""
-    task = make(CaptionTask(), max_tokens=3, stop=("pq",))
+    task = make(CaptionSpec(), max_tokens=3, stop=("pq",))
     events, result = run(task, text("cup"))
     assert task.finish_reason is FinishReason.LENGTH
     assert "".join(event.text for event in events) == result.caption == "cup"
@@ -255,7 +255,7 @@ def test_the_budget_ends_a_caption(make):
 
 def test_a_stop_string_ends_an_answer(make):
     """Text is cut before the stop string, in deltas and in the result."""
-    task = make(QueryTask(question="?"), stop=("END", "zz"))
+    task = make(QuerySpec(question="?"), stop=("END", "zz"))
     events, result = run(task, text("a cup EN EEND"))
     assert task.finish_reason is FinishReason.STOP
     assert "".join(event.text for event in events) == result.answer == "a cup EN E"
@@ -263,7 +263,7 @@ def test_a_stop_string_ends_an_answer(make):
 
 def test_a_cancelled_answer_holds_all_text(make):
     """The result of an aborted task has the text that was held back."""
-    task = make(QueryTask(question="?"), stop=("END",))
+    task = make(QuerySpec(question="?"), stop=("END",))
     events, result = run(task, text("a EN"))
     assert "".join(event.text for event in events) == "a "
     assert result.answer == "a EN"
@@ -271,7 +271,7 @@ def test_a_cancelled_answer_holds_all_text(make):
 
 def test_tokens_come_along_when_asked_for(make):
     """Every token is reported once with its own text, empty within a character, next to deltas."""
-    task = make(QueryTask(question="?"), return_tokens=True)
+    task = make(QuerySpec(question="?"), return_tokens=True)
     events, _ = run(task, [*text("é!"), *plain(EOS)])
     half, rest, mark = (
         TokenInfo(token_id=i, text=t, piece=p)
@@ -280,16 +280,16 @@ def test_tokens_come_along_when_asked_for(make):
         )
     )
     assert events == [
-        TokensDelta(tokens=(half,)),
-        TextDelta(text="é", tokens=(rest,)),
-        TextDelta(text="!", tokens=(mark,)),
-        TokensDelta(tokens=(TokenInfo(token_id=EOS),)),
+        TokensEvent(tokens=(half,)),
+        TextEvent(text="é", tokens=(rest,)),
+        TextEvent(text="!", tokens=(mark,)),
+        TokensEvent(tokens=(TokenInfo(token_id=EOS),)),
     ]
 
 
 def test_a_character_that_the_budget_cuts_is_told_in_bytes(make):
     """The text leaves the cut character out; its tokens are reported, and have their bytes."""
-    task = make(QueryTask(question="?"), return_tokens=True, max_tokens=3)
+    task = make(QuerySpec(question="?"), return_tokens=True, max_tokens=3)
     events, result = run(task, text("a😀")[:3])
     assert result.answer == "a"
     assert [(each.text, each.piece) for each in tokens_of(events)] == [
@@ -301,7 +301,7 @@ def test_a_character_that_the_budget_cuts_is_told_in_bytes(make):
 
 def test_tokens_of_positions_carry_their_values(make):
     """Coordinates and sizes are typed, and precede the object that they complete."""
-    task = make(DetectTask(object="cup"), return_tokens=True)
+    task = make(DetectSpec(object="cup"), return_tokens=True)
     events, _ = run(task, [coord(0.5), coord(0.25), size(0.5, 0.125), *plain(EOS)])
     told = [
         TokenInfo(token_id=COORD, coordinate=0.5),
@@ -310,23 +310,23 @@ def test_tokens_of_positions_carry_their_values(make):
         TokenInfo(token_id=EOS),
     ]
     assert list(tokens_of(events)) == told
-    assert [type(event) for event in events] == [*[TokensDelta] * 3, ObjectEvent, TokensDelta]
+    assert [type(event) for event in events] == [*[TokensEvent] * 3, ObjectEvent, TokensEvent]
 
 
 def test_tokens_of_reasoning_come_beside_it(make):
     """Reasoning tokens are reported like an answer's; marks, points and answer ids alone."""
-    task = make(QueryTask(question="?", reasoning=True), return_tokens=True)
+    task = make(QuerySpec(question="?", reasoning=True), return_tokens=True)
     tokens = [*plain(GROUND_START), *text("a"), coord(0.5), coord(0.5), *plain(GROUND_END)]
     tokens += [*plain(ANSWER, ANSWER), *text("b"), *plain(EOS)]
     events, _ = run(task, tokens)
     assert [token.token_id for token in tokens_of(events)] == [t.token_id for t in tokens]
-    grounded = [e for e in events if isinstance(e, ReasoningDelta) and e.grounding]
+    grounded = [e for e in events if isinstance(e, ReasoningEvent) and e.grounding]
     assert [token.token_id for token in grounded[0].tokens] == [GROUND_END]
 
 
 def test_a_held_token_is_told_at_once(make):
     """Tokens are reported even while their text may begin a stop string."""
-    task = make(QueryTask(question="?"), return_tokens=True, stop=("END",))
+    task = make(QuerySpec(question="?"), return_tokens=True, stop=("END",))
     events, result = run(task, text("aEND"))
     assert [token.text for token in tokens_of(events)] == list("aEND")
     assert result.answer == "a"
@@ -337,30 +337,30 @@ def test_logprobs_are_told_to_those_who_ask(make):
     token = SampledToken(StandInTokenizer().encode("a")[0], (0.0, 0.0), -0.5)
     seen = {}
     for asks in (True, False):
-        task = make(CaptionTask(), return_tokens=True, logprobs=asks)
+        task = make(CaptionSpec(), return_tokens=True, logprobs=asks)
         (seen[asks],) = tokens_of(task.consume(token))
     assert (seen[True].logprob, seen[False].logprob) == (-0.5, None)
 
 
 def test_reasoning_comes_before_the_answer(make):
     """Reasoning until the answer token, a second one forced, then the answer."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     assert task.constraint() == Allow.REASONING
     events, _ = run(task, text("so"))
-    assert events == [ReasoningDelta(text="s"), ReasoningDelta(text="o")]
+    assert events == [ReasoningEvent(text="s"), ReasoningEvent(text="o")]
     run(task, plain(ANSWER))
     assert task.constraint() == Allow.ANSWER
     run(task, plain(ANSWER))
     assert task.constraint() == Allow.TEXT
     events, result = run(task, [*text("yes"), *plain(EOS)])
-    assert all(isinstance(event, TextDelta) for event in events)
+    assert all(isinstance(event, TextEvent) for event in events)
     assert (result.reasoning, result.answer) == ("so", "yes")
     assert task.reasoning_tokens == 4
 
 
 def test_reasoning_is_grounded(make):
     """A grounded span carries its points and its offsets into the text; a lone coord is dropped."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     tokens = [
         *text(" the "),
         *plain(GROUND_START),
@@ -370,8 +370,8 @@ def test_reasoning_is_grounded(make):
         coord(0.3),
     ]
     events, result = run(task, [*tokens, *plain(GROUND_END), *text("!")])
-    grounding = Grounding(start_index=4, end_index=7, points=(Point(x=0.1, y=0.2),))
-    assert ReasoningDelta(text="", grounding=(grounding,)) in events
+    grounding = GroundedText(start_index=4, end_index=7, points=(ImagePoint(x=0.1, y=0.2),))
+    assert ReasoningEvent(text="", grounding=(grounding,)) in events
     assert result.grounding == (grounding,)
     assert result.reasoning == "the cup!"
     assert result.reasoning[4:7] == "cup"
@@ -380,7 +380,7 @@ def test_reasoning_is_grounded(make):
 
 def test_a_span_without_points_grounds_nothing(make):
     """A span around text alone reports nothing."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     tokens = [*plain(GROUND_START), *text("cup"), *plain(GROUND_END, GROUND_END)]
     _, result = run(task, tokens)
     assert result.grounding == ()
@@ -388,33 +388,33 @@ def test_a_span_without_points_grounds_nothing(make):
 
 def test_groundings_come_one_by_one_in_order(make):
     """Each span is reported once, when it closes, and the result has all in order."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     spans = []
     for word, x in (("a ", 0.25), ("é", 0.5)):
         spans += [*plain(GROUND_START), *text(word), coord(x), coord(0.75), *plain(GROUND_END)]
     events, result = run(task, [*text("So "), *spans, *plain(ANSWER, ANSWER), *text("A")])
-    told = [each for e in events if isinstance(e, ReasoningDelta) for each in e.grounding]
+    told = [each for e in events if isinstance(e, ReasoningEvent) for each in e.grounding]
     assert told == list(result.grounding)
     assert [result.reasoning[g.start_index : g.end_index] for g in told] == ["a ", "é"]
-    assert [g.points for g in told] == [(Point(x=0.25, y=0.75),), (Point(x=0.5, y=0.75),)]
+    assert [g.points for g in told] == [(ImagePoint(x=0.25, y=0.75),), (ImagePoint(x=0.5, y=0.75),)]
     assert (result.reasoning, result.answer) == ("So a é", "A")
 
 
 def test_an_open_span_grounds_nothing(make):
     """A span that stays open, or begins again, is dropped."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     tokens = [*plain(GROUND_START), *text("a"), coord(0.1), coord(0.1)]
     tokens += [*plain(GROUND_START), *text("b"), coord(0.2), coord(0.2), *plain(GROUND_END)]
     tokens += [*plain(GROUND_START), *text("c"), coord(0.3), coord(0.3), *plain(ANSWER)]
     _, result = run(task, tokens)
     (grounding,) = result.grounding
     assert (grounding.start_index, grounding.end_index) == (1, 2)
-    assert grounding.points == (Point(x=0.2, y=0.2),)
+    assert grounding.points == (ImagePoint(x=0.2, y=0.2),)
 
 
 def test_eos_ends_reasoning_without_an_answer(make):
     """A model whose reasoning may end early answers nothing, which is no failure."""
-    task = make(QueryTask(question="?", reasoning=True))
+    task = make(QuerySpec(question="?", reasoning=True))
     _, result = run(task, [*text("so"), *plain(EOS)])
     assert task.finish_reason is FinishReason.STOP
     assert (result.reasoning, result.answer) == ("so", "")
@@ -424,7 +424,7 @@ def test_values_in_an_answer_carry_no_text(tiny_config):
     """If answers may hold values, their rows read them and the text continues."""
     config = msgspec.structs.replace(tiny_config, suppression=Suppression())
     frontend = MoondreamFrontend(config, StandInTokenizer())
-    task = frontend.make_task(Request(request_id=RequestKey("r"), task=CaptionTask(), image=IMAGE))
+    task = frontend.make_task(Request(request_id=RequestKey("r"), task=CaptionSpec(), image=IMAGE))
     assert task.has_payload
     _, result = run(task, [*text("a"), coord(0.5), size(0.5, 0.5), *text("b"), *plain(EOS)])
     assert result.caption == "ab"
@@ -432,27 +432,27 @@ def test_values_in_an_answer_carry_no_text(tiny_config):
 
 def test_a_query_without_reasoning_has_none(make):
     """Absent reasoning is None, not empty."""
-    _, result = run(make(QueryTask(question="?")), plain(EOS))
+    _, result = run(make(QuerySpec(question="?")), plain(EOS))
     assert result.reasoning is None
 
 
 def test_segment_sends_its_box_first(make):
     """The box is emitted as soon as it is complete, then pieces that add up to the path."""
-    task = make(SegmentTask(object="cup"))
+    task = make(SegmentSpec(object="cup"))
     assert task.constraint() == Allow.FREE
     events, _ = run(task, [coord(0.5), coord(0.5), size(0.5, 0.25)])
-    box = Box(x_min=0.25, y_min=0.375, x_max=0.75, y_max=0.625)
+    box = ImageBox(x_min=0.25, y_min=0.375, x_max=0.75, y_max=0.625)
     assert events == [OutlineEvent(index=0, box=box)]
     events, result = run(task, [*text("M00L11z"), *plain(EOS)])
     assert all(event.box is None and event.path_delta for event in events)
     path = "M 0,0 L 0.001,0.001 z"
     assert "".join(event.path_delta for event in events) == path
-    assert result.segments == (Outline(path=path, box=box, label="cup", coarse=True),)
+    assert result.segments == (MaskOutline(path=path, box=box, label="cup", coarse=True),)
 
 
 def test_segment_keeps_the_box_of_a_broken_path(make):
     """Text that is no path gives an empty path, not an error."""
-    task = make(SegmentTask(object="cup"))
+    task = make(SegmentSpec(object="cup"))
     tokens = [coord(0.5), coord(0.5), size(0.5, 0.25), *text("M00?"), *plain(EOS)]
     _, result = run(task, tokens)
     assert result.segments[0].path == ""
@@ -461,14 +461,14 @@ def test_segment_keeps_the_box_of_a_broken_path(make):
 
 def test_segment_without_a_box_outlines_nothing(make):
     """Path text alone is no outline."""
-    events, result = run(make(SegmentTask(object="cup")), [*text("M00L11z"), *plain(EOS)])
+    events, result = run(make(SegmentSpec(object="cup")), [*text("M00L11z"), *plain(EOS)])
     assert events == []
     assert result.segments == ()
 
 
 def test_segment_shows_early_path_text_after_the_box(make):
     """Path text before the box is emitted with the box."""
-    task = make(SegmentTask(object="cup"))
+    task = make(SegmentSpec(object="cup"))
     events, result = run(task, [*text("M00"), coord(0.5), coord(0.5), size(0.5, 0.5), coord(0.9)])
     assert [event.path_delta for event in events] == ["M 0,0"]
     assert events[0].box == result.segments[0].box
@@ -609,12 +609,12 @@ FRONTENDS = {count: frontend_with(count) for count in (1, 2, 3)}
 @given(
     spec=st.sampled_from(
         [
-            DetectTask(object="cup", max_objects=4),
-            PointTask(object="cup", max_objects=4),
-            QueryTask(question="why?", reasoning=True),
-            QueryTask(question="why?"),
-            CaptionTask(),
-            SegmentTask(object="cup"),
+            DetectSpec(object="cup", max_objects=4),
+            PointSpec(object="cup", max_objects=4),
+            QuerySpec(question="why?", reasoning=True),
+            QuerySpec(question="why?"),
+            CaptionSpec(),
+            SegmentSpec(object="cup"),
         ]
     ),
     num_answer_tokens=st.sampled_from(list(FRONTENDS)),
@@ -627,7 +627,7 @@ def test_the_table_leads_where_the_tasks_go(spec, num_answer_tokens, draw):
     request = Request(
         request_id=RequestKey("r"),
         task=spec,
-        image=CachedImage(image_id="i"),
+        image=CachedImageRef(image_id="i"),
         sampling=SamplingParams(max_tokens=30),
     )
     task = frontend.make_task(request)

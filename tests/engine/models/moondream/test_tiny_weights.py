@@ -24,7 +24,7 @@ from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.models.moondream.weights import load_weights
 from legato_engine.models.registry import resolve
-from legato_engine.types import CaptionLength, ImageInfo
+from legato_engine.types import CaptionLength, ImageProperties
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -111,7 +111,7 @@ def sample_image(file):
 def prepared(bundle, file):
     """A sample, prepared by the frontend."""
     width, height = sample_image(file).size
-    info = ImageInfo(image_id=file, width=width, height=height, cache_hit=False)
+    info = ImageProperties(image_id=file, width=width, height=height, cache_hit=False)
     return bundle.frontend.prepare_image(sample_image(file), file, info)
 
 

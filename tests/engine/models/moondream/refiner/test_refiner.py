@@ -16,7 +16,7 @@ from legato_engine.models.moondream.refiner import (
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.types import Box, ImageInfo, Outline
+from legato_engine.types import ImageBox, ImageProperties, MaskOutline
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -28,7 +28,7 @@ from tests.engine.models.moondream.refiner.shapes import drawn, overlap
 CONFIG = tiny_random3_config()
 CPU = torch.device("cpu")
 WIDTH, HEIGHT = 320, 240
-INFO = ImageInfo(image_id="i", width=WIDTH, height=HEIGHT, cache_hit=False)
+INFO = ImageProperties(image_id="i", width=WIDTH, height=HEIGHT, cache_hit=False)
 SQUARE = "M 0,0 L 1,0 L 1,1 L 0,1 Z"
 
 
@@ -76,13 +76,13 @@ def scene(x, y, half_width, half_height):
 def test_a_box_around_an_ellipse_becomes_the_ellipse(learnt, x, y, half_width, half_height):
     """The coarse outline overlaps it by less than 0.8, the refined one by more than 0.85."""
     pixels, truth = scene(x, y, half_width, half_height)
-    box = Box(
+    box = ImageBox(
         x_min=(x - half_width) / WIDTH,
         y_min=(y - half_height) / HEIGHT,
         x_max=(x + half_width) / WIDTH,
         y_max=(y + half_height) / HEIGHT,
     )
-    coarse = Outline(path=SQUARE, box=box, label="egg")
+    coarse = MaskOutline(path=SQUARE, box=box, label="egg")
     better = refined(learnt, coarse, prepared(pixels))
     overlaps = [
         overlap(truth, drawn(each.path, msgspec.structs.astuple(each.box), WIDTH, HEIGHT))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.models.moondream import outline_shapes, refiner
 from legato_engine.models.moondream.refiner import Crop, NotRefinable
-from legato_engine.types import Box, Outline
+from legato_engine.types import ImageBox, MaskOutline
 from PIL import Image
 
 from tests.engine.models.moondream.refiner.shapes import SHAPES, SIDE, disc, drawn, overlap, star
@@ -15,14 +15,14 @@ from tests.engine.models.moondream.refiner.shapes import SHAPES, SIDE, disc, dra
 # The refiner's input from an outline, and the outline of its result.
 
 S = 56
-WHOLE = Box(x_min=0, y_min=0, x_max=1, y_max=1)
+WHOLE = ImageBox(x_min=0, y_min=0, x_max=1, y_max=1)
 SQUARE = "M 0,0 L 1,0 L 1,1 L 0,1 Z"
-MIDDLE = Box(x_min=0.4, y_min=0.4, x_max=0.6, y_max=0.6)
+MIDDLE = ImageBox(x_min=0.4, y_min=0.4, x_max=0.6, y_max=0.6)
 
 
 def outline(path=SQUARE, box=MIDDLE):
     """A coarse outline."""
-    return Outline(path=path, box=box, label="cup")
+    return MaskOutline(path=path, box=box, label="cup")
 
 
 def noise_image(height=100, width=200):
@@ -54,7 +54,9 @@ def test_the_crop_is_the_box_with_a_quarter_of_it_on_each_side():
 
 def test_a_crop_ends_with_the_image():
     """A box at the edge has no margin there."""
-    made = refiner.cut(outline(box=Box(x_min=0, y_min=0.5, x_max=0.5, y_max=1)), noise_image(), S)
+    made = refiner.cut(
+        outline(box=ImageBox(x_min=0, y_min=0.5, x_max=0.5, y_max=1)), noise_image(), S
+    )
     assert (made.left, made.top, made.extent) == (0, 37, (63, 125))
 
 
@@ -92,7 +94,7 @@ def test_of_a_large_crop_only_what_is_seen_is_drawn():
 @pytest.mark.parametrize(
     ("path", "box"),
     [
-        (SQUARE, Box(x_min=0.5, y_min=0.5, x_max=0.5, y_max=0.5)),
+        (SQUARE, ImageBox(x_min=0.5, y_min=0.5, x_max=0.5, y_max=0.5)),
         ("M 0,0 L 1,1 z", MIDDLE),
         ("M 0.5,0.5", MIDDLE),
     ],
@@ -132,7 +134,7 @@ def test_the_box_has_all_pixels_of_the_mask_and_no_others():
     answer = np.zeros((S, S), np.float32)
     answer[10:30, 20:50] = 1
     made = refiner.outlined("cup", placed((200, 100), 4, 8), answer)
-    assert made.box == Box(x_min=24 / 100, y_min=18 / 200, x_max=54 / 100, y_max=38 / 200)
+    assert made.box == ImageBox(x_min=24 / 100, y_min=18 / 200, x_max=54 / 100, y_max=38 / 200)
     for number in made.path.replace(",", " ").split():
         assert number in "MLCz" or -0.01 <= float(number) <= 1.01
 
