@@ -24,7 +24,7 @@ from legato_client import (
     ResponseInfo,
     TrackNow,
 )
-from legato_client.depth import lift
+from legato_client.depth import lift, mask
 
 from benchmarks import lift as scenes
 
@@ -117,6 +117,19 @@ def test_an_unreadable_outline_counts_as_its_box():
     """A path that is none gives what the outline's box gives."""
     broken = Outline("no path", CUP.box, "cup")
     assert lift([broken], flat(), K)[0].center == lift([CUP], flat(), K)[0].center
+
+
+def test_masks_have_the_pixels_of_their_outlines():
+    """Without a ring's hole; a path that is none gives the box, cut at the image's edges."""
+    path = "M0,0 L1,0 L1,1 L0,1Z M0.25,0.25 L0.25,0.75 L0.75,0.75 L0.75,0.25Z"
+    ring = mask(Outline(path, Box(0.25, 0.5, 0.75, 1.0), "ring"), 16, 8)
+    assert "\n".join("".join(".#"[pixel] for pixel in row) for row in ring[4:].tolist()) == (
+        "....########....\n....##....##....\n....##....##....\n....########...."
+    )
+    assert not ring[:4].any()
+    outside = mask(Outline("no path", Box(-0.5, 0.0, 0.125, 2.0), "box"), 16, 8)
+    assert outside[:, :2].all()
+    assert not outside[:, 2:].any()
 
 
 def test_noise_is_in_the_covariance():

@@ -242,6 +242,26 @@ def test_a_track_outlives_its_session(play, server):
     assert played.feed.now(much_later) == ()
 
 
+def test_other_tasks_are_asked_in_the_same_session(play, server):
+    """From the next image on; any other setting, or a renewal, takes another session."""
+    played = play()
+
+    def ask(number):
+        played.offer()
+        until(functools.partial(is_answered, played, number))
+        return list(played.answered[-1].outcomes), len(server.sessions.conversations)
+
+    assert ask(0) == (["caption", "short"], 1)
+    played.feed.change(FeedSettings({"long": CaptionTask("long")}))
+    assert ask(1) == (["long"], 1)
+    played.feed.change(FeedSettings(TASKS, name="other"))
+    assert ask(2) == (["caption", "short"], 2)
+    played.feed.renew()
+    assert ask(3) == (["caption", "short"], 3)
+    played.feed.finish()
+    assert played.join().lost == 0
+
+
 def test_a_lost_server_is_looked_for_again_and_again(play, server):
     """Each attempt that fails is followed by another, without an image."""
     played = play()
