@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from legato.v1 import image_pb2, image_pb2_grpc, inference_pb2, inference_pb2_grpc, media_pb2
-from legato_client import CachedImage, InvalidArgument, NotFound, Options
+from legato_client import CachedImage, Client, ClipFrame, InvalidArgument, NotFound, Options
 from PIL import Image
 
 from tests import hostile_images
@@ -119,6 +119,30 @@ def test_boxes_are_in_the_displayed_frame(client, orientation):
     (found,) = result.objects
     assert overlap(found.box, SCENE.boxes["red circle"]) > 0.7
     assert (result.info.image.width, result.info.image.height) == SCENE.image.size
+
+
+def test_several_images_of_one_query(tmp_path):
+    """New, named and raw ones in order; named ones are found, and a lost one is NotFound."""
+    first, second = SCENE.file("PNG"), smooth(64, 48)
+    with Server(tmp_path, "--model", "null") as server, Client(server.address) as client:
+        held = client.put_image(file(second, "PNG"))
+        answer = client.query([first, held, ClipFrame(PIXELS, 1.5)], "Which is larger?")
+        shown = answer.info.images
+        assert [each.cache_hit for each in shown] == [False, True, False]
+        assert [(each.width, each.height) for each in shown[:2]] == [SCENE.image.size, (64, 48)]
+        assert answer.info.image == shown[0]
+        usage = answer.info.usage
+        assert usage is not None
+        assert usage.image_tokens == 3 * client.query(first, "What?").info.usage.image_tokens
+        with pytest.raises(NotFound):
+            client.query([first, CachedImage("img_0")], "Which?")
+
+
+def test_a_model_of_one_image_refuses_two(client):
+    """Whatever they are; one in a list is one."""
+    with pytest.raises(InvalidArgument, match="takes at most 1 of 2"):
+        client.query([SCENE.file("PNG"), SCENE.file("PNG")], "Which?")
+    assert client.query([SCENE.file("PNG")], "How many?").answer
 
 
 @pytest.mark.parametrize(

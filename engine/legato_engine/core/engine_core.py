@@ -222,7 +222,7 @@ class EngineCore:
         most = max(self._frontend.max_images, 1)  # a text model has an error of its own
         if len(request.images) > most:
             raise InvalidField(
-                f"this model takes {most} in a query",
+                f"this model takes at most {most} of {len(request.images)}",
                 field="images",
                 limit=most,
                 actual=len(request.images),

@@ -210,7 +210,7 @@ class Dispatcher:
             )
         if num_images > max(model.max_images, 1):  # an engine without images refuses one itself
             raise InvalidField(
-                f"{model.name} takes {max(model.max_images, 1)} in a query",
+                f"{model.name} takes at most {max(model.max_images, 1)} of {num_images}",
                 field=f"{path}query.images" if path else "images",
                 limit=model.max_images,
                 actual=num_images,
