@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Callable
 
 import pytest
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
-MARKS = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with x86"),
-    pytest.mark.skipif(
-        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"needs {CROSS} and {EMULATOR}"
-    ),
-]
-"""Of tests that compare such programs with those of this machine."""
+
+def on_arm64(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that compares such programs with those of this machine."""
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.timeout(600),
+        pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with x86"),
+        pytest.mark.skipif(
+            not (shutil.which(CROSS) and shutil.which(EMULATOR)),
+            reason=f"needs {CROSS} and {EMULATOR}",
+        ),
+    ):
+        test = mark(test)
+    return test

@@ -6,6 +6,7 @@ import copy
 import importlib.resources
 import json
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -164,3 +165,11 @@ def test_what_differs_is_found(run, name, damage):
     damage(steps)
     with pytest.raises(AssertionError):
         check(run.cases[name], steps)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server of legato-tiny, which must hold nothing at the end."""
+    with Server(tmp_path_factory.mktemp("conformance")) as running:
+        yield running
+        running.settle()

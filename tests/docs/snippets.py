@@ -1,7 +1,7 @@
 """The snippets of README.md and docs/, run as a reader runs them: in order, in one folder a page.
 
 Each page has a server of its own, which has answered nothing yet, and all of it has two cores.
-`make walk` does so in a fresh clone with a venv of its own; test_snippets.py does in this tree.
+`make walk` does so in a fresh clone with a venv of its own; test_pages.py does in this tree.
 
 A comment before a block changes that: `<!-- run: clone -->` leaves it to `make walk`,
 `<!-- run: quiet -->` expects no output, `<!-- run: no, REASON -->` does not run it. A block of

@@ -1,4 +1,6 @@
-"""The skills, Generate and the samples, answered by the model that ships."""
+"""The skills, Generate, the samples and refined outlines, answered by the model that ships."""
+
+from __future__ import annotations
 
 import asyncio
 import importlib.resources
@@ -8,10 +10,12 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
 from legato_client import (
@@ -23,16 +27,20 @@ from legato_client import (
     InvalidArgument,
     Message,
     Options,
+    Point,
     PointTask,
     QueryTask,
     Sampling,
+    SegmentResult,
     SegmentTask,
 )
+from PIL import Image, ImageDraw
 
 from tests.e2e.history import ask, ask_all, jobs
 from tests.e2e.scenes import long_stream, many_circles, overlap, two_shapes
 from tests.e2e.server import ENVIRONMENT, Server
 from tests.e2e.test_start import refused_once
+from tests.engine.models.moondream.refiner import scripted
 from tests.grammar import check
 
 SCENE = two_shapes()
@@ -500,3 +508,87 @@ async def test_the_blocking_loop_answers_the_same(tmp_path, alone):
         assert await ask_all(blocking.address, jobs()) == alone
         with Client(blocking.address) as client:
             assert [ask(client, job) for job in jobs()[::3]] == alone[::3]
+
+
+SIZE = (200, 150)
+TASK = task_pb2.Task(segment=task_pb2.SegmentTask(object="egg"))
+
+
+@pytest.fixture(scope="module")
+def refining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tiny Moondream 3 that always says one outline, and a head that finds what is bright."""
+    folder = tmp_path_factory.mktemp("scripted")
+    scripted.write_model(folder)
+    scripted.write_head(folder / "head.pt")
+    with Server(folder, "--weights", str(folder), "--refiner", str(folder / "head.pt")) as running:
+        yield running
+        running.settle()
+
+
+@pytest.fixture(scope="module")
+def refined(refining: Server) -> Iterator[Client]:
+    """A client of that server."""
+    with Client(refining.address) as connected:
+        yield connected
+
+
+def picture() -> tuple[Image.Image, Image.Image]:
+    """A bright ellipse in the dark, and its mask."""
+    (x, y), (width, height) = scripted.CENTRE, scripted.EXTENT
+    box = [
+        (side * SIZE[axis])
+        for side, axis in [
+            (x - width / 2, 0),
+            (y - height / 2, 1),
+            (x + width / 2, 0),
+            (y + height / 2, 1),
+        ]
+    ]
+    image, mask = Image.new("RGB", SIZE, (40, 40, 40)), Image.new("1", SIZE)
+    ImageDraw.Draw(image).ellipse(box, fill=(220, 220, 220))
+    ImageDraw.Draw(mask).ellipse(box, fill=1)
+    return image, mask
+
+
+def overlap_of_masks(polygons: tuple[tuple[Point, ...], ...], mask: Image.Image) -> float:
+    """Intersection over union of polygons and a mask."""
+    drawn = Image.new("1", SIZE)
+    for ring in polygons:
+        ImageDraw.Draw(drawn).polygon([(p.x * SIZE[0], p.y * SIZE[1]) for p in ring], fill=1)
+    one, other = np.asarray(drawn), np.asarray(mask)
+    return float((one & other).sum() / (one | other).sum())
+
+
+def test_a_caller_gets_the_refined_outline(refined: Client) -> None:
+    """Its polygons are what is there, within a few pixels of a small image."""
+    image, mask = picture()
+    result = refined.segment(image, "egg")
+    (found,) = result.segments
+    assert not found.coarse
+    assert "C" in found.path
+    assert overlap_of_masks(found.polygons(), mask) > 0.85
+    assert result.info.finish_reason == "stop"
+
+
+def test_a_stream_draws_the_coarse_outline_and_ends_with_the_refined_one(refining: Server) -> None:
+    """The events keep to the grammar, and the result is the unary call's."""
+    image, _ = picture()
+    with Client(refining.address) as client:
+        message = client.segment(image, "egg")
+    request = inference_pb2.GenerateRequest(task=TASK)
+    assert message.info.image is not None
+    request.image.image_id = message.info.image.image_id
+    grammar = check(refining.inference.Generate(request), ok=True)
+    told = "".join(event.outline.path_delta for event in grammar.of("outline"))
+    (finished,) = grammar.of("finished")
+    (segment,) = finished.finished.result.segment.segments
+    assert told == scripted.PATH
+    assert segment.path == message.segments[0].path != told
+
+
+def test_many_outlines_at_once_are_all_refined(refined: Client) -> None:
+    """Tasks of one call, each as it is alone."""
+    image, _ = picture()
+    alone = refined.segment(image, "egg").segments
+    together = refined.run_tasks(image, [SegmentTask("egg")] * 8)
+    assert [each.segments for each in together if isinstance(each, SegmentResult)] == [alone] * 8

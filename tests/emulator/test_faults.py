@@ -6,14 +6,19 @@ Each is found by the emulated machine in a few launches, so the tests that pass 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from legato_engine.kernels.cuda import decoder
 from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 
 from benchmarks.megakernel.model import forward
-from tests.emulator.module import EmulatedFault, Patch, sources
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.module import EmulatedFault, EmulatedModule, Patch, sources
+from tests.emulator.small import CPU, SMALL, emulated
+from tests.emulator.test_steps import PARTS, plain
+from tests.gpu import test_kernels
+from tests.gpu.test_kernels import world_of
 from tests.megakernel.words import Rows, World
 
 LAUNCHES, EARLY_ENDS = 6, 40
@@ -236,3 +241,66 @@ def test_a_deadlock_names_the_workers_that_wait() -> None:
         assert f"block {worker} warps 10 lanes 00000001: the word at argument 1 + " in told
         compute = f"block {worker} warps 0 1 2 3 4 5 6 7 lanes ffffffff: the word at shared memory"
         assert compute in told
+
+
+BATCH = 13
+"""Two tiles, so that finishers let blocks pass; thread blocks of a cluster share the inputs."""
+INEXACT = "errs"
+
+_COUNT = "      if (index == 0 && token == 0) barrier_expect("
+_EMPTY = "    barriers.wait_empty(block);\n"
+_PASS = "      sums.skip(block, barriers);\n"
+_STORE = (
+    "    if (lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);\n"
+)
+BLOCK_FAULTS: dict[str, tuple[Patch, str]] = {
+    "a finisher that does not let a block pass": (("block_map.cuh", _PASS, ""), "deadlock"),
+    "moments that only one thread block has": (("norm_gemm.cuh", _STORE, ""), "deadlock"),
+    "results before all moments are there": (
+        ("norm_gemm.cuh", "  barrier_wait(begun, 0);\n", ""),
+        INEXACT,
+    ),
+    "sums over those that are not taken yet": (
+        ("block_map.cuh", _EMPTY, ""),
+        f"{INEXACT}|deadlock",
+    ),
+    "products before their inputs are there": (
+        ("block_map.cuh", "      if (block == 0) inputs.wait(chunk);\n", ""),
+        INEXACT,
+    ),
+    "a chunk that each finisher counts": (
+        ("stage_ring.cuh", _COUNT, "      if (token == 0) barrier_expect("),
+        "more arrivals",
+    ),
+}
+SOON_OF_BLOCKS = "a finisher that does not let a block pass"
+"""Not slow."""
+
+
+def found_in_blocks(monkeypatch: pytest.MonkeyPatch, *patches: Patch) -> str | None:
+    """What tells of them in a step, if anything does."""
+    patched = functools.partial(EmulatedModule, patches=patches)
+    for module in (decoder, decoder):
+        monkeypatch.setattr(module, "Module", patched)
+    world = world_of(plain(PARTS), CPU)
+    try:
+        test_kernels.a_step_is_as_exact_as_torch(world, BATCH)
+    except EmulatedFault as fault:
+        return str(fault)
+    except AssertionError:
+        return INEXACT
+    return None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == SOON_OF_BLOCKS else pytest.param(name, marks=pytest.mark.slow)
+        for name in BLOCK_FAULTS
+    ],
+)
+def test_a_planted_fault_of_blocks_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    patch, says = BLOCK_FAULTS[name]
+    told = found_in_blocks(monkeypatch, patch)
+    assert told is not None
+    assert any(part in told for part in says.split("|")), told

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.emulator.module import SANITIZERS, EmulatedFault, EmulatedModule, Schedule, compiler
+from tests.arm64 import CROSS, EMULATOR, on_arm64
+from tests.emulator.module import (
+    CHECKS,
+    FLAGS,
+    SANITIZERS,
+    EmulatedFault,
+    EmulatedModule,
+    Schedule,
+    compiler,
+    sources,
+)
 
 FOLDER = pathlib.Path(__file__).parent
 SHARED = 1024
@@ -167,7 +177,6 @@ FAULTY = """
 import sys
 import torch
 from tests.emulator.module import EmulatedModule, Schedule
-from tests.emulator.test_machine import FOLDER
 fault, index, shared = map(int, sys.argv[1:])
 module = EmulatedModule("machine_kernels.cu", {}, folder=FOLDER)
 source, word = torch.zeros(128, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
@@ -256,3 +265,31 @@ def test_a_page_table_that_is_read_beyond_its_end_is_found() -> None:
     assert "ERROR: AddressSanitizer: heap" in said, said
     assert "in steps " in said
     assert "step.cu:" in said
+
+
+SOURCES = Path(__file__).parent
+
+
+def printed(compile_with: str, folder: Path, *run_by: str) -> list[str]:
+    """What `launches.cpp` says, compiled with the machine and its kernels."""
+    for file, text in sources("machine_kernels.cu", SOURCES).items():
+        (folder / file).write_text(text)
+    program = folder / "launches"
+    files = (folder / "machine_kernels.cu", SOURCES / "machine.cpp", SOURCES / "launches.cpp")
+    flags = (*FLAGS, *CHECKS, "-O1", "-static", f"-I{SOURCES}")
+    command = (compile_with, *flags, "-o", program, "-x", "c++", *files)
+    subprocess.run(command, check=True)
+    done = subprocess.run((*run_by, program), check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+@on_arm64
+def test_a_seed_is_the_same_order_and_the_same_faults_as_on_x86(tmp_path: Path) -> None:
+    """Results, orders of threads, and what is said of faults that their threads cause."""
+    for name in ("x86", "arm64"):
+        (tmp_path / name).mkdir()
+    x86 = printed("g++", tmp_path / "x86")
+    arm64 = printed(CROSS, tmp_path / "arm64", EMULATOR)
+    assert sum(": ended, " in line for line in x86) == 60
+    assert sum(": failed, " in line for line in x86) == 33
+    assert arm64 == x86

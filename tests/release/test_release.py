@@ -1,16 +1,28 @@
-"""A release: its changelog, its preparation and its publication."""
+"""A release: its changelog, preparation and publication, and what its distributions hold."""
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.metadata
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from release import changelog, contract, publish, tags, versions
-from release.distributions import ROOT
+from release import build, changelog, contract, install, publish, tags, versions
+from release.distributions import ALL, CLIENT, ROOT, SERVER, TINY, file_names
+from release.environments import Environment, dependencies
 from release.process import ReleaseError
 from release.publish import Publication
 
@@ -307,3 +319,362 @@ def go(folder, *arguments, **environment):
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def project(distribution):
+    path = ROOT / distribution.folder / "pyproject.toml"
+    return tomllib.loads(path.read_text())["project"]
+
+
+@pytest.mark.parametrize("distribution", ALL, ids=lambda each: each.name)
+def test_a_distribution_has_its_name_urls_and_licence_texts(distribution):
+    """Each text that the licence expression needs is a file of the distribution."""
+    declared = project(distribution)
+    assert declared["name"] == distribution.name
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(declared["urls"])
+    folder = ROOT / distribution.folder
+    texts = "".join((folder / name).read_text() for name in declared["license-files"])
+    heads = {"Apache-2.0": "Apache License\n", "MIT": "MIT License\n"}
+    for licence in declared["license"].split(" AND "):
+        assert heads[licence] in texts
+
+
+def test_the_apache_licence_is_the_same_everywhere():
+    """Each distribution has a copy, as none can name a file outside its folder."""
+    texts = {(ROOT / each.folder / "LICENSE").read_text() for each in ALL}
+    assert len(texts) == 1
+
+
+def test_the_notice_names_all_art_that_was_trained_on():
+    """Each author and licence of the model card's table."""
+    card = (ROOT / "engine/tiny/legato_tiny/MODEL_CARD.md").read_text()
+    notice = " ".join((ROOT / "engine/tiny/NOTICE").read_text().split())
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (?:trained on|background)", card, re.MULTILINE)
+    assert len(rows) == 8
+    for work, author, licence in rows:
+        plain = [re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text) for text in (work, author, licence)]
+        first_word = re.split(r"[\s,:]", plain[0])[0].lower().replace("_", " ").split()[0]
+        assert first_word in notice.lower(), work
+        assert plain[1].split(" (")[0] in notice, author
+        assert plain[2] in notice, licence
+    for url in re.findall(r"https://creativecommons.org/licenses/by/\d\.\d/", card):
+        assert url in notice
+
+
+def test_the_server_has_the_dependencies_of_the_command_line():
+    """`legato demo` draws: what `legato[cli]` brings, `legato[engine]` brings."""
+
+    def names(requirements):
+        return {re.split(r"[^\w-]", text)[0] for text in requirements}
+
+    cli = project(CLIENT)["optional-dependencies"]["cli"]
+    assert names(cli) <= names(project(SERVER)["dependencies"])
+
+
+def test_a_build_that_differs_is_found(tmp_path):
+    """A changed byte and a missing file."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        for name in ("a.whl", "b.whl"):
+            (folder / name).write_text(name)
+    assert build.differences(one, other) == []
+    (one / "a.whl").write_text("changed")
+    (other / "c.whl").write_text("only here")
+    assert build.differences(one, other) == ["a.whl", "c.whl"]
+
+
+def test_the_sums_are_of_the_files(tmp_path):
+    """A distribution that was changed after it was built is refused, and another version."""
+    names = file_names("1.2.3")
+    assert len(names) == 2 * len(ALL)
+    for name in names:
+        (tmp_path / name).write_text(name)
+    (tmp_path / build.SUMS).write_text(build.sums(tmp_path, names))
+    build.check_sums(tmp_path, "1.2.3")
+    with pytest.raises(ReleaseError, match=r"lacks legato-1\.2\.4"):
+        build.check_sums(tmp_path, "1.2.4")
+    (tmp_path / TINY.wheel("1.2.3")).write_text("changed")
+    with pytest.raises(ReleaseError, match="is of other files"):
+        build.check_sums(tmp_path, "1.2.3")
+
+
+def test_weights_in_another_wheel_are_found(tmp_path, wheel):
+    """Only the model's wheel has weights."""
+    for distribution, names in install.CONTENTS.items():
+        wheel(distribution.name, "1.2.3", files=list(names))
+    install.check_contents(tmp_path, "1.2.3")
+    wheel("legato", "1.2.3", files=[*install.CONTENTS[CLIENT], "legato/v1/model.safetensors"])
+    with pytest.raises(ReleaseError, match="carries weights"):
+        install.check_contents(tmp_path, "1.2.3")
+    wheel("legato", "1.2.3", files=install.CONTENTS[CLIENT][1:])
+    with pytest.raises(ReleaseError, match=r"lacks legato/v1/descriptor\.binpb"):
+        install.check_contents(tmp_path, "1.2.3")
+
+
+def test_versions_and_revisions_agree_in_this_tree():
+    """The places that a release writes."""
+    versions.parse(versions.version(ROOT))
+    assert versions.revision(ROOT) >= 1
+
+
+# ---------------------------------------------------------------- environments
+# Clean environments lend what is declared, and the bill of materials is of what is installed.
+
+
+def test_dependencies_follow_extras_and_markers(wheel):
+    """Of wheels through their metadata, of others through what is installed."""
+    wheels = [
+        wheel("base", "1", ["packaging", "server==1; extra == 'engine'", "rich; extra == 'cli'"]),
+        wheel("server", "1", ["base==1", "iniconfig", "torch; sys_platform == 'plan9'"]),
+    ]
+    assert dependencies(wheels, "base") == ["packaging"]
+    assert dependencies(wheels, "base[engine]") == ["iniconfig", "packaging"]
+    assert dependencies(wheels, "base[cli]") == [*RICH, "rich"]
+
+
+RICH = ["markdown-it-py", "mdurl", "packaging", "pygments"]
+
+
+def test_a_dependency_that_is_not_installed_is_named(wheel):
+    """It cannot be lent."""
+    with pytest.raises(ReleaseError, match="no-such-distribution is not installed"):
+        dependencies([wheel("base", "1", ["No.Such-Distribution"])], "base")
+
+
+def test_only_what_is_lent_can_be_imported(tmp_path):
+    """An undeclared dependency fails, although it lies beside this interpreter."""
+    clean = Environment(tmp_path / "venv")
+    clean.lend(["packaging"])
+    clean.run(clean.python, "-c", "import packaging")
+    with pytest.raises(ReleaseError, match="No module named 'pytest'"):
+        clean.run(clean.python, "-c", "import pytest")
+
+
+def test_a_bill_of_materials_has_what_is_installed(tmp_path):
+    """The server is its subject, what was lent its components, and no file is named."""
+    clean = Environment(tmp_path / "venv")
+    clean.lend(["packaging"])
+    install.describe(clean, tmp_path / "bill.json", "0")
+    bill = json.loads((tmp_path / "bill.json").read_text())
+    assert bill["metadata"]["component"]["name"] == "legato-server"
+    assert [each["name"] for each in bill["components"]] == ["packaging"]
+
+
+# ---------------------------------------------------------------- imports
+# What each package imports is declared by its own distribution.
+
+# Imported by callers who have it: an array is an image; videos, bags, DDS and GGUF files are read
+# by packages of extras.
+CLIENTS_EXTRAS = {"av", "cyclonedds", "mcap", "mcap_ros2", "numpy"}
+OPTIONAL = {"legato_client": CLIENTS_EXTRAS, "legato_service": set(), "legato_engine": {"gguf"}}
+PACKAGES = [
+    ("clients/python/legato_client", CLIENT),
+    ("service/legato_service", SERVER),
+    ("engine/legato_engine", SERVER),
+]
+
+
+def declared(distribution, *extras):
+    """Return the direct requirements, and those of these extras."""
+    read = tomllib.loads((ROOT / distribution.folder / "pyproject.toml").read_text())["project"]
+    texts = [*read["dependencies"]]
+    for extra in extras:
+        texts += read["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
+def imported(folder):
+    """Return the top-level modules that a folder imports, without the standard library's."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+    names = {name.partition(".")[0] for name in found}
+    return {name for name in names if name and name not in sys.stdlib_module_names}
+
+
+@cache
+def providers():
+    found = importlib.metadata.packages_distributions()
+    return {module: {canonicalize_name(name) for name in names} for module, names in found.items()}
+
+
+def undeclared(modules, requirements):
+    foreign = {module for module in modules if not module.startswith("legato")}
+    return {module for module in foreign if not providers().get(module, set()) & requirements}
+
+
+@pytest.mark.parametrize(("folder", "distribution"), PACKAGES, ids=[p for p, _ in PACKAGES])
+def test_imports_are_declared(folder, distribution):
+    """Also those that only a rare path imports."""
+    if distribution is SERVER:
+        requirements = declared(SERVER) | declared(CLIENT)  # required with the same version
+    else:
+        requirements = declared(CLIENT, "cli", "web", "mcp")
+    modules = imported(ROOT / folder)
+    assert len(modules) > 3
+    assert undeclared(modules, requirements) == OPTIONAL[folder.rpartition("/")[2]]
+
+
+def test_an_undeclared_import_is_found():
+    """The control: a module of another distribution, and one of none."""
+    assert undeclared({"grpc", "pytest", "nowhere"}, {"grpcio"}) == {"pytest", "nowhere"}
+
+
+# ---------------------------------------------------------------- untrusted files
+# No code of the product runs what a file says, or fetches anything from the network.
+
+PULL = ROOT / "engine/legato_engine/hub/download.py"
+
+PRODUCT = ("engine/legato_engine", "engine/tiny", "service", "clients/python")
+
+FORBIDDEN_MODULES = frozenset(
+    {
+        "aiohttp",
+        "cloudpickle",
+        "dill",
+        "ftplib",
+        "http.client",
+        "httpx",
+        "huggingface_hub",
+        "joblib",
+        "marshal",
+        "requests",
+        "shelve",
+        "urllib.request",
+        "urllib3",
+        "yaml",
+    }
+)
+FORBIDDEN_CALLS = frozenset(
+    {
+        "eval",
+        "exec",
+        "jinja2.Environment",
+        "jinja2.Template",
+        "os.popen",
+        "os.system",
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+        "runpy.run_path",
+        "torch.hub.load",
+        "torch.jit.load",
+    }
+)
+UNSAFE_KEYWORDS = {"shell": True, "trust_remote_code": True, "allow_pickle": True}
+
+
+def findings(source: str) -> Iterator[str]:
+    """What is wrong in a module, each with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            yield from _in_call(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for name in _imported(node):
+                if name in FORBIDDEN_MODULES or name in FORBIDDEN_CALLS:
+                    yield f"{node.lineno}: imports {name}"
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return names
+    return [node.module or "", *(f"{node.module}.{name}" for name in names)]
+
+
+def _in_call(node: ast.Call) -> Iterator[str]:
+    name = ast.unparse(node.func)
+    keywords = {
+        each.arg: each.value.value
+        for each in node.keywords
+        if each.arg and isinstance(each.value, ast.Constant)
+    }
+    if name in FORBIDDEN_CALLS:
+        yield f"{node.lineno}: calls {name}"
+    if name == "torch.load" and keywords.get("weights_only") is not True:
+        yield f"{node.lineno}: calls torch.load without weights_only"
+    for keyword, unsafe in UNSAFE_KEYWORDS.items():
+        if keywords.get(keyword) is unsafe:
+            yield f"{node.lineno}: passes {keyword}={unsafe}"
+
+
+def test_only_pull_reaches_what_downloads():
+    """No module of a server imports it, directly or over another one of the package."""
+    modules = {path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")}
+    reach = {
+        path.relative_to(ROOT)
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        if {"legato_engine.hub.download"} & {*_imported(node)}
+    }
+    assert not reach, "its command is loaded by name"
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_the_product_runs_and_fetches_nothing(folder):
+    """Weights are tensors, settings are JSON, templates are sandboxed; nothing is downloaded.
+
+    But by `legato pull`, whose one file of downloads no process of a server imports.
+    """
+    modules = sorted({*(ROOT / folder).rglob("*.py")} - {PULL})
+    assert modules
+    found = [
+        f"{path.relative_to(ROOT)}:{finding}"
+        for path in modules
+        for finding in findings(path.read_text("utf-8"))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import yaml",
+        "from urllib import request",
+        "import urllib.request",
+        "from pickle import loads",
+        "import pickle\npickle.load(file)",
+        "eval('1')",
+        "exec(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "jinja2.Template(text)",
+    ],
+)
+def test_each_rule_finds_what_it_forbids(source):
+    """The control: the rules are not empty."""
+    assert list(findings(source))
+
+
+def test_what_is_safe_is_not_found():
+    """The product's own way to read tensors, and to name pickle's error."""
+    safe = "import pickle\ntorch.load(path, weights_only=True)\nexcept_ = pickle.UnpicklingError"
+    assert not list(findings(safe))
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Return a function that writes a wheel with metadata and files of one byte into `tmp_path`."""
+
+    def write(name, version, requires=(), files=()):
+        stem = f"{name.replace('-', '_')}-{version}"
+        path = tmp_path / f"{stem}-py3-none-any.whl"
+        metadata = [f"Name: {name}", f"Version: {version}"]
+        metadata += [f"Requires-Dist: {each}" for each in requires]
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"{stem}.dist-info/METADATA", "\n".join(metadata))
+            for file in files:
+                inside = file.replace("licenses/", f"{stem}.dist-info/licenses/", 1)
+                archive.writestr(inside, "-")
+        return path
+
+    return write

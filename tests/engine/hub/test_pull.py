@@ -26,7 +26,7 @@ from legato_engine.models import registry
 from tests.clients.python.face import until
 from tests.engine.hub.fake_hub import COMMIT, FakeHub
 from tests.engine.models import hub_folder
-from tests.engine.models import test_llama as llama
+from tests.engine.models import test_decoders as llama
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
 CHUNK = 100_000  # bytes that the library writes at a time

@@ -1,11 +1,17 @@
-"""Kernels are compiled once per machine, and a change of anything compiles them again."""
+"""Kernels are compiled once per machine, and what `legato info` says of those of a machine."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from legato_engine.device.host import GpuDevice
 from legato_engine.errors import InternalError
+from legato_engine.kernels import machine
 from legato_engine.kernels.cache import cache_folder
 from legato_engine.kernels.cuda import capability, module
+from legato_engine.kernels.cuda.capability import Kernels
 
 TEXTS = {
     "good.cu": """#include "part.cuh"
@@ -27,7 +33,7 @@ def has_nvrtc():
     return True
 
 
-pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
+NVRTC = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 
 
 @pytest.fixture
@@ -50,6 +56,7 @@ def mark(cache):
         file.write_bytes(MARK)
 
 
+@NVRTC
 def test_what_is_cached_is_not_compiled_again(cache):
     """The same source with the same constants comes from the cache, which holds one whole file."""
     compiled = code()
@@ -59,6 +66,7 @@ def test_what_is_cached_is_not_compiled_again(cache):
     assert code() == MARK
 
 
+@NVRTC
 def test_a_changed_constant_is_compiled(cache):
     """Code made with other constants, or for another GPU, is not taken from the cache."""
     code()
@@ -68,6 +76,7 @@ def test_a_changed_constant_is_compiled(cache):
     assert code() == MARK
 
 
+@NVRTC
 def test_code_of_a_virtual_architecture_is_ptx(cache):
     """Which the driver compiles; it comes from the cache as machine code does."""
     text = module.compile_source("good.cu", {"N": 2}, "compute_80")
@@ -76,6 +85,7 @@ def test_code_of_a_virtual_architecture_is_ptx(cache):
     assert module.compile_source("good.cu", {"N": 2}, "compute_80") == MARK
 
 
+@NVRTC
 @pytest.mark.parametrize(
     ("arch", "macros", "lacking"),
     [
@@ -95,6 +105,7 @@ def test_the_table_says_what_an_architecture_has(arch, macros, lacking):
     assert all(gpu.name in reason for reason in reasons)
 
 
+@NVRTC
 @pytest.mark.parametrize("file", ["good.cu", "part.cuh"])
 def test_a_changed_source_is_compiled(cache, monkeypatch, file):
     """A change of the source, or of a header that it may include, invalidates the cache."""
@@ -104,6 +115,7 @@ def test_a_changed_source_is_compiled(cache, monkeypatch, file):
     assert code() != MARK
 
 
+@NVRTC
 def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_path):
     """It comes from the cache until its text changes."""
     source = tmp_path / "own.cu"
@@ -119,6 +131,7 @@ def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_
     assert own() != MARK
 
 
+@NVRTC
 def test_a_broken_source_says_what_is_wrong(cache):
     """The error has the compiler's message, and nothing is cached."""
     with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):
@@ -126,6 +139,7 @@ def test_a_broken_source_says_what_is_wrong(cache):
     assert not cache.exists()
 
 
+@NVRTC
 def test_a_cache_that_cannot_be_written_is_no_failure(cache, monkeypatch):
     """Where no folder can be made, code is compiled each time."""
     cache.write_text("a file where the folder would be")
@@ -134,6 +148,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(cache, monkeypatch):
     assert cache.is_file()
 
 
+@NVRTC
 def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
     """The engine's own variable wins over the user's cache folder, which wins over the home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -146,6 +161,7 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "own"
 
 
+@NVRTC
 def test_several_that_were_compiled_ahead_are_not_compiled_again(cache, monkeypatch):
     """Nor where the cache cannot be written."""
     cache.write_text("a file, not a folder")
@@ -159,7 +175,32 @@ def test_several_that_were_compiled_ahead_are_not_compiled_again(cache, monkeypa
     assert len(codes) == 3
 
 
+@NVRTC
 def test_a_source_that_does_not_compile_ahead_says_so(cache):
     """As it would alone."""
     with pytest.raises(InternalError, match="no_such_name"):
         module.compile_ahead("broken.cu", [{"N": 1}, {"N": 2}], "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing"),
+    [((9, 0), set()), ((8, 6), {"grouped products of experts"})],
+)
+def test_a_machine_is_described_by_the_table(capability, missing):
+    """Each group of kernels that a GPU does not get has the reason."""
+    kernels = machine.gpu_kernels(GpuDevice("cuda:0", "a GPU", capability, 1))
+    assert {each.title for each in Kernels} == set(kernels)
+    told = {name for name, why in kernels.items() if why}
+    assert missing <= told
+    assert bool(told) == bool(missing)
+    assert all(f"compute capability {capability[0]}.{capability[1]}" in kernels[n] for n in told)
+
+
+def test_a_machine_is_described_without_torch():
+    """Importing it would take seconds."""
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from legato_engine.kernels import machine\n"
+        "assert machine.report()['cpu']['cores'] >= 1"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.reference.moondream3.config import Config, Switches, TextConfig
-from tests.reference.moondream3.fp8 import cached, expert_matrix
 from tests.reference.moondream3.numerics import (
     Array,
     Weights,
     attend,
+    cached,
+    expert_matrix,
     gelu_erf,
     gelu_tanh,
     layer_norm,

@@ -8,8 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.reference.moondream3.config import Config
-from tests.reference.moondream3.fp8 import quantise_rows
-from tests.reference.moondream3.numerics import Array, Weights, round_bfloat16, weight
+from tests.reference.moondream3.numerics import (
+    Array,
+    Weights,
+    quantise_rows,
+    round_bfloat16,
+    weight,
+)
 
 Shape = tuple[int, ...]
 Precision = Literal["float64", "float32", "bfloat16"]

@@ -21,7 +21,6 @@ from legato_client.cli.demo import script_for
 from legato_client.cli.terminal import Terminal
 from PIL import Image
 
-from tests.clients.python.cli.stand_in import stand_in_service
 from tests.clients.python.face import until
 from tests.clients.python.fake_server import STREAMS, failure
 from tests.clients.python.web.serving import CHAT, HELLO, connect
@@ -412,3 +411,23 @@ def test_whose_token_is_sent(tmp_path, capsys, target, caller, lend, sent):
     metadata = client._connection.metadata()
     assert [value for key, value in metadata if key == "authorization"] == sent
     assert ("no token is passed on" in capsys.readouterr().out) == target.startswith("a.")
+
+
+_OPTIONS = """
+import argparse
+
+def make_parser(kind=argparse.ArgumentParser):
+    parser = kind(prog="legato serve", allow_abbrev=False)
+    for name in ("--listen", "--device", "--port"):
+        parser.add_argument(name)
+    return parser
+"""
+
+
+def stand_in_service(folder: Path, program: str) -> None:
+    """Write the package into `folder`; `python -m legato_service` runs `program`."""
+    package = folder / "legato_service"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "arguments.py").write_text(_OPTIONS)
+    (package / "__main__.py").write_text(program)

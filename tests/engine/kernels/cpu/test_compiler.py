@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from legato_engine.kernels.cpu import compiler
 from legato_engine.kernels.cpu import library as native
 from legato_engine.kernels.cpu.compiler import CannotCompileError, library_path
+
+from tests.arm64 import CROSS, EMULATOR, on_arm64
 
 COMPILER = """#!/bin/sh
 test "$1" = --version && echo 1 && exit
@@ -173,3 +176,58 @@ def test_a_start_names_the_instructions_of_its_layers(library, monkeypatch):
 def test_torch_is_a_choice():
     """Nothing is compiled for it."""
     assert native.library("torch") is None
+
+
+PROGRAM = Path(__file__).parent / "bits.cpp"
+INCLUDES = f"-I{Path(compiler.__file__).parent / 'sources'}"
+
+
+def compiled(compile_with, folder, *options):
+    program = folder / "bits"
+    flags = [each for each in compiler._FLAGS if each not in ("-fPIC", "-shared")]
+    command = [compile_with, *flags, *options, "-static", INCLUDES, "-o", program, PROGRAM]
+    subprocess.run(command, check=True)
+    return program
+
+
+def printed(command):
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stderr.strip(), done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def x86(tmp_path_factory):
+    program = compiled("g++", tmp_path_factory.mktemp("x86"), "-march=x86-64-v3")
+    instructions, lines = printed([program])
+    assert instructions == "AVX2"
+    assert len(lines) > 100
+    return lines
+
+
+@on_arm64
+@pytest.mark.parametrize(
+    ("option", "cpu", "instructions"),
+    [
+        ("-march=armv8-a", "cortex-a72", "NEON"),
+        ("-march=armv8.2-a+dotprod", "neoverse-n1", "NEON with dotprod"),
+        ("-march=armv8.2-a+dotprod+i8mm", "max", "NEON with dotprod and i8mm"),
+    ],
+)
+def test_results_have_the_bits_of_x86(tmp_path, x86, option, cpu, instructions):
+    """Products and layers of all kinds of weights, in any chunks and on any number of threads."""
+    program = compiled(CROSS, tmp_path, *compiler._ARM64.options, option)
+    found, lines = printed([EMULATOR, "-cpu", cpu, program])
+    assert found == instructions
+    assert lines == x86
+
+
+@on_arm64
+def test_chunks_do_not_change_bits(x86):
+    """Each kind of layers gives one hash for a prompt in chunks of any size."""
+    hashes: dict[str, list[str]] = {}
+    for line in x86:
+        if ", chunks of " in line:
+            name, rest = line.split(", chunks of ")
+            hashes.setdefault(name, []).append(rest.split()[1])
+    assert len(hashes) == 5
+    assert all(len(found) == 4 and len(set(found)) == 1 for found in hashes.values())

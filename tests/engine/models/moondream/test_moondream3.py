@@ -43,7 +43,7 @@ from tests.reference.cases import leaning
 from tests.reference.moondream3 import config as sizes
 from tests.reference.moondream3 import (
     encode_image,
-    fp8,
+    numerics,
     prompts,
     quantise_cache,
     quantise_experts,
@@ -467,7 +467,7 @@ def ties_as_stored(session, row, monkeypatch):
         first = begun[index]
         begun[index] += values_HTK.shape[1]
         codes_HTK = stored[index][first : begun[index]].transpose(1, 0, 2)
-        low, high = (fp8.cached(values_HTK + each, scale) for each in (-error, error))
+        low, high = (numerics.cached(values_HTK + each, scale) for each in (-error, error))
         return np.where(low == high, low, codes_HTK * scale)
 
     monkeypatch.setattr(reference_text, "cached", cached)

@@ -1,4 +1,4 @@
-"""The page: its files, and questions and sessions from its requests to the server and back."""
+"""The page: its files, questions and sessions to the server and back, and what others may do."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from legato_client import (
 from legato_client._proto import requests
 from legato_client._types.server import ConfidenceInfo, ModelInfo, model_document
 from legato_client.web.playground import routes
-from legato_client.web.playground.routes import STATIC
+from legato_client.web.playground.routes import CONTENT_SECURITY_POLICY, STATIC
 from legato_client.web.playground.snippets import Connection, code
 from legato_client.web.playground.tasks import read_task
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
-from tests.clients.python.playground.conftest import lines
+from tests.clients.python.playground.conftest import lines, serving
 from tests.e2e.server import until
 from tests.service.harness import image_bytes
 
@@ -548,3 +549,67 @@ def test_the_images_come_with_their_licence():
     assert {f"{noun}.webp" for noun in nouns} == {
         path.name for path in (STATIC / "drawings").glob("*.webp")
     }
+
+
+NOWHERE = "127.0.0.1:9"
+"""A server that is never asked."""
+
+POSTS = ("/playground/generate", "/timeline/depth", "/v1/query")
+
+
+@pytest.fixture(scope="module")
+def bare_site():
+    with serving(NOWHERE) as address:
+        yield address
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://elsewhere.example"},
+        {"origin": "null"},
+        {"origin": "http://["},
+        {"origin": "http://127.0.0.1:1"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_requests_of_other_sites_are_refused(bare_site, path, headers):
+    """Whatever they ask for."""
+    response = httpx.post(f"http://{bare_site}{path}", headers=headers, content=b"{}")
+    assert response.status_code == 403
+    assert response.json()["error"]["message"] == "requests of other sites are refused"
+
+
+def test_sessions_of_other_sites_are_refused(bare_site):
+    """A websocket is not bound by the browser's rules of origin."""
+    address = f"ws://{bare_site}/playground/session"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(address, origin=Origin("https://elsewhere.example"))
+    assert refused.value.response.status_code == 403
+
+
+def test_a_name_that_was_pointed_here_is_refused(bare_site):
+    """DNS rebinding: the host is another's, so the origin agrees with it."""
+    own = {"host": "rebound.example", "origin": "http://rebound.example"}
+    reply = httpx.get(f"http://{bare_site}/", headers=own)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "wrong_host")
+
+
+def test_the_page_may_be_opened_by_a_link_elsewhere(bare_site):
+    """But not be a part of another page, nor be asked by its scripts."""
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert httpx.get(f"http://{bare_site}/", headers=link).status_code == 200
+    for path in ("/", "/static/app.js", "/playground/server", "/timeline/events"):
+        part = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        assert httpx.get(f"http://{bare_site}{path}", headers=part).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/healthz", "/nowhere"])
+def test_every_answer_has_the_policies(bare_site, path):
+    """Errors and files too."""
+    headers = httpx.get(f"http://{bare_site}{path}", timeout=100).headers
+    assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"

@@ -1,1 +1,0 @@
-"""Pulled models."""
