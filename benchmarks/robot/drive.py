@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from legato_client import Client, Detection, DetectResult, DetectTask, ImageInput, TrackNow
@@ -24,6 +26,12 @@ from benchmarks.robot.scene import FPS, NOUNS, Clip
 
 MAX_AGE = 2.0  # seconds; older frames get no answer
 _PATIENCE = 120.0  # seconds without a server
+SCRIPTED = (
+    *("--model", "null", "--null-step-ms", "5"),
+    *("--max-running", str(len(NOUNS))),
+)
+"""Options of a server without a model: about 30 ms for a frame, one frame at a time."""
+_MAX_CAMERAS = 8  # the server and they share a machine
 _NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -98,13 +106,15 @@ class ShownCamera:
             thread.start()
 
     def finish(self) -> None:
-        """Take no more frames, and wait for the answers. Raises the error of a failed feed."""
+        """Take no more frames, and wait for the answers. Raises what failed meanwhile."""
         self._stopped.set()
         self._feed.finish()
         for thread in self._threads:
             thread.join()
         if self._problem is not None:
             raise self._problem
+        if failed := self.counters.totals().failed_tasks:
+            raise RuntimeError(f"{failed} tasks failed, which no load explains")
 
     def time(self) -> float:
         """Return the present on the clip."""
@@ -142,7 +152,7 @@ class ShownCamera:
 
     def _captured(self, number: int, due_ns: int) -> CapturedFrame:
         def read() -> ImageInput:
-            return self._clip.shot(number).image
+            return self._clip.shot(number).image()
 
         def image() -> Any:
             raise ValueError("nothing is drawn here")
@@ -163,7 +173,15 @@ class ShownCamera:
 
 
 class MortalServer(LocalServer):
-    """A server that can be killed and started again on its port."""
+    """A server that can be killed and started again on its port.
+
+    With a clip's `truth`, a file, it answers from that.
+    """
+
+    def __init__(self, options: Sequence[str], truth: Path | None = None) -> None:
+        super().__init__(options if truth is None else (*SCRIPTED, *options))
+        if truth is not None:
+            self.program = (sys.executable, "-m", "benchmarks.robot.scripted", str(truth))
 
     def restart(self) -> None:
         """End its process by SIGKILL, as a crash does, and start another one at once."""
@@ -179,6 +197,8 @@ def playing(
 ) -> Iterator[list[ShownCamera]]:
     """Play the clip to as many cameras as it takes to offer `rate` frames a second."""
     count = max(-(-round(1000 * rate) // (1000 * FPS)), 1)
+    if count > _MAX_CAMERAS:
+        raise ValueError(f"{rate:.0f} frames a second take {count} cameras, above {_MAX_CAMERAS}")
     cameras = [
         ShownCamera(client, clip, rate / count, offset=k * len(clip) // count, every=every)
         for k in range(count)

@@ -3,18 +3,23 @@
 Cameras show a clip that was rendered before, 30 frames a second; a control loop asks 30 times a
 second where everything is. Load is the frames that are asked about a second, relative to the
 server's capacity: those that one session answers a second if a frame always waits. It is measured
-first. At most 30 frames a second come from one camera; a higher load has several. One run has a
-single camera that asks about each of its 30 frames a second, and one has its server killed.
+first. At most 30 frames a second come from one camera; a higher load has several. In the last run
+the server is killed (SIGKILL) and started again at once on its port.
 
-legato-tiny answers, and finds the things in this clip: nothing is scripted. With other options of
-`legato serve`, after `--`, another server does.
+Two servers: legato-tiny, which finds the things of this clip; and one without a model, `scripted`,
+that answers from the truth in the time of a model on a GPU, with inexact boxes.
+Options after `--` are those of `legato serve`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from legato_client import Client
@@ -24,6 +29,7 @@ from benchmarks.robot import scoring
 from benchmarks.robot.drive import MAX_AGE, MortalServer, play_for, play_with_kills, playing
 from benchmarks.robot.scene import FPS, MISSING, NOUNS, PERIOD, THINGS, VISIBLE, Clip
 
+SERVERS = ("legato-tiny", "scripted")
 _START_TIMEOUT = 300.0  # seconds
 
 
@@ -35,27 +41,46 @@ def main(argv: Sequence[str]) -> int:
         "--loads", type=float, nargs="*", default=[1, 3], help="default: %(default)s"
     )
     parser.add_argument("--kills", type=int, default=2, help="of the last run's server")
+    parser.add_argument(
+        "--servers", nargs="*", default=SERVERS, choices=SERVERS, help="default: both"
+    )
     arguments, serve = parser.parse_known_args(argv)
     serve = [option for option in serve if option != "--"]
     print(f"rendering {min(arguments.seconds, PERIOD):g} s", file=sys.stderr)
     clip = Clip(arguments.seconds)
-    figures: dict[str, Any] = {"serve": serve, "max_age_s": MAX_AGE, "runs": {}}
-    with MortalServer(serve) as server:
-        server.wait_until_serving(_START_TIMEOUT, lambda text: None)
-        with Client(server.target) as client:
-            figures["model"] = client.models()[0].name
-            figures["capacity"] = capacity = _capacity(client, clip, arguments.seconds / 4)
-            rates = {f"{load:g}x": load * capacity for load in arguments.loads}
-            for name, rate in {**rates, f"{FPS} frames/s": FPS}.items():
-                with playing(client, clip, rate) as cameras:
-                    play_for(cameras[0], arguments.seconds)
-                figures["runs"][name] = scoring.figures(clip, cameras)
-            with playing(client, clip, min(capacity, FPS)) as (camera,):
-                outages = play_with_kills(server, camera, arguments.seconds, arguments.kills)
-            figures["runs"][f"1x, {arguments.kills} kills"] = scoring.figures(clip, [camera])
-            figures["outages"] = [scoring.outage(clip, camera, each) for each in outages]
-    record.write("robot", "A robot's camera, tracks and places in 3D", figures, _tables(figures))
+    servers: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        truth = Path(folder) / "truth.json"
+        truth.write_text(json.dumps(clip.truth()))
+        for name in arguments.servers:
+            server = MortalServer(serve, truth if name == "scripted" else None)
+            with server:
+                servers[name] = _measure(server, clip, arguments)
+    figures = {"serve": serve, "max_age_s": MAX_AGE, "servers": servers}
+    tables = [line for name, each in servers.items() for line in _tables(name, each)]
+    record.write("robot", "A robot's camera, tracks and places in 3D", figures, tables)
     return 0
+
+
+def _measure(server: MortalServer, clip: Clip, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a server's capacity, play all loads, and play with its deaths."""
+    server.wait_until_serving(_START_TIMEOUT, lambda text: None)
+    runs: dict[str, Any] = {}
+    with Client(server.target) as client:
+        capacity = _capacity(client, clip, arguments.seconds / 4)
+        for load in arguments.loads:
+            with playing(client, clip, load * capacity) as cameras:
+                play_for(cameras[0], arguments.seconds)
+            runs[f"{load:g}x"] = scoring.figures(clip, cameras)
+        with playing(client, clip, min(capacity, FPS)) as (camera,):
+            outages = play_with_kills(server, camera, arguments.seconds, arguments.kills)
+        runs[f"1x, {arguments.kills} kills"] = scoring.figures(clip, [camera])
+    return {
+        "capacity": capacity,
+        "load_average": os.getloadavg()[0],
+        "runs": runs,
+        "outages": [scoring.outage(clip, camera, each) for each in outages],
+    }
 
 
 def _capacity(client: Client, clip: Clip, seconds: float) -> float:
@@ -66,20 +91,17 @@ def _capacity(client: Client, clip: Clip, seconds: float) -> float:
     return (len(arrived) - 1) / (arrived[-1] - arrived[0])
 
 
-def _tables(figures: dict[str, Any]) -> list[str]:
-    runs = figures["runs"]
-    first = next(iter(runs.values()))
+def _tables(name: str, figures: dict[str, Any]) -> list[str]:
+    runs, outages = figures["runs"], figures["outages"]
     note = (
-        f"{figures['model']} answers {figures['capacity']:.1f} frames a second, each asked for "
+        f"{name} answers {figures['capacity']:.1f} frames a second, each asked for "
         f"{', '.join(NOUNS)}. {len(THINGS)} things; one counts while {VISIBLE:.0%} of it is seen. "
-        f"{first['seconds']:.0f} s a run. Depth lacks {MISSING:.0%} of pixels, and more at edges."
+        f"Depth lacks {MISSING:.0%} of pixels, and more at edges."
     )
-    lines = [note, "", record.table(["", *runs], rows(runs))]
-    if outages := figures["outages"]:
-        heads = ["kill", "serving after, s", "first answer after, s", "frames without answer"]
-        heads += ["without predictions, s", "things that kept their track"]
-        lines += ["", record.table(heads, [_outage(i, each) for i, each in enumerate(outages, 1)])]
-    return lines
+    heads = ["kill", "serving after, s", "first answer after, s", "frames without answer"]
+    heads += ["without predictions, s", "things that kept their track"]
+    cells = [_outage(number, each) for number, each in enumerate(outages, 1)]
+    return [note, "", record.table(["", *runs], rows(runs)), "", record.table(heads, cells), ""]
 
 
 def rows(runs: dict[str, Any]) -> list[list[str]]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
+import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,8 @@ from benchmarks.lift import HEIGHT, WIDTH, Array
 
 FPS = 30
 PERIOD = 8.0  # seconds
+UNIQUE = 12
+"""Bytes at a frame's begin that differ each time it is shown."""
 MISSING = 0.05  # fraction of pixels without depth, more at edges
 VISIBLE = 0.5  # of a thing's pixels; with less it does not count
 
@@ -170,8 +175,7 @@ class World:
         shape = HEIGHT, WIDTH
         exact = lift.Scene(depth.reshape(shape), np.zeros(shape, bool))
         measured = lift.sensed(exact, rng, MISSING)
-        image = RawFrame.from_array(pixels.reshape(*shape, 3))
-        return Shot(image, measured, visible, surfaces)
+        return Shot(pixels.reshape(*shape, 3), measured, visible, surfaces)
 
     def _alone(self, number: int, ways: Array) -> float:
         """Return how many pixels a thing would have with nothing before it, and none cut off."""
@@ -209,14 +213,25 @@ class Shot:
     camera's frame, as `benchmarks.lift` defines both.
     """
 
-    image: RawFrame
+    pixels: npt.NDArray[np.uint8]
     depth: npt.NDArray[np.uint16]
     visible: dict[int, float]
     surfaces: dict[int, Array]
 
+    def image(self) -> RawFrame:
+        """Return the frame as no server has seen it: some pixels are random, so none is cached."""
+        pixels = self.pixels.copy()
+        pixels.reshape(-1)[:UNIQUE] = np.frombuffer(os.urandom(UNIQUE), np.uint8)
+        return RawFrame.from_array(pixels)
+
     def counted(self) -> list[int]:
         """Return the things that a detector must find."""
         return [number for number, part in self.visible.items() if part >= VISIBLE]
+
+
+def digest(pixels: Any) -> str:
+    """Hash the pixels of a frame that are the same each time."""
+    return hashlib.sha256(memoryview(pixels).cast("B")[UNIQUE:]).hexdigest()
 
 
 class Clip:
@@ -236,6 +251,19 @@ class Clip:
 
     def shot(self, number: int) -> Shot:
         return self._shots[number % len(self)]
+
+    def truth(self) -> dict[str, dict[str, list[list[float]]]]:
+        """Return the edges of counted things by frame, a hash of its pixels, and by noun."""
+        found: dict[str, dict[str, list[list[float]]]] = {}
+        for number, shot in enumerate(self._shots):
+            boxes = self.boxes(number / FPS)
+            by_noun: dict[str, list[list[float]]] = {}
+            for thing in shot.counted():
+                low, high = boxes[thing][:2], boxes[thing][2:] / 2
+                edges = np.concatenate([low - high, low + high]).tolist()
+                by_noun.setdefault(THINGS[thing].noun, []).append(edges)
+            found[digest(shot.pixels)] = by_noun
+        return found
 
     def boxes(self, t: float) -> dict[int, Array]:
         """Return each thing's whole box in the image: centre x, centre y, width, height, 0..1."""

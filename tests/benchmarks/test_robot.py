@@ -42,7 +42,7 @@ def test_boxes_are_around_the_pixels(clip: Clip) -> None:
     """The truth of a thing that nothing hides is the box of its colour in the image."""
     for number in range(len(clip)):
         shot = clip.shot(number)
-        pixels = np.asarray(shot.image.data).reshape(HEIGHT, WIDTH, 3).astype(int)
+        pixels = shot.pixels.astype(int)
         yellow = (pixels[..., 0] > 150) & (pixels[..., 1] > 130) & (pixels[..., 2] < 60)
         rows, columns = (np.flatnonzero(yellow.any(axis=axis)) for axis in (1, 0))
         expected = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1

@@ -137,8 +137,7 @@ RUNS = {
     "telemetry": "--turns 1 --calls 1 --name telemetry",
     "access": "--blocks 1 --calls 1",
     "tick": "--ticks 1",
-    "robot": "--seconds 0.2 --loads 1 --kills 1"
-    " -- --model null --null-step-ms 100 --null-objects 1",
+    "robot": "--seconds 0.2 --loads 1 --kills 1 --servers scripted",
     "rpc": f"{SIZE} --alone 1 --callers 1 --calls 1 -- --model null",
 }
 

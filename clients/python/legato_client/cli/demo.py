@@ -112,6 +112,7 @@ class LocalServer:
     """
 
     def __init__(self, options: Sequence[str] = ()) -> None:
+        self.program: Sequence[str] = (sys.executable, "-m", "legato_client.cli", "serve")
         self._options = options
         self._port = _free_port()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
@@ -127,9 +128,8 @@ class LocalServer:
         return self._process.pid
 
     def __enter__(self) -> Self:
-        program = [sys.executable, "-m", "legato_client.cli", "serve"]
         self._process = subprocess.Popen(
-            [*program, "--listen", self.target, *self._options],
+            [*self.program, "--listen", self.target, *self._options],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
