@@ -211,6 +211,41 @@ func TestChat(t *testing.T) {
 	}
 }
 
+// Several images go with a query, in order, with the times of frames and their places among the words.
+func TestSeveralImages(t *testing.T) {
+	var asked *legatov1.QueryRequest
+	server := &fake{query: func(_ context.Context, request *legatov1.QueryRequest) (*legatov1.QueryResponse, error) {
+		asked = request
+		info := &legatov1.ResponseInfo{Images: []*legatov1.ImageInfo{{ImageId: "a"}, {ImageId: "b"}}}
+		return &legatov1.QueryResponse{Info: info}, nil
+	}}
+	images := WithImages(Held("img_1"), ClipFrame(Bytes([]byte("file")), 1500*time.Millisecond))
+	messages := []Message{UserParts(Words("One:"), Shown(), Words("two:"), Shown())}
+	answer, err := server.dial(t).Chat(t.Context(), nil, messages, images, WithChoices("one", "two"))
+	if err != nil || len(answer.Info.Images) != 2 || answer.Info.Images[1].ImageID != "b" {
+		t.Fatalf("got %+v, %v", answer, err)
+	}
+	if asked.Image != nil || asked.Images[0].Image.GetImageId() != "img_1" || asked.Images[0].Time != nil {
+		t.Errorf("got %v", asked)
+	}
+	second := asked.Images[1]
+	if string(second.Image.GetEncoded().GetData()) != "file" || second.Time.AsDuration() != 1500*time.Millisecond {
+		t.Errorf("got %v", second)
+	}
+	if parts := asked.Messages[0].Parts; len(parts) != 4 || parts[0].GetText() != "One:" || parts[3].GetImage() == nil {
+		t.Errorf("got %v", parts)
+	}
+	if got := asked.ResponseFormat.GetChoices().GetTexts(); !reflect.DeepEqual(got, []string{"one", "two"}) {
+		t.Errorf("got %v", got)
+	}
+	if _, err := server.dial(t).Detect(t.Context(), picture, "bus", images); err == nil {
+		t.Error("a detection takes several images")
+	}
+	if _, err := server.dial(t).Query(t.Context(), nil, "Which?", WithImages(File("/no/such/file"))); err == nil {
+		t.Error("an image that cannot be read is no error")
+	}
+}
+
 // Tokens are typed: what one does not carry is nil, not 0.
 func TestTokensAreTyped(t *testing.T) {
 	half := float32(-0.5)

@@ -58,6 +58,7 @@ func infoOf(from *legatov1.ResponseInfo) Info {
 		Stamp:       stampOf(from.GetStamp()),
 		Tokens:      all(from.GetTokens(), tokenOf),
 		Resumptions: int(from.GetResumptions()),
+		Images:      all(from.GetImages(), imageInfoOf),
 	}
 }
 

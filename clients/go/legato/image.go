@@ -6,6 +6,9 @@ import (
 	"image/draw"
 	"io"
 	"os"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
 )
@@ -96,6 +99,15 @@ type Pixels struct {
 	Format PixelFormat
 	// Data may not change while a call uses it.
 	Data []byte
+}
+
+// ClipFrame is an image of [WithImages] that was taken at a time after its clip began. The frames of a clip follow each
+// other, each later than the one before.
+func ClipFrame(image Image, time time.Duration) Image { return clipFrame{image, durationpb.New(time)} }
+
+type clipFrame struct {
+	Image
+	time *durationpb.Duration
 }
 
 func (p Pixels) message() (*legatov1.Image, error) {

@@ -122,6 +122,61 @@ func WithReasoning() TaskOption {
 	})
 }
 
+// WithImages asks a query about several images, in order, in place of the picture of the call: as many as [Model.MaxImages].
+// They stand before the first words, or where messages of [UserParts] show them. Files are read here.
+func WithImages(images ...Image) TaskOption {
+	return taskOption(func(t *Task) {
+		query := t.message.GetQuery()
+		if query == nil {
+			t.wrong = misuse("images", "only a query has several")
+			return
+		}
+		for _, image := range images {
+			frame, _ := image.(clipFrame)
+			if frame.Image != nil {
+				image = frame.Image
+			}
+			message, err := load(image)
+			if err != nil {
+				t.wrong = err
+				return
+			}
+			query.Images = append(query.Images, &legatov1.QueryImage{Image: message, Time: frame.time})
+		}
+	})
+}
+
+// WithJSONSchema has a query answer in JSON that matches a schema; "{}" is for any.
+func WithJSONSchema(schema string) TaskOption {
+	return format(&legatov1.ResponseFormat{Format: &legatov1.ResponseFormat_JsonSchema{JsonSchema: schema}})
+}
+
+// WithRegex has a query answer what a regular expression matches as a whole, in the syntax of Rust.
+func WithRegex(expression string) TaskOption {
+	return format(&legatov1.ResponseFormat{Format: &legatov1.ResponseFormat_Regex{Regex: expression}})
+}
+
+// WithChoices has a query answer one of these texts.
+func WithChoices(texts ...string) TaskOption {
+	choices := &legatov1.Choices{Texts: texts}
+	return format(&legatov1.ResponseFormat{Format: &legatov1.ResponseFormat_Choices{Choices: choices}})
+}
+
+// WithGrammar has a query answer what a context-free grammar allows, in GBNF or Lark.
+func WithGrammar(grammar string) TaskOption {
+	return format(&legatov1.ResponseFormat{Format: &legatov1.ResponseFormat_Grammar{Grammar: grammar}})
+}
+
+func format(wanted *legatov1.ResponseFormat) TaskOption {
+	return taskOption(func(t *Task) {
+		if query := t.message.GetQuery(); query != nil {
+			query.ResponseFormat = wanted
+		} else {
+			t.wrong = misuse("response_format", "only a query has it")
+		}
+	})
+}
+
 // WithRefs names the places that a query, pointing or segmentation is about.
 func WithRefs(refs ...SpatialRef) TaskOption {
 	return taskOption(func(t *Task) {

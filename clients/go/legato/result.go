@@ -84,6 +84,8 @@ type Info struct {
 	Tokens []Token
 	// Resumptions count how often the server lost its engine while it worked on this, and the client its server.
 	Resumptions int
+	// Images are those of [WithImages], of which Image is the first.
+	Images []ImageInfo
 }
 
 // FinishReason says why a task ended. Servers may send ones that are not listed here.

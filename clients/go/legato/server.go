@@ -51,6 +51,8 @@ type Model struct {
 	Confidence *ConfidenceInfo
 	// Notice tells people the model's limits, once beside its answers; it is empty if there is nothing to say.
 	Notice string
+	// MaxImages of a query; 0: a model of text.
+	MaxImages uint32
 }
 
 // ConfidenceInfo is how the confidences of a model are to be read.
@@ -114,7 +116,7 @@ func limitsOf(from *legatov1.Limits) Limits {
 func modelOf(from *legatov1.Model) Model {
 	return Model{
 		from.Name, from.Aliases, from.Tasks, from.StreamingRegions, from.MaxContextTokens, confidenceInfoOf(from.Confidence),
-		from.Notice,
+		from.Notice, from.MaxImages,
 	}
 }
 

@@ -149,7 +149,8 @@ func (c *Client) query(ctx context.Context, image Image, task Task, options []Op
 	query := ask.task.GetQuery()
 	request := &legatov1.QueryRequest{
 		Image: ask.image, Question: query.Question, Messages: query.Messages, Reasoning: query.Reasoning,
-		SpatialRefs: query.SpatialRefs, Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+		SpatialRefs: query.SpatialRefs, ResponseFormat: query.ResponseFormat, Images: query.Images,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
 	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Query, request, queryOf)
 }
