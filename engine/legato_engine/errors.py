@@ -3,31 +3,31 @@
     LegatoError
     ├── InvalidRequest            the caller must change the request
     │   ├── InvalidField          a field is missing, out of range, or contradicts another
-    │   ├── SessionProtocol       a session message came out of order
+    │   ├── SessionOutOfOrder     a session message came out of order
     │   ├── ImageUndecodable      not an image, truncated, mislabelled, zero-sized
     │   ├── ImageTooLarge         over the pixel or byte limit, known from its header
     │   ├── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
     │   └── AdapterUnusable       a named adapter's file is not one for this model
-    ├── NotFound
+    ├── ResourceNotFound
     │   ├── ImageNotFound
     │   ├── ModelNotFound
     │   └── AdapterNotFound
     ├── TaskUnsupported           this model cannot do the task
-    ├── Busy
+    ├── Overloaded
     │   ├── QueueFull             retry after a while
     │   └── QuotaExceeded         the caller's own share is used up
     │       └── BytesExceeded     of memory, which no waiting gives back
     ├── DeadlineExceeded          the deadline passed
     │   └── DeadlineUnreachable   predicted wait is longer than the time left
     ├── ClientTooSlow             the peer stopped reading its stream
-    ├── Preempted                 an operator stopped the request
-    ├── Unavailable
+    ├── StoppedByOperator         an operator stopped the request
+    ├── EngineUnavailable
     │   ├── EngineStarting
     │   ├── EngineLost            the engine process died, and none can take the request over
     │   └── Draining
     └── InternalError             a bug; details go to the log, not to the caller
         ├── NumericError          the model computed values that are not finite
-        └── Poisoned              the request ends the engine process
+        └── PoisonedRequest       the request ends the engine process
 
 `legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
 by class name, so that neither side matches text.
@@ -59,7 +59,7 @@ class InvalidField(InvalidRequest):
     """A field is missing, out of range, or contradicts another."""
 
 
-class SessionProtocol(InvalidRequest):
+class SessionOutOfOrder(InvalidRequest):
     """A session message came out of order."""
 
 
@@ -79,19 +79,19 @@ class AdapterUnusable(InvalidRequest):
     """The named adapter is malformed, too large, or for another model."""
 
 
-class NotFound(LegatoError):
+class ResourceNotFound(LegatoError):
     """A named thing does not exist; `metadata["resource"]` says which."""
 
 
-class ImageNotFound(NotFound):
+class ImageNotFound(ResourceNotFound):
     """No image with this id is cached or held."""
 
 
-class ModelNotFound(NotFound):
+class ModelNotFound(ResourceNotFound):
     """This server does not serve that model."""
 
 
-class AdapterNotFound(NotFound):
+class AdapterNotFound(ResourceNotFound):
     """This server does not hold that adapter."""
 
 
@@ -99,15 +99,15 @@ class TaskUnsupported(LegatoError):
     """The served model cannot do this task."""
 
 
-class Busy(LegatoError):
+class Overloaded(LegatoError):
     """Busy; `metadata["retry_after_ms"]` says when to retry."""
 
 
-class QueueFull(Busy):
+class QueueFull(Overloaded):
     """The waiting queue is full, or the host has no room for more."""
 
 
-class QuotaExceeded(Busy):
+class QuotaExceeded(Overloaded):
     """The caller's share is used up; `metadata` has `quota`, `tenant`, `limit`, `actual`."""
 
 
@@ -127,23 +127,23 @@ class ClientTooSlow(LegatoError):
     """The peer stopped reading its stream."""
 
 
-class Preempted(LegatoError):
+class StoppedByOperator(LegatoError):
     """An operator stopped the request."""
 
 
-class Unavailable(LegatoError):
+class EngineUnavailable(LegatoError):
     """Not serving now; retry elsewhere or later."""
 
 
-class EngineStarting(Unavailable):
+class EngineStarting(EngineUnavailable):
     """The engine is loading."""
 
 
-class EngineLost(Unavailable):
+class EngineLost(EngineUnavailable):
     """The engine process died, and no other can take the request over."""
 
 
-class Draining(Unavailable):
+class Draining(EngineUnavailable):
     """The server is shutting down."""
 
 
@@ -155,7 +155,7 @@ class NumericError(InternalError):
     """The model computed values for this request that are not finite."""
 
 
-class Poisoned(InternalError):
+class PoisonedRequest(InternalError):
     """The engine process died whenever it ran this request, at last with nothing beside it."""
 
 

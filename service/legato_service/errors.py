@@ -22,7 +22,7 @@ MAX_METADATA = 8  # entries of ErrorInfo.metadata
 MIN_RETRY, MAX_RETRY = 0.05, 10.0  # seconds
 
 
-class SharedMemoryRefused(errors.LegatoError):
+class SharedMemoryForbidden(errors.LegatoError):
     """Images in shared memory are off, or this one must not be read."""
 
 
@@ -30,15 +30,15 @@ class SharedMemoryTorn(errors.LegatoError):
     """An image was overwritten while it was read."""
 
 
-class DuplicateRequest(errors.LegatoError):
+class RequestIdInUse(errors.LegatoError):
     """A request with this id is in flight or was answered."""
 
 
-class SessionsFull(errors.Busy):
+class SessionsFull(errors.Overloaded):
     """The limit of open sessions is reached."""
 
 
-class Unauthenticated(errors.LegatoError):
+class CredentialRejected(errors.LegatoError):
     """The call brings no credential, or one that is not valid."""
 
 
@@ -125,7 +125,7 @@ def _subject(error: errors.LegatoError) -> str:
 _C = grpc.StatusCode
 STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.InvalidRequest: StatusMapping(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
-    errors.SessionProtocol: StatusMapping(_C.INVALID_ARGUMENT, "SESSION_PROTOCOL", _bad_request),
+    errors.SessionOutOfOrder: StatusMapping(_C.INVALID_ARGUMENT, "SESSION_PROTOCOL", _bad_request),
     errors.ImageUndecodable: StatusMapping(_C.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", _bad_request),
     errors.ImageTooLarge: StatusMapping(_C.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", _bad_request),
     errors.PromptTooLong: StatusMapping(_C.INVALID_ARGUMENT, "PROMPT_TOO_LONG", _bad_request),
@@ -136,10 +136,10 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.TaskUnsupported: StatusMapping(
         _C.FAILED_PRECONDITION, "TASK_UNSUPPORTED", _precondition
     ),
-    SharedMemoryRefused: StatusMapping(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
+    SharedMemoryForbidden: StatusMapping(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
     SharedMemoryTorn: StatusMapping(_C.ABORTED, "SHM_TORN"),
-    DuplicateRequest: StatusMapping(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
-    errors.Busy: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
+    RequestIdInUse: StatusMapping(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
+    errors.Overloaded: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     SessionsFull: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     errors.QuotaExceeded: StatusMapping(
         _C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0
@@ -148,16 +148,16 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.DeadlineExceeded: StatusMapping(_C.DEADLINE_EXCEEDED, ""),
     errors.DeadlineUnreachable: StatusMapping(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
     errors.ClientTooSlow: StatusMapping(_C.ABORTED, "CLIENT_TOO_SLOW"),
-    errors.Preempted: StatusMapping(_C.ABORTED, "PREEMPTED"),
+    errors.StoppedByOperator: StatusMapping(_C.ABORTED, "PREEMPTED"),
     errors.EngineStarting: StatusMapping(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=0.5),
     errors.EngineLost: StatusMapping(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
     errors.Draining: StatusMapping(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),
-    Unauthenticated: StatusMapping(_C.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    CredentialRejected: StatusMapping(_C.UNAUTHENTICATED, "UNAUTHENTICATED"),
     Forbidden: StatusMapping(_C.PERMISSION_DENIED, "FORBIDDEN"),
     MethodUnknown: StatusMapping(_C.UNIMPLEMENTED, ""),
     errors.LegatoError: StatusMapping(_C.INTERNAL, "INTERNAL"),
     errors.NumericError: StatusMapping(_C.INTERNAL, "NUMERIC"),
-    errors.Poisoned: StatusMapping(_C.INTERNAL, "POISONED"),
+    errors.PoisonedRequest: StatusMapping(_C.INTERNAL, "POISONED"),
 }
 """Statuses by error type; a type without an entry uses its nearest base."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from legato_engine.client.connection import EngineConnection
-from legato_engine.errors import Draining, Unavailable
+from legato_engine.errors import Draining, EngineUnavailable
 from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.types import RequestKey
 
@@ -217,5 +217,5 @@ async def _abort_at(engine: EngineConnection, target: RequestKey | None) -> int:
     try:
         async with asyncio.timeout(_TIMEOUT):
             return await engine.stop_elsewhere(target)
-    except (Unavailable, TimeoutError):
+    except (EngineUnavailable, TimeoutError):
         return 0

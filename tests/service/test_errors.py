@@ -16,13 +16,13 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.types import RequestKey
 from legato_service.errors import (
     STATUS_MAPPINGS,
-    DuplicateRequest,
+    CredentialRejected,
     Forbidden,
     MethodUnknown,
+    RequestIdInUse,
     SessionsFull,
-    SharedMemoryRefused,
+    SharedMemoryForbidden,
     SharedMemoryTorn,
-    Unauthenticated,
     failure,
     status_mapping,
 )
@@ -35,7 +35,7 @@ QUESTION = inference_pb2.QueryRequest(question="How many?")
 # Errors that the engine sends: what the peer sees of them.
 FROM_ENGINE = [
     (errors.InvalidField("no", field="sampling.top_k"), "INVALID_ARGUMENT", "INVALID_FIELD"),
-    (errors.SessionProtocol("late", field="open"), "INVALID_ARGUMENT", "SESSION_PROTOCOL"),
+    (errors.SessionOutOfOrder("late", field="open"), "INVALID_ARGUMENT", "SESSION_PROTOCOL"),
     (errors.ImageUndecodable("cut", field="image"), "INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
     (errors.ImageTooLarge("big", limit=1, actual=2), "INVALID_ARGUMENT", "IMAGE_TOO_LARGE"),
     (errors.PromptTooLong("long", limit=1, actual=2), "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
@@ -53,7 +53,7 @@ FROM_ENGINE = [
     (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED", ""),
     (errors.DeadlineUnreachable("no"), "DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"),
     (errors.ClientTooSlow("slow"), "ABORTED", "CLIENT_TOO_SLOW"),
-    (errors.Preempted("stopped"), "ABORTED", "PREEMPTED"),
+    (errors.StoppedByOperator("stopped"), "ABORTED", "PREEMPTED"),
     (
         errors.BytesExceeded("full", quota="images_bytes_total", caller="tenant:t"),
         "RESOURCE_EXHAUSTED",
@@ -64,7 +64,7 @@ FROM_ENGINE = [
     (errors.Draining("bye"), "UNAVAILABLE", "DRAINING"),
     (errors.InternalError("secret"), "INTERNAL", "INTERNAL"),
     (errors.NumericError("no number"), "INTERNAL", "NUMERIC"),
-    (errors.Poisoned("deadly"), "INTERNAL", "POISONED"),
+    (errors.PoisonedRequest("deadly"), "INTERNAL", "POISONED"),
 ]
 DETAIL_OF = {
     "INVALID_ARGUMENT": "BadRequest",
@@ -124,11 +124,11 @@ def test_the_cases_above_are_all_there_are():
     """Every error type of the engine is among the cases; a new one fails this test."""
     covered = {type(error) for error, _, _ in FROM_ENGINE}
     service_only = {
-        SharedMemoryRefused,
+        SharedMemoryForbidden,
         SharedMemoryTorn,
-        DuplicateRequest,
+        RequestIdInUse,
         SessionsFull,
-        Unauthenticated,
+        CredentialRejected,
         Forbidden,
         MethodUnknown,
     }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.types import RequestKey
-from legato_service.errors import DuplicateRequest
+from legato_service.errors import RequestIdInUse
 from legato_service.requests.idempotency import IdempotencyCache, fingerprint
 from legato_service.rpc import call
 
@@ -340,7 +340,7 @@ async def test_a_stream_that_failed_frees_its_name():
         raise ValueError("bad")
     with cache.exclusive(RequestKey("a")):
         pass
-    with pytest.raises(DuplicateRequest), cache.exclusive(RequestKey("a")):
+    with pytest.raises(RequestIdInUse), cache.exclusive(RequestKey("a")):
         pass
 
 
@@ -426,7 +426,7 @@ async def walk(drawn):
         if not task.cancelled() and task.exception() is None:
             assert task.result().answer == expected
         elif not task.cancelled():
-            assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
+            assert isinstance(task.exception(), (RequestIdInUse, errors.EngineLost))
 
 
 @given(drawn=steps)

@@ -20,7 +20,7 @@ from legato_engine.errors import (
     EngineLost,
     EngineStarting,
     LegatoError,
-    Poisoned,
+    PoisonedRequest,
     QueueFull,
 )
 from legato_engine.ipc import latency_policy
@@ -53,7 +53,7 @@ from tests.simulation.engine_host import (
 # Callers and the history of what each of them saw.
 
 RETRY = 0.02  # seconds
-EXPECTED_ERRORS = (QueueFull, DeadlineExceeded, Poisoned)
+EXPECTED_ERRORS = (QueueFull, DeadlineExceeded, PoisonedRequest)
 
 
 class Wish(enum.Enum):
@@ -93,7 +93,7 @@ class History:
             assert "".join(words).startswith(text), f"{self}: expected {words}"
         if self.done is not None:
             self._check_done(self.done, expected, text)
-        if isinstance(self.error, Poisoned):
+        if isinstance(self.error, PoisonedRequest):
             assert self.is_poison, "a request that ends no engine is blamed"
         if self.is_poison and self.done is not None:
             assert self.done.finish_reason is FinishReason.CANCELLED, "no engine survives it"

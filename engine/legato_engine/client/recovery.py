@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.errors import EngineLost, LegatoError, Poisoned
+from legato_engine.errors import EngineLost, LegatoError, PoisonedRequest
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import RunningAlone
 from legato_engine.shm import BlobStore
@@ -57,8 +57,8 @@ def fingerprint(request: Request, blobs: BlobStore) -> str:
     return f"{_words_of(request)}:{images}"
 
 
-def poisoned() -> Poisoned:
-    return Poisoned("the engine ends whenever it runs this request")
+def poisoned() -> PoisonedRequest:
+    return PoisonedRequest("the engine ends whenever it runs this request")
 
 
 def _image_of(source: ImageSource, blobs: BlobStore) -> str:

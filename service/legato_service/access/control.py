@@ -17,7 +17,7 @@ from legato_service.access.credentials import (
 )
 from legato_service.access.principal import COUNTED, NEEDS, Need, Principal, Quotas
 from legato_service.config import ServiceConfig
-from legato_service.errors import Forbidden, Unauthenticated
+from legato_service.errors import CredentialRejected, Forbidden
 
 log = structlog.get_logger("legato.access")
 
@@ -81,7 +81,7 @@ class AccessControl:
             principal = self._credentials.of_certificate(peer())
         if principal is None:
             # The same words for an unknown id and a wrong secret.
-            raise Unauthenticated(
+            raise CredentialRejected(
                 "the credential is not valid" if given else "this server needs a credential"
             )
         return principal

@@ -12,7 +12,7 @@ import msgspec
 from legato.v1 import inference_pb2
 from legato_engine.errors import QuotaExceeded
 
-from legato_service.errors import Unauthenticated
+from legato_service.errors import CredentialRejected
 
 
 class Need(enum.StrEnum):
@@ -203,7 +203,7 @@ class Principal:
             Unauthenticated: the credential has expired or was removed.
         """
         if self._expires <= time.time():
-            raise Unauthenticated("the credential is not valid any more")
+            raise CredentialRejected("the credential is not valid any more")
 
     def revoke(self) -> None:
         self._expires = 0.0

@@ -14,13 +14,13 @@ from legato.v1 import media_pb2
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import (
+    EngineUnavailable,
     ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
     InvalidField,
     InvalidRequest,
     LegatoError,
-    Unavailable,
 )
 from legato_engine.images import raw
 from legato_engine.images.headers import inspect
@@ -39,7 +39,7 @@ from legato_engine.types import (
 
 from legato_service.access.principal import SHARED_IMAGES
 from legato_service.engines.group import EngineGroup
-from legato_service.errors import Forbidden, SharedMemoryRefused
+from legato_service.errors import Forbidden, SharedMemoryForbidden
 from legato_service.rpc.call import CURRENT
 
 
@@ -271,7 +271,7 @@ class HeldUploads:
             asked = self._being_held[key] = asyncio.Event()
             try:
                 engine = (await self._engines.hold(make)).engine
-            except Unavailable:
+            except EngineUnavailable:
                 return  # the next `READY` begins again
             except LegatoError as error:
                 log.warning("upload_not_held_again", image_id=key[1], reason=str(error))
@@ -407,7 +407,7 @@ class ImageIntake:
                 return CachedImageRef(image_id=image.image_id)
             case "shared":
                 if self._read_shared is None:
-                    raise SharedMemoryRefused(
+                    raise SharedMemoryForbidden(
                         "shared images are off; send the bytes", region=image.shared.region
                     )
                 _check_may_share()

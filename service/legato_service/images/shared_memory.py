@@ -20,7 +20,7 @@ from legato_engine.errors import InvalidField, exhaustion
 from legato_engine.shm import BlobStore, BlobWriter, blob_folder
 
 from legato_service.config import ServiceConfig
-from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
+from legato_service.errors import SharedMemoryForbidden, SharedMemoryTorn
 from legato_service.images.intake import (
     BlobImage,
     Layout,
@@ -182,5 +182,5 @@ def _out_of_bounds(shared: media_pb2.SharedImage, end: int) -> InvalidField:
     )
 
 
-def _refused(region: str, why: str) -> SharedMemoryRefused:
-    return SharedMemoryRefused(why, region=region)
+def _refused(region: str, why: str) -> SharedMemoryForbidden:
+    return SharedMemoryForbidden(why, region=region)

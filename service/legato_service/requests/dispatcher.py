@@ -17,10 +17,10 @@ from legato_engine.client.request_stream import RequestStream, Restage, StreamOu
 from legato_engine.errors import (
     AdapterNotFound,
     AdapterUnusable,
-    Busy,
     DeadlineExceeded,
     DeadlineUnreachable,
     EngineStarting,
+    EngineUnavailable,
     ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
@@ -28,8 +28,8 @@ from legato_engine.errors import (
     InvalidField,
     LegatoError,
     ModelNotFound,
-    Preempted,
-    Unavailable,
+    Overloaded,
+    StoppedByOperator,
 )
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
 from legato_engine.shm import BlobStore
@@ -357,7 +357,7 @@ def completed(done: Done) -> Done:
     """
     _record(done)
     if done.finish_reason is FinishReason.CANCELLED:
-        raise Preempted("an operator stopped the request")
+        raise StoppedByOperator("an operator stopped the request")
     return done
 
 
@@ -378,13 +378,13 @@ log = structlog.get_logger("legato.rpc")
 SHARED_FAILURES = (
     AdapterNotFound,
     AdapterUnusable,
-    Busy,
+    Overloaded,
     DeadlineExceeded,
     ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
-    Preempted,
-    Unavailable,
+    StoppedByOperator,
+    EngineUnavailable,
 )
 """Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
 

@@ -22,7 +22,7 @@ from legato_engine.errors import (
 )
 from legato_engine.types import RequestKey
 
-from legato_service.errors import DuplicateRequest
+from legato_service.errors import RequestIdInUse
 
 RESOLUTION = 0.02  # seconds that a deadline may be late
 
@@ -194,7 +194,7 @@ class RequestRegistry:
         replaced = self._active.get(key)
         active = self._active[key] = ActiveRequest(deadline, self, key)
         if replaced is not None:
-            replaced.fail(DuplicateRequest("the stream was resumed", resource=key.caller_id))
+            replaced.fail(RequestIdInUse("the stream was resumed", resource=key.caller_id))
         return active
 
     def leave(self, key: RequestKey, active: ActiveRequest) -> None:
@@ -224,5 +224,5 @@ class RequestRegistry:
         await self._empty.wait()
 
 
-def duplicate(key: RequestKey) -> DuplicateRequest:
-    return DuplicateRequest("a request of this id is known", resource=key.caller_id)
+def duplicate(key: RequestKey) -> RequestIdInUse:
+    return RequestIdInUse("a request of this id is known", resource=key.caller_id)

@@ -18,7 +18,7 @@ from legato_engine.errors import (
     InvalidRequest,
     LegatoError,
     NumericError,
-    Poisoned,
+    PoisonedRequest,
     exhaustion,
 )
 
@@ -115,7 +115,7 @@ log = structlog.get_logger("legato.rpc")
 _INFERENCE = ("/legato.v1.InferenceService/", "/inference.GRPCInferenceService/ModelInfer")
 _LATE = 1.0  # seconds after which a missing message counts as late
 _LATE_FOR_OTHERS = 5.0  # seconds to receive a message while other calls wait for a place
-_EXPECTED_INTERNAL_ERRORS = (NumericError, Poisoned)  # traceback adds nothing
+_EXPECTED_INTERNAL_ERRORS = (NumericError, PoisonedRequest)  # traceback adds nothing
 
 
 class _CertificateNeeded(Exception):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from legato.v1 import session_pb2 as pb
 from legato.v1 import session_pb2_grpc
-from legato_engine.errors import SessionProtocol
+from legato_engine.errors import SessionOutOfOrder
 
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call
@@ -60,9 +60,9 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
             async with asyncio.timeout(timeout):
                 first = await anext(requests, None)
         except TimeoutError:
-            raise SessionProtocol(f"no `open` within {timeout:g} s", field="open") from None
+            raise SessionOutOfOrder(f"no `open` within {timeout:g} s", field="open") from None
         if first is None or first.WhichOneof("message") != "open":
-            raise SessionProtocol("the first message must be `open`", field="open")
+            raise SessionOutOfOrder("the first message must be `open`", field="open")
         return first.open
 
 

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from legato_engine.client.request_stream import merge_events
-from legato_engine.errors import ClientTooSlow, LegatoError, SessionProtocol
+from legato_engine.errors import ClientTooSlow, LegatoError, SessionOutOfOrder
 from legato_engine.ipc.messages import Done, OutputDelta, PrefillStarted, QueuePosition
 
 
@@ -437,7 +437,7 @@ class SessionCore(Generic[F]):
             ClientTooSlow: the client leaves too many notices unread.
         """
         if frame.sequence <= self._last_sequence:
-            raise SessionProtocol(
+            raise SessionOutOfOrder(
                 f"{frame.sequence} is not above the last one, {self._last_sequence}",
                 field="frame.stamp.sequence",
             )

@@ -21,7 +21,7 @@ from legato_engine.errors import (
     InvalidField,
     LegatoError,
     QuotaExceeded,
-    SessionProtocol,
+    SessionOutOfOrder,
 )
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
 from legato_engine.types import CachedImageRef, Request, RequestKey, TaskSpec
@@ -169,7 +169,7 @@ class FramePlanner:
             SessionProtocol: the frame has no stamp.
         """
         if not message.HasField("stamp"):
-            raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
+            raise SessionOutOfOrder("a frame needs its stamp", field="frame.stamp")
         stamp, age = message.stamp, 0.0
         if stamp.HasField("capture_time"):
             captured_time = skills.seconds(stamp.capture_time)

@@ -12,7 +12,13 @@ from contextlib import contextmanager
 
 import structlog
 from legato.v1 import session_pb2 as pb
-from legato_engine.errors import Draining, InvalidField, LegatoError, Preempted, SessionProtocol
+from legato_engine.errors import (
+    Draining,
+    InvalidField,
+    LegatoError,
+    SessionOutOfOrder,
+    StoppedByOperator,
+)
 from legato_engine.types import RequestKey
 
 from legato_service.convert.responses import duration
@@ -195,9 +201,9 @@ class SessionDriver:
             case "update":
                 self._planner.update(request.update.standing_tasks)
             case "open":
-                raise SessionProtocol("a session must be opened once", field="open")
+                raise SessionOutOfOrder("a session must be opened once", field="open")
             case _:
-                raise SessionProtocol("a message needs one of its parts", field="message")
+                raise SessionOutOfOrder("a message needs one of its parts", field="message")
 
     def _cancel(self, message: pb.CancelFrame) -> None:
         match message.WhichOneof("target"):
@@ -342,5 +348,5 @@ class SessionRegistry:
 def _abort(sessions: Iterable[SessionDriver | None]) -> int:
     opened = [session for session in sessions if session is not None]
     for session in opened:
-        session.fail(Preempted("an operator stopped the session"))
+        session.fail(StoppedByOperator("an operator stopped the session"))
     return len(opened)

@@ -126,7 +126,11 @@ async def test_the_servers_delay_is_obeyed(rpc):
 
 @pytest.mark.parametrize(
     "error",
-    [errors.QueueFull("full", retry_after_ms=1), errors.InvalidField("no"), errors.Preempted("x")],
+    [
+        errors.QueueFull("full", retry_after_ms=1),
+        errors.InvalidField("no"),
+        errors.StoppedByOperator("x"),
+    ],
 )
 async def test_nothing_else_is_retried(error):
     """Load, the caller's mistakes and an operator's decision come back at once."""

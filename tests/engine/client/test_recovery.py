@@ -14,7 +14,7 @@ from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import ChildProcess, RestartBackoff
 from legato_engine.client.monitor import TICK, Liveness
 from legato_engine.client.recovery import SUSPECT, RefusedRequests, fingerprint
-from legato_engine.errors import Poisoned
+from legato_engine.errors import PoisonedRequest
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.ipc.messages import Heartbeat, SchedulerLoad
@@ -251,10 +251,10 @@ def test_the_same_content_is_refused(blobs, size):
     refused = RefusedRequests()
     data = b"x" * size
     refused.add(fingerprint(request(blobs, data), blobs))
-    with pytest.raises(Poisoned):
+    with pytest.raises(PoisonedRequest):
         refused.check(request(blobs, data, request_id=RequestKey("b")), blobs)
     named = CachedImageRef(image_id=image_id(content_key(data)))
-    with pytest.raises(Poisoned):
+    with pytest.raises(PoisonedRequest):
         refused.check(request(blobs, data, image=named), blobs)
     refused.check(request(blobs, data + b"y"), blobs)
     refused.check(request(blobs, data, task=QuerySpec(question="!")), blobs)
@@ -274,7 +274,7 @@ def test_raw_pixels_differ_by_their_layout(blobs):
         )
 
     refused.add(fingerprint(request(blobs, image=raw(2)), blobs))
-    with pytest.raises(Poisoned):
+    with pytest.raises(PoisonedRequest):
         refused.check(request(blobs, image=raw(2)), blobs)
     refused.check(request(blobs, image=raw(1)), blobs)
 
@@ -286,7 +286,7 @@ def test_it_is_refused_for_a_while(blobs, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     refused.add(fingerprint(request(blobs), blobs))
     now[0] += recovery.REFUSAL - 1
-    with pytest.raises(Poisoned):
+    with pytest.raises(PoisonedRequest):
         refused.check(request(blobs), blobs)
     now[0] += 2
     refused.check(request(blobs), blobs)

@@ -17,7 +17,7 @@ from legato_engine import failpoints
 from legato_engine.client import engine_client
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.errors import ImageUndecodable, Poisoned
+from legato_engine.errors import ImageUndecodable, PoisonedRequest
 from legato_engine.ipc.messages import Done
 from legato_engine.telemetry import timeline_path
 from legato_engine.types import (
@@ -229,7 +229,7 @@ async def test_a_fault_in_a_step_is_fatal():
     """An exception in a step ends the process, not the service; its request is poisoned at last."""
     async with running(command=(sys.executable, "-c", FAILING)) as client:
         process = client._process
-        with pytest.raises(Poisoned):
+        with pytest.raises(PoisonedRequest):
             [r async for r in client.submit(ask("a"))]
         assert await process.wait() == 1
         await client.wait_ready()

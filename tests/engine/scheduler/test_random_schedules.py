@@ -18,10 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from legato_engine.errors import (
-    Busy,
     DeadlineUnreachable,
     InternalError,
     NumericError,
+    Overloaded,
     PromptTooLong,
 )
 from legato_engine.sequence import Sequence
@@ -213,7 +213,7 @@ class Walk(RuleBasedStateMachine):
         """Submit requests, any of which may be refused; half of them have a deadline."""
         for task, key, num_crops, seconds, (priority, tenant), adapter in burst:
             deadline = self.world.clock.now() + seconds if seconds > 0 else None
-            with contextlib.suppress(PromptTooLong, Busy, DeadlineUnreachable):
+            with contextlib.suppress(PromptTooLong, Overloaded, DeadlineUnreachable):
                 self.world.submit(
                     task,
                     prefix_key=key,

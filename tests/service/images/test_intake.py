@@ -15,7 +15,7 @@ from legato_client._images.sources import HEADER_SIZE, SharedFrames, shm_namespa
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
 from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
 from legato_engine.types import CachedImageRef, PixelFormat, RawImage
-from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
+from legato_service.errors import SharedMemoryForbidden, SharedMemoryTorn
 from legato_service.images.intake import ImageIntake, InlineImage
 from legato_service.images.shared_memory import SharedMemory
 from PIL import Image
@@ -229,7 +229,7 @@ async def test_names_that_are_refused(reader, ring, name):
     """A name without this user's prefix, with a slash, or too short, is never opened."""
     user = os.geteuid()
     bad = name.format(user=user, other=user + 1)
-    with pytest.raises(SharedMemoryRefused) as caught:
+    with pytest.raises(SharedMemoryForbidden) as caught:
         await reader.read(frame_message(ring.write(PIXELS), region=bad))
     assert caught.value.metadata["region"] == bad
 
@@ -241,7 +241,7 @@ async def test_the_servers_own_blobs_are_refused(ring):
     reader = SharedMemory(
         [BlobStore(new_namespace()), store], max_bytes=RING_BYTES, max_pixels=MAX_PIXELS
     )
-    with pytest.raises(SharedMemoryRefused):
+    with pytest.raises(SharedMemoryForbidden):
         await reader.read(frame_message(ring.write(PIXELS), region=blob.name, offset=64))
     store.close()
 
@@ -258,7 +258,7 @@ async def test_only_regular_files_are_read(reader, ring, region_name, kind):
         path.mkdir()
     else:
         os.mkfifo(path)
-    with pytest.raises(SharedMemoryRefused):
+    with pytest.raises(SharedMemoryForbidden):
         await reader.read(frame_message(ring.write(PIXELS), region=region_name))
 
 
@@ -266,7 +266,7 @@ async def test_only_regular_files_are_read(reader, ring, region_name, kind):
 async def test_files_of_other_users_are_refused(reader, ring):
     """A region of another user is refused, whatever its name."""
     os.chown(blob_folder() / ring.region, 12345, 12345)
-    with pytest.raises(SharedMemoryRefused):
+    with pytest.raises(SharedMemoryForbidden):
         await reader.read(frame_message(ring.write(PIXELS)))
 
 

@@ -15,7 +15,7 @@ import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.errors import Busy, DeadlineExceeded
+from legato_engine.errors import DeadlineExceeded, Overloaded
 from legato_engine.types import QuerySpec, Request, RequestKey
 from legato_service.requests.registry import Deadlines
 from legato_service.rpc.reusable_timeout import ReusableTimeout
@@ -57,7 +57,7 @@ def flood(engine, stream):
 
 def refuse_request(engine, stream):
     """Fail a request with an error of its own."""
-    engine.fail(stream, Busy("no room"))
+    engine.fail(stream, Overloaded("no room"))
 
 
 def call_of(server, rpc, **options):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from legato_engine.errors import ClientTooSlow, SessionProtocol
+from legato_engine.errors import ClientTooSlow, SessionOutOfOrder
 from legato_engine.ipc.messages import OutputDelta, QueuePosition
 from legato_engine.types import ObjectEvent, RequestKey, TextEvent
 from legato_service.session.core import (
@@ -176,7 +176,7 @@ def test_sequences_grow():
     drive = Drive()
     drive.send()
     drive.sequence -= 1
-    with pytest.raises(SessionProtocol) as caught:
+    with pytest.raises(SessionOutOfOrder) as caught:
         drive.send()
     assert caught.value.metadata["field"] == "frame.stamp.sequence"
 
