@@ -26,12 +26,14 @@ from legato_engine.types import (
     Box,
     DetectResult,
     DetectTask,
+    Event,
     FinishReason,
     ImageInfo,
     ObjectEvent,
     Request,
     TextDelta,
 )
+from legato_service.engines.devices import make_engines
 
 from benchmarks.lift import JITTER
 from benchmarks.robot.scene import digest
@@ -77,7 +79,7 @@ class TruthModel(NullModel):
             for box in boxes.get(task.object, ())
             if rng.random() >= MISSED
         )
-        events = (*[TextDelta(text="")] * _STEPS, *found)
+        events: tuple[Event, ...] = (*[TextDelta(text="")] * _STEPS, *found)
         whole, words = DetectResult(objects=found), len(task.object.split())
         output = ScriptedOutput(task, events, FinishReason.STOP, whole, 0, words)
         return 1 + IMAGE_TOKENS + words, output
@@ -108,12 +110,12 @@ def run_engine(path: str, arguments: list[str]) -> int:
 
 def run_service(path: str, arguments: list[str]) -> int:
     """Run the service, whose engines are processes of this module."""
-    from legato_service import __main__ as service
+    from legato_service.__main__ import main
 
     command = (sys.executable, "-m", "benchmarks.robot.scripted", "--engine", path)
-    make_engines = functools.partial(service.make_engines, command=command)
-    with mock.patch.object(service, "make_engines", make_engines):
-        return service.main(arguments)
+    engines = functools.partial(make_engines, command=command)
+    with mock.patch("legato_service.__main__.make_engines", engines):
+        return main(arguments)
 
 
 if __name__ == "__main__":
