@@ -144,13 +144,21 @@ class CpuLowRank:
     rows: AdapterRows
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines [T, R/2] float32 of rows or of positions."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuRows:
-    """Per-row inputs of a call, in addition to the activations."""
+    """Per-row inputs of a call, in addition to the activations.
+
+    `angles`: of each row; None: those of its position.
+    """
 
     k_LNHSE: torch.Tensor
     v_LNHSE: torch.Tensor
     adapters: CpuLowRank | None = None
+    angles: Angles | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,10 +179,11 @@ class CpuDecoder:
         library: Library,
         layers: Sequence[CpuLayer],
         sizes: CpuSizes,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
     ) -> None:
-        """`angles`: cosines and sines [P, R/2] float32; R may be 0."""
+        """`angles`: of all positions; R may be 0."""
         self._library = library
+        self.num_layers = len(layers)
         self._head_dim = sizes.head_dim
         self._tile = max(1, _QUERIES * sizes.key_heads // sizes.heads)
         self._fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
@@ -225,11 +234,18 @@ class CpuDecoder:
             lengths_T = positions_T + 1
             if bidirectional:
                 lengths_T = torch.full_like(lengths_T, start + count)
-            self._run(part_TD, positions_T, lengths_T, pages_M[None], rows, self._tile, caches_only)
+            part = rows
+            if rows.angles is not None:
+                cosines, sines = (each[first : first + len(part_TD)] for each in rows.angles)
+                part = dataclasses.replace(rows, angles=(cosines, sines))
+            self._run(part_TD, positions_T, lengths_T, pages_M[None], part, self._tile, caches_only)
         return x32_TD.to(x_TD.dtype)
 
-    def whole(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] of one sequence that sees all of itself, without a cache or rotations."""
+    def whole(self, x_TD: torch.Tensor, angles: Angles | None = None) -> torch.Tensor:
+        """[T, D] of one sequence that sees all of itself, without a cache.
+
+        Without `angles` of its rows it has no rotations, and the decoder none either.
+        """
         x32_TD = x_TD.to(torch.float32, copy=True).contiguous()
         positions_T, pages_1 = torch.arange(len(x_TD)), torch.zeros(1, dtype=torch.int64)
         lengths_T = torch.full_like(positions_T, len(x_TD))
@@ -239,6 +255,7 @@ class CpuDecoder:
         )
         step = native.StepStruct(
             *(x32_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), pages_1.data_ptr()),
+            *_addresses(angles),
             *(len(x_TD), 0, self._tile, pages, 0, False, _adapters(None)),
         )
         self._call(step)
@@ -264,6 +281,7 @@ class CpuDecoder:
         )
         step = native.StepStruct(
             *(x_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), tables_TM.data_ptr()),
+            *_addresses(rows.angles),
             *(len(x_TD), tables_TM.shape[1] if len(tables_TM) > 1 else 0, tile),
             *(pages, layer * k_LNHSE.itemsize, caches_only, _adapters(rows.adapters)),
         )
@@ -294,6 +312,13 @@ class CpuDecoder:
         floats = values.detach().float().contiguous()
         self._kept.append(floats)
         return floats.data_ptr()
+
+
+def _addresses(angles: Angles | None) -> tuple[int | None, int | None]:
+    if angles is None:
+        return None, None
+    assert all(each.is_contiguous() and each.dtype is torch.float32 for each in angles)
+    return angles[0].data_ptr(), angles[1].data_ptr()
 
 
 def _adapters(adapters: CpuLowRank | None) -> native.AdaptersStruct:

@@ -96,6 +96,7 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, _Pointer) for name in ("x", "positions", "lengths", "tables")),
+        *((name, _Pointer) for name in ("cosines", "sines")),
         *((name, ctypes.c_int64) for name in ("rows", "table_stride", "tile")),
         ("pages", PagesStruct),
         ("layer_bytes", ctypes.c_int64),

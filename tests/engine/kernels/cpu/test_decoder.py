@@ -175,6 +175,27 @@ def test_layers_compute_what_float64_does(library, name):
     near(seen_TD, reference(made, x_TD, torch.ones_like(causal_TL)), form)
 
 
+def test_rows_rotate_by_angles_of_their_own(library):
+    """Those of its position give a row the same bits; others rotate it otherwise."""
+    made = Made(library, FORMS["llama"])
+    x_TD, pages_M = made.noise(50, DIM), pages_of(50)
+    order_T = torch.randperm(50, generator=made.generator)
+
+    def run(angles):
+        rows = dataclasses.replace(made.rows(), angles=angles)
+        part = made.decoder.span(x_TD[:49], 0, pages_M, rows, bidirectional=False)
+        last = None if angles is None else tuple(each[49:50] for each in angles)
+        rows = dataclasses.replace(rows, angles=last)
+        step = made.decoder.decode(x_TD[49:], torch.tensor([49]), pages_M[None], rows)
+        return torch.cat([part, step])
+
+    expected_TD = run(None)
+    assert torch.equal(run(tuple(each[:50] for each in made.angles)), expected_TD)
+    made.angles = tuple(each[:50][order_T] for each in made.angles)  # of the reference
+    causal_TL = torch.ones(50, 50, dtype=torch.bool).tril()
+    near(run(made.angles), reference(made, x_TD, causal_TL), made.form)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_row_has_the_same_bits_in_any_batch_chunk_and_number_of_threads(library, name):
     """One token at a time, in chunks of any size, beside other sequences and padding."""

@@ -24,11 +24,14 @@ struct Decoder {
 // Row r has position `positions[r]` of the sequence with the pages `tables + r * table_stride`, and
 // sees its first `lengths[r]` positions; 0: the row is padding. Each `tile` rows are of one sequence.
 // Without keys in `pages` the rows are the positions of one sequence, and nothing is cached.
+// `cosines` and `sines` are each row's; null: those of its position.
 struct Step {
     float* x;
     const int64_t* positions;
     const int64_t* lengths;
     const int64_t* tables;
+    const float* cosines;
+    const float* sines;
     int64_t rows, table_stride, tile;
     Pages pages;  // of the first layer
     int64_t layer_bytes;
@@ -147,11 +150,14 @@ class Run {
         long position = step_.positions[row];
         const int half = decoder_.half_rotary, heads = decoder_.heads, keys = decoder_.key_heads;
         const int64_t* table = step_.tables + row * step_.table_stride;
+        const bool own = step_.cosines != nullptr;
+        const float* cosine = own ? step_.cosines + row * half : decoder_.cosines + position * half;
+        const float* sine = own ? step_.sines + row * half : decoder_.sines + position * half;
         for (int head = 0; head < heads + keys; ++head) {
             float* at = qkv + long(head) * dims_;
             const Norm& norm = head < heads ? layer.query_norm : layer.key_norm;
             if (norm.weight != nullptr) norm_row(norm, at, dims_, at);
-            rotate(at, decoder_.cosines + position * half, decoder_.sines + position * half, half);
+            rotate(at, cosine, sine, half);
         }
         for (int head = 0; head < keys && step_.pages.keys != nullptr; ++head) {
             long at = pages.at(table, position, head);
