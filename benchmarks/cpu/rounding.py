@@ -246,7 +246,7 @@ def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
         model = bundle.load(cpu, torch.float32, weight_dtype=weight_dtype)
         return model, ids
     with torch.device("meta"):
-        network = bundle.network(bundle.config).to(torch.bfloat16)
+        network = bundle.family.network(bundle.config).to(torch.bfloat16)
     assert bundle.weights is not None, "a GGUF file has weights"
     load_weights(network, bundle.weights, cpu)
     network.quantise(KINDS[form])

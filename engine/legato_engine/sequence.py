@@ -209,7 +209,7 @@ class VisualInputs:
 class VisualTask:
     """Base of a `Task` with images in its prompt."""
 
-    visual: VisualInputs
+    visual: VisualInputs | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -304,7 +304,8 @@ class EngineCore:
         )
         found = [find(source) for source in request.images]
         if places_images:
-            self._frontend.check_images([each.size for each in found if each is not None])
+            sizes = [each.size for each in found if each is not None]
+            self._frontend.check_images(request.task, sizes)
         start = functools.partial(
             self._preprocessor.start,
             tenant=request.tenant,

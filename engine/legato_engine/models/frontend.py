@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from legato_engine.sequence import Constraint, Task
-from legato_engine.types import CalibrationInfo, ImageProperties, Request
+from legato_engine.types import CalibrationInfo, ImageProperties, Request, TaskSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class ModelFrontend(Protocol):
         """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
         ...
 
-    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Check the width and height of images before they are decoded.
+    def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
+        """Check the width and height of a task's images before they are decoded.
 
         Raises:
             InvalidField: a size is not one that the model takes.

@@ -165,7 +165,10 @@ def stacked_attention(num_sequences: int) -> Attend:
 def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> AttentionMetadata:
     index_B1 = (batch.positions_B // kv.page_size)[:, None]
     pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
-    angles = rope.at(batch.positions_B)
+    positions_B = batch.positions_B
+    if batch.rope_offset_B is not None:
+        positions_B = positions_B + batch.rope_offset_B
+    angles = rope.at(positions_B)
     return AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
 
 

@@ -42,7 +42,7 @@ def read_settings(
     EOS are those of generation_config.json, or else `model_eos`, and the tokenizer's. A repetition
     penalty is ignored, because this server's sampling has none.
     """
-    texts, generation = _read(folder / _TOKENIZER), _read(folder / _GENERATION)
+    texts, generation = read_json(folder / _TOKENIZER), read_json(folder / _GENERATION)
     specials = {name: text for name in _SPECIALS if (text := _content(texts.get(name)))}
     ids = generation.get("eos_token_id", model_eos)
     eos = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
@@ -83,7 +83,8 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of settings; a missing one has none."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -146,6 +147,11 @@ def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - errors of many types, all with a reason
         raise InvalidField(f"config.json: {error}", field="weights") from None
+
+
+def text_config(config: HubConfig) -> HubConfig:
+    """Return the part for the text model, of a configuration that has parts."""
+    return getattr(config, "text_config", config)
 
 
 def check_sizes(config: HubConfig, source: str) -> None:

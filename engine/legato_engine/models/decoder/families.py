@@ -30,6 +30,7 @@ from legato_engine.models.decoder.config import (
     read_config,
     read_settings,
     refuse_others,
+    text_config,
 )
 from legato_engine.models.decoder.frontend import ChatTemplate, Plain, TextFrontend, TextSetup
 from legato_engine.models.decoder.gguf import (
@@ -57,10 +58,16 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A family's configuration readers by `model_type`, and its network."""
+    """A family's configuration readers by `model_type`, its network, model and frontend.
+
+    `template`: the chat template of a folder without one; None: it has no conversations.
+    """
 
     configs: Mapping[str, Callable[[HubConfig], DecoderConfig]]
     network: Callable[[DecoderConfig], DecoderNetwork]
+    model: Callable[[DecoderNetwork], DecoderModel] = DecoderModel
+    frontend: Callable[[TextSetup], TextFrontend] = TextFrontend
+    template: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class DecoderBundle:
 
     name: str
     config: DecoderConfig
-    network: Callable[[DecoderConfig], DecoderNetwork]
+    family: Family
     frontend: TextFrontend
     weights: Path | None
     adapters: Path | None = None  # text models have none
@@ -92,14 +99,14 @@ class DecoderBundle:
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
         if vision_fp8:
-            raise InvalidField(f"{self.name} has no vision encoder", field="vision_dtype")
+            raise InvalidField(f"{self.name} has no vision encoder in fp8", field="vision_dtype")
         if kv_dtype == "fp8":
             problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
             raise InvalidField(problem, field="kv_dtype")
         if self.weights is not None:
             require_layers(self.config.num_layers, self.weights)
         with torch.device("meta"):
-            network = self.network(self.config).to(dtype)
+            network = self.family.network(self.config).to(dtype)
         quantises = device.type != "cpu" and weight_dtype in KINDS
         if quantises and (reason := network.cannot_quantise(device)):
             problem = f"weight_dtype {weight_dtype} {reason}; use weight_dtype model"
@@ -109,7 +116,7 @@ class DecoderBundle:
         else:
             load_weights(network, self.weights, device, memory=memory, progress=progress)
             read_gguf.cache_clear()
-        model = DecoderModel(network)
+        model = self.family.model(network)
         if quantises:
             network.quantise(KINDS[weight_dtype])
         if device.type == "cpu":
@@ -135,43 +142,44 @@ def find_bundle(source: ModelSource, family: Family) -> DecoderBundle:
         return _find_gguf(source, family)
     folder = Path(source.weights)
     hub = read_config(folder, family.configs)
-    config = _limited(_config(hub, family, "config.json"), source.max_context)
+    config = limited(_config(hub, family, "config.json"), source.max_context)
     path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
     tokenizer = TextTokenizer.read(path)
-    settings = read_settings(folder, tokenizer, hub.eos_token_id)
-    return _bundle(source, family, config, _frontend(source.name, settings, tokenizer, config))
+    settings = read_settings(folder, tokenizer, text_config(hub).eos_token_id)
+    return bundle_of(source, family, config, settings, tokenizer)
 
 
 def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
     file = read_gguf(Path(source.weights))
     hub = hub_config(file, family.configs)
     sizes = _config(hub, family, file.path.name)
-    config = with_factors(_limited(sizes, source.max_context), file)
+    config = with_factors(limited(sizes, source.max_context), file)
     tokenizer = (
         TextTokenizer.read(Path(source.tokenizer))
         if source.tokenizer
         else TextTokenizer(gguf_tokenizer(file))
     )
-    frontend = _frontend(source.name, gguf_settings(file), tokenizer, config)
-    return _bundle(source, family, config, frontend)
+    return bundle_of(source, family, config, gguf_settings(file), tokenizer)
 
 
 def _config(hub: HubConfig, family: Family, source: str) -> DecoderConfig:
-    check_sizes(hub, source)
+    check_sizes(text_config(hub), source)
     with refusing(source, "weights"):
         return family.configs[hub.model_type](hub)
 
 
-def _bundle(
-    source: ModelSource, family: Family, config: DecoderConfig, frontend: TextFrontend
+def bundle_of(
+    source: ModelSource,
+    family: Family,
+    config: DecoderConfig,
+    settings: ModelSettings,
+    tokenizer: TextTokenizer,
 ) -> DecoderBundle:
-    stored = None if source.random_weights else Path(source.weights)
-    return DecoderBundle(source.name, config, family.network, frontend, stored)
+    """Make the bundle of what was read.
 
-
-def _frontend(
-    name: str, settings: ModelSettings, tokenizer: TextTokenizer, config: DecoderConfig
-) -> TextFrontend:
+    Raises:
+        InvalidField: the tokenizer does not fit the model.
+    """
     highest = max(tokenizer.num_ids - 1, *settings.eos, 0)
     if highest >= config.vocab_size:
         raise InvalidField(
@@ -179,26 +187,25 @@ def _frontend(
             f"{config.vocab_size}",
             field="tokenizer",
         )
-    prompter = (
-        Plain(tokenizer)
-        if settings.template is None
-        else ChatTemplate(settings.template, settings.specials, tokenizer)
+    template = settings.template or family.template
+    setup = TextSetup(
+        name=source.name,
+        prompter=(
+            Plain(tokenizer)
+            if template is None
+            else ChatTemplate(template, settings.specials, tokenizer)
+        ),
+        tokenizer=tokenizer,
+        token=tokenizer.token,
+        eos=settings.eos,
+        sampling=settings.sampling,
+        config=config,
     )
-    return TextFrontend(
-        TextSetup(
-            name=name,
-            prompter=prompter,
-            tokenizer=tokenizer,
-            token=tokenizer.token,
-            eos=settings.eos,
-            sampling=settings.sampling,
-            max_context=config.max_context,
-            vocab_size=config.vocab_size,
-        )
-    )
+    stored = None if source.random_weights else Path(source.weights)
+    return DecoderBundle(source.name, config, family, family.frontend(setup), stored)
 
 
-def _limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
+def limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
     wanted = max_context or min(config.max_context, DEFAULT_CONTEXT)
     if not 2 <= wanted <= config.max_context:
         raise InvalidField(

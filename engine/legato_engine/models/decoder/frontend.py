@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import structlog
 
@@ -32,15 +33,30 @@ from legato_engine.types import (
     QueryOutput,
     QuerySpec,
     Request,
+    AnswerFormat,
     SamplingParams,
+    TaskOutput,
+    TaskSpec,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from legato_engine.models.decoder.config import DecoderConfig  # loads torch
 
 _PLACEHOLDER = "\ue000{}\ue000"  # private-use characters, in no template
 _PLACEHOLDERS = re.compile("\ue000(\\d+)\ue000")
 
+
 Render = Callable[[Sequence[Message], str], str]
 """Renders messages; errors name the given field."""
+
+
+class Shown(NamedTuple):
+    """Parts of a message before character `offset` of question `turn`, as templates take images."""
+
+    turn: int
+    offset: int
+    parts: Sequence[dict[str, str]]
 
 
 class Plain:
@@ -55,7 +71,8 @@ class Plain:
     def end_of_turn(self) -> None:
         """Return None: there are no conversations."""
 
-    def encode(self, task: QuerySpec) -> tuple[int, ...]:
+    def encode(self, task: QuerySpec, shown: Sequence[Shown] = ()) -> tuple[int, ...]:
+        assert not shown, "images need a chat template"
         if task.system or task.history:
             raise TaskUnsupported(
                 "this model has no chat template: it takes one question and no conversation",
@@ -91,7 +108,7 @@ class ChatTemplate:
         answer = parts[1::2].index("1")
         return self._tokenizer.first_added(parts[2 * answer + 2])
 
-    def encode(self, task: QuerySpec) -> tuple[int, ...]:
+    def encode(self, task: QuerySpec, shown: Sequence[Shown] = ()) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.
 
         A message with the text of a special token is encoded apart, so that it stays text;
@@ -100,28 +117,33 @@ class ChatTemplate:
         Raises:
             InvalidField: the template refuses or omits a message.
         """
-        messages = _messages(task)
+        messages = _messages(task, shown)
         has_turns = len(messages) > 1
         field = "messages" if has_turns else "question"
-        forged = any(self._tokenizer.has_special(message["content"]) for message in messages)
+        texts = [text for message in messages for text in _texts(message)]
+        forged = any(map(self._tokenizer.has_special, texts))
         parts = self._parts(messages, field) if has_turns or forged else []
         if not forged:
             return self._tokenizer.encode_marked(self._render(messages, field))
         ids = list(self._tokenizer.encode_marked(parts[0]))
         for index, text in zip(parts[1::2], parts[2::2], strict=True):
-            ids += self._tokenizer.encode(messages[int(index)]["content"])
+            ids += self._tokenizer.encode(texts[int(index)])
             ids += self._tokenizer.encode_marked(text)
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """Split the rendered template into texts, alternating with message indices in any order."""
+        """Split the rendered template into texts, alternating with indices of `_texts`.
+
+        Those are in any order.
+        """
+        numbers = itertools.count()
         placeholders = [
-            {"role": message["role"], "content": _PLACEHOLDER.format(index)}
-            for index, message in enumerate(messages)
+            _changed(message, lambda _: _PLACEHOLDER.format(next(numbers))) for message in messages
         ]
         parts = _PLACEHOLDERS.split(self._render(placeholders, field))
+        told, number = set(parts[1::2]), itertools.count()
         for index, message in enumerate(messages):
-            if str(index) not in parts[1::2]:
+            if not {str(next(number)) for _ in _texts(message)} <= told:
                 raise InvalidField(
                     f"the chat template leaves out message {index}, of the role {message['role']}",
                     field=field,
@@ -129,12 +151,49 @@ class ChatTemplate:
         return parts
 
 
-def _messages(task: QuerySpec) -> list[Message]:
-    said = [("system", task.system)] if task.system else []
-    for turn in task.history:
-        said += [("user", turn.question), ("assistant", turn.answer)]
-    said.append(("user", task.question))
-    return [{"role": role, "content": content} for role, content in said]
+def _messages(task: QuerySpec, shown: Sequence[Shown] = ()) -> list[Message]:
+    questions = [*(turn.question for turn in task.history), task.question]
+    messages: list[Message] = []
+    if task.system:
+        messages.append({"role": "system", "content": task.system})
+    for index, question in enumerate(questions):
+        among = [each for each in shown if each.turn == index]
+        content = _interleaved(question, among) if among else question
+        messages.append({"role": "user", "content": content})
+        if index < len(task.history):
+            messages.append({"role": "assistant", "content": task.history[index].answer})
+    return messages
+
+
+def _interleaved(text: str, shown: Sequence[Shown]) -> list[dict[str, str]]:
+    """Put parts, in ascending order of their offsets, between the pieces of a text."""
+    content: list[dict[str, str]] = []
+    start = 0
+    for _, offset, parts in [*shown, Shown(0, len(text), ())]:
+        if piece := text[start:offset]:
+            content.append({"type": "text", "text": piece})
+        content += parts
+        start = max(start, offset)
+    return content
+
+
+def _texts(message: Message) -> list[str]:
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+def _changed(message: Message, change: Callable[[str], str]) -> Message:
+    """Return a message with its texts changed in order."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {"role": message["role"], "content": change(content)}
+    parts = [
+        part | {"text": change(part["text"])} if part["type"] == "text" else part
+        for part in content
+    ]
+    return {"role": message["role"], "content": parts}
 
 
 def _renderer(template: str, variables: Mapping[str, str]) -> Render:
@@ -152,32 +211,35 @@ def _renderer(template: str, variables: Mapping[str, str]) -> Render:
 # The task of generating text.
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextTaskSetup:
+    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context."""
+
+    prompt: tuple[PromptToken, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    eos: frozenset[int]
+    log: TokenLog | None = None
+    grammar: Grammar | None = None
+
+
 class TextTask:
     """A `Task` that ends with an EOS, a stop string, the end of a grammar or its budget."""
 
     has_payload = False
     reasoning_tokens = 0
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        max_tokens: int,
-        eos: frozenset[int],
-        answer: TextOutput,
-        log: TokenLog | None = None,
-        grammar: Grammar | None = None,
-    ) -> None:
-        self.prompt = tuple(map(PromptToken, prompt))
-        self.sampling = sampling
-        self.max_tokens = max_tokens
-        self.grammar = grammar
-        self.constrained = grammar is not None
-        self.uses_transition_table = grammar is None
+    def __init__(self, setup: TextTaskSetup, answer: TextOutput) -> None:
+        self.prompt = setup.prompt
+        self.sampling = setup.sampling
+        self.max_tokens = setup.max_tokens
+        self.grammar = setup.grammar
+        self.constrained = setup.grammar is not None
+        self.uses_transition_table = setup.grammar is None
         self.finish_reason: FinishReason | None = None
-        self._eos = eos
+        self._eos = setup.eos
         self._answer = answer
-        self._log = log
+        self._log = setup.log
         self._num_consumed = 0
 
     def constraint(self) -> int:
@@ -200,7 +262,7 @@ class TextTask:
             events = with_token(events, self._log.read(token))
         return events if self.finish_reason is None else events + self._answer.close()
 
-    def result(self, finish_reason: FinishReason) -> QueryOutput:
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
         self._answer.close()
         return QueryOutput(answer=self._answer.text)
 
@@ -224,7 +286,7 @@ class Prompter(Protocol):
     def end_of_turn(self) -> int | None:
         """Return the token that follows an answer in a conversation, if there is one."""
 
-    def encode(self, task: QuerySpec) -> tuple[int, ...]: ...
+    def encode(self, task: QuerySpec, shown: Sequence[Shown] = ()) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,8 +299,7 @@ class TextSetup:
     token: Callable[[int], str]
     eos: frozenset[int]
     sampling: SamplingDefaults
-    max_context: int
-    vocab_size: int
+    config: DecoderConfig
 
 
 class TextFrontend:
@@ -253,7 +314,7 @@ class TextFrontend:
 
     def __init__(self, setup: TextSetup) -> None:
         self.name = setup.name
-        self.vocab_size = setup.vocab_size
+        self.vocab_size = setup.config.vocab_size
         self._setup = setup
         self._end_at(setup.eos)
 
@@ -303,11 +364,11 @@ class TextFrontend:
         """0, because the prompt holds any BOS."""
         return 0
 
-    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
+    def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         raise _no_images("image")
 
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> TextTask:
-        setup, task = self._setup, request.task
+        task = request.task
         skill = SKILL_OF_TASK[type(task)]
         if not isinstance(task, QuerySpec):
             raise TaskUnsupported(f"this model has no {skill} skill", task=skill)
@@ -315,23 +376,44 @@ class TextFrontend:
             raise _no_images(skill)
         if task.reasoning:
             raise TaskUnsupported("this model has no query with reasoning", task=skill)
-        prompt = setup.prompter.encode(task)
+        prompt = tuple(map(PromptToken, self._setup.prompter.encode(task)))
         if not prompt:
             raise InvalidField("the question is empty", field="question")
-        sampling = resolve_sampling(request, setup.sampling)
-        wanted = sampling.max_tokens or setup.sampling.max_tokens
-        max_tokens = token_budget(wanted, len(prompt), setup.max_context)
-        stop = request.sampling.stop
-        answer = TextOutput(setup.tokenizer, stop)
+        return TextTask(
+            self._task_setup(request, prompt, self._setup.sampling, task.response_format),
+            self._answer(request),
+        )
+
+    def _answer(self, request: Request) -> TextOutput:
+        return TextOutput(self._setup.tokenizer, request.sampling.stop)
+
+    def _task_setup(
+        self,
+        request: Request,
+        prompt: tuple[PromptToken, ...],
+        defaults: SamplingDefaults,
+        response_format: AnswerFormat | None = None,
+    ) -> TextTaskSetup:
+        setup = self._setup
+        sampling = resolve_sampling(request, defaults)
+        wanted = sampling.max_tokens or defaults.max_tokens
+        max_tokens = token_budget(wanted, len(prompt), setup.config.max_context)
         log = None
         if request.return_tokens:
             log = TokenLog(
                 setup.tokenizer, logprobs=request.logprobs, top_logprobs=request.top_logprobs
             )
         grammar = None
-        if task.response_format is not None:
-            grammar = self._grammars.compile(task.response_format)
-        return TextTask(prompt, sampling, max_tokens, self._eos, answer, log, grammar)
+        if response_format is not None:
+            grammar = self._grammars.compile(response_format)
+        return TextTaskSetup(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            eos=self._eos,
+            log=log,
+            grammar=grammar,
+        )
 
 
 def _no_images(skill: str) -> TaskUnsupported:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from legato_engine.models.paged_attention import (
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"
-_GAINS = re.compile(r"norm\.weight$")
+_GAINS = re.compile(r"norm\d?\.weight$")
 
 
 class _Part(NamedTuple):
@@ -251,7 +251,7 @@ class DecoderNetwork(nn.Module):
         dtype = self.embed_tokens.weight.dtype
         if dtype is not torch.bfloat16:
             return f"computes in bf16, not in {dtype}".replace("torch.", "")
-        maps = [each for each in self.modules() if isinstance(each, Linear)]
+        maps = [each for each in self._maps() if isinstance(each, Linear)]
         if any(each.in_features % GROUP_INPUTS or each.out_features % 16 for each in maps):
             return f"takes maps of a multiple of {GROUP_INPUTS} inputs and of 16 outputs"
         return None
@@ -266,7 +266,7 @@ class DecoderNetwork(nn.Module):
             self._tied_head = StepMap(self.embed_tokens.weight, head_kind)
         else:
             self.lm_head.take(StepMap(self.lm_head.weight, head_kind), self.lm_head.bias)
-        for module in self.modules():
+        for module in self._maps():
             if isinstance(module, Linear) and module.packed is None:
                 module.take(StepMap(module.weight, kind), module.bias)
 
@@ -292,7 +292,11 @@ class DecoderNetwork(nn.Module):
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         if self._on_cpu is not None:
-            rows = cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE)
+            angles = None
+            if batch.rope_offset_B is not None:
+                cos_B1R, sin_B1R = self.rope.at(batch.positions_B + batch.rope_offset_B)
+                angles = cos_B1R[:, 0], sin_B1R[:, 0]
+            rows = cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE, angles=angles)
             return self._on_cpu.decode(x_BD, batch.positions_B, batch.page_table_BM, rows)
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
         return self._blocks(x_BD, where, kv, attend)
@@ -313,11 +317,17 @@ class DecoderNetwork(nn.Module):
             x = block(x, where, kv.layer(layer), attend)
         return x
 
-    def _cpu_decoder(self, library: Library) -> cpu.CpuDecoder:
+    def _maps(self) -> Iterator[nn.Module]:
+        """Modules with the decoder's maps."""
+        yield from self.layers.modules()
+        if not self.config.tied_head:
+            yield self.lm_head
+
+    def _cpu_decoder(self, library: Library, of: slice = slice(None)) -> cpu.CpuDecoder:
         heads = self.config.heads
         gated = isinstance(self.layers[0], GatedBlock)
         sizes = cpu.CpuSizes(heads.num_heads, heads.num_kv_heads, heads.head_dim, gated)
-        blocks: Iterable[Any] = self.layers  # of `nn.Module`, which hides their methods
+        blocks: Iterable[Any] = self.layers[of]  # of `nn.Module`, which hides their methods
         layers = [block.cpu_layer() for block in blocks]
         return cpu.CpuDecoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))
 

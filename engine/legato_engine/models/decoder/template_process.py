@@ -25,7 +25,8 @@ _CHILD = Path(__file__).with_name("template_child.py")
 _START_SECONDS = 120.0  # to load the libraries
 _REPLY_SECONDS = 10.0  # for the child, whose own limit is of processor time
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A role and its content: a text, or parts of several types."""
 
 
 class TemplateRefused(Exception):

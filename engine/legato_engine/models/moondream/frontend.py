@@ -59,6 +59,7 @@ from legato_engine.types import (
     Request,
     SegmentSpec,
     SpatialRef,
+    TaskSpec,
     Turn,
 )
 
@@ -254,7 +255,7 @@ class MoondreamFrontend:
     def prefix_length(self, has_image: bool) -> int:
         return self._config.prefix_length if has_image else 1
 
-    def check_images(self, sizes: Sequence[tuple[int, int]]) -> None:
+    def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         """Take an image of any size: it is resized."""
 
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> SkillTask:

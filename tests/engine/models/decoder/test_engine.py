@@ -143,7 +143,7 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
     assert isinstance(bundle, DecoderBundle)
     with torch.inference_mode(), FakeTensorMode():
         with torch.device("cuda"):
-            model = DecoderModel(bundle.network(bundle.config))
+            model = DecoderModel(bundle.family.network(bundle.config))
         shape = (model.num_layers, 40, model.num_kv_heads, 16, model.head_dim)
         kv = KVCache(torch.zeros(shape, device="cuda"), torch.zeros(shape, device="cuda"))
         tokens_B = torch.zeros(4, dtype=torch.int64, device="cuda")
