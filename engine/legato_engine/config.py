@@ -18,11 +18,12 @@ MODELS = (
     "llama",
     "phi",
     "qwen",
+    "qwen3-vl",
     "null",
 )
 """Names of `--model` for users."""
 
-TEST_MODELS = ("random-tiny", "random-tiny3")
+TEST_MODELS = ("random-tiny", "random-tiny3", "random-tiny-vl")
 """Names of models with random weights."""
 
 LATENCY_POLICIES = ("auto", "low-latency", "shared")

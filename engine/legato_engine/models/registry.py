@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT = "legato-tiny"
 
 _MOONDREAM = "legato_engine.models.moondream.family:find"
+_QWEN3_VL = "legato_engine.models.qwen3_vl.family:find"
 _FAMILIES = {
     "legato-tiny": _MOONDREAM,
     "moondream2": _MOONDREAM,
@@ -36,10 +37,12 @@ _FAMILIES = {
     "llama": "legato_engine.models.decoder.families:find_llama",
     "phi": "legato_engine.models.decoder.families:find_phi",
     "qwen": "legato_engine.models.decoder.families:find_qwen",
+    "qwen3-vl": _QWEN3_VL,
     "smollm2-135m": "legato_engine.models.decoder.families:find_llama",
     "qwen3-0.6b": "legato_engine.models.decoder.families:find_qwen",
     "random-tiny": _MOONDREAM,
     "random-tiny3": _MOONDREAM,
+    "random-tiny-vl": _QWEN3_VL,
 }
 
 

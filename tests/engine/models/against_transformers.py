@@ -12,6 +12,7 @@ from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.sequence import tokens_of
 from legato_engine.types import (
+    CachedImageRef,
     FinishReason,
     PromptToken,
     QuerySpec,
@@ -140,8 +141,8 @@ class Engine:
         )
         return [token.token_id for token in task.prompt]
 
-    def ask(self, questions, depth=2, together=True, logprobs=False, **sampling):
-        """Run all requests, questions or tasks; forget earlier ones."""
+    def ask(self, questions, depth=2, together=True, logprobs=False, images=(), **sampling):
+        """Run all requests, questions or tasks, with the `images` of each; forget earlier ones."""
         answers = Answers()
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
         for index, question in enumerate(questions):
@@ -151,8 +152,11 @@ class Engine:
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
                 logprobs=logprobs,
+                image=CachedImageRef(image_id="i") if images and images[index] else None,
             )
-            scheduler.submit(make_sequence(self.assembly.frontend, request, None))
+            frontend = self.assembly.frontend
+            task = frontend.make_task(request, images[index]) if images else None
+            scheduler.submit(make_sequence(frontend, request, None, task=task))
             if not together:
                 scheduler.drain()
         scheduler.drain()

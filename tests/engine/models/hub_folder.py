@@ -44,8 +44,11 @@ def phi(**fields):
     return PhiConfig(**(sizes | fields))
 
 
-def byte_level_tokenizer(*, adds_bos=False):
-    """A tokenizer like those of Phi, Llama 3 and Qwen: every byte is a letter."""
+def byte_level_tokenizer(*, adds_bos=False, also=()):
+    """A tokenizer like those of Phi, Llama 3 and Qwen: every byte is a letter.
+
+    Special tokens in `also` follow all others.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,6 +59,7 @@ def byte_level_tokenizer(*, adds_bos=False):
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXTS, trainer)
+    tokenizer.add_special_tokens([*also])
     return _with_bos(tokenizer) if adds_bos else tokenizer
 
 
@@ -104,9 +108,11 @@ def write(folder, config, *, tokenizer=None, chat=None, generation=None, seed=0,
 
 def random_model(config, seed=0):
     """Make transformers' model with every weight random."""
-    from transformers import AutoModelForCausalLM  # takes seconds, not needed by most
+    import transformers  # takes seconds, not needed by most
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    sees = hasattr(config, "vision_config")
+    kind = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ from legato_engine.models.text import (
 from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
 from legato_engine.types import (
     SKILL_OF_TASK,
+    AnswerFormat,
     CalibrationInfo,
     Event,
     FinishReason,
@@ -33,7 +34,6 @@ from legato_engine.types import (
     QueryOutput,
     QuerySpec,
     Request,
-    AnswerFormat,
     SamplingParams,
     TaskOutput,
     TaskSpec,

@@ -1,0 +1,181 @@
+"""Tasks of Qwen3-VL: text about images, and boxes and points that it writes as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+
+from legato_engine.models.decoder.frontend import TextTask, TextTaskSetup
+from legato_engine.models.text import Pieces, TextOutput
+from legato_engine.sequence import SampledToken, VisualInputs, VisualTask
+from legato_engine.types import (
+    AnswerFormat,
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    FinishReason,
+    ImageBox,
+    ImagePoint,
+    ObjectEvent,
+    PointEvent,
+    PointOutput,
+    TaskOutput,
+)
+
+
+class VisualTextTask(VisualTask, TextTask):
+    """A `TextTask` whose prompt may hold images."""
+
+    def __init__(
+        self, setup: TextTaskSetup, answer: TextOutput, visual: VisualInputs | None
+    ) -> None:
+        super().__init__(setup, answer)
+        self.visual = visual
+
+
+class CaptionTextTask(VisualTextTask):
+    """Text that describes the image."""
+
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
+        self._answer.close()
+        return CaptionOutput(caption=self._answer.text)
+
+
+# ---------------------------------------------------------------- grammar
+
+_SCALE = 1000  # of coordinates
+_GRAMMAR = """\
+start: list | "```json\\n" list "\\n```"
+list: "[" BLANK? (item ("," BLANK? item)* BLANK?)? "]"
+item: {item}
+NUMBER: /[0-9]|[1-9][0-9]{{1,2}}|1000/
+BLANK: /[ \\t\\n]{{1,4}}/
+"""
+_FENCE = 16  # tokens that a fence and brackets may take
+
+
+# ---------------------------------------------------------------- reading
+
+
+class ObjectText(TextOutput):
+    """Text of the grammar as events of the objects in it, each once its brackets close."""
+
+    def __init__(self, tokenizer: Pieces, label: str, max_objects: int) -> None:
+        super().__init__(tokenizer, ())
+        self.objects: list[ObjectEvent | PointEvent] = []
+        self._label = label
+        self._max_objects = max_objects
+        self._num_read = 0  # characters before the next object
+
+    @property
+    def stopped(self) -> bool:
+        return len(self.objects) == self._max_objects
+
+    def push(self, token_id: int) -> list[Event]:
+        super().push(token_id)
+        found: list[Event] = []
+        while not self.stopped and (match := _COORDINATES.search(self.text, self._num_read)):
+            self._num_read = match.end()
+            event = _event([int(each) for each in match[1].split(", ")], self._label)
+            self.objects.append(event)
+            found.append(event)
+        return found
+
+    def close(self) -> list[Event]:
+        return []
+
+
+_COORDINATES = re.compile(r'"(?:bbox|point)_2d": \[(\d+(?:, \d+)+)\]')
+
+
+def _event(numbers: Sequence[int], label: str) -> ObjectEvent | PointEvent:
+    """Normalise coordinates; the corners of a box may come in any order."""
+    x, y, *others = (min(number, _SCALE) / _SCALE for number in numbers)
+    if not others:
+        return PointEvent(point=ImagePoint(x=x, y=y), label=label)
+    (x_min, x_max), (y_min, y_max) = sorted((x, others[0])), sorted((y, others[1]))
+    return ObjectEvent(
+        box=ImageBox(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max), label=label
+    )
+
+
+class ObjectTask(VisualTextTask):
+    """A list of boxes, until its end or `max_objects`."""
+
+    def __init__(
+        self, setup: TextTaskSetup, answer: ObjectText, visual: VisualInputs | None
+    ) -> None:
+        super().__init__(setup, answer, visual)
+        self._objects = answer
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        events = super().consume(token)
+        if self.finish_reason is not None and self._objects.stopped:
+            self.finish_reason = FinishReason.MAX_OBJECTS
+        return events
+
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
+        objects = (each for each in self._objects.objects if isinstance(each, ObjectEvent))
+        return DetectOutput(objects=tuple(objects))
+
+
+class PointsTask(ObjectTask):
+    """A list of points, until its end or `max_objects`."""
+
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
+        points = (each for each in self._objects.objects if isinstance(each, PointEvent))
+        return PointOutput(points=tuple(points))
+
+
+# ---------------------------------------------------------------- listings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """A question for objects of one kind, and the JSON of its answer."""
+
+    asks: str
+    key: str
+    num_coordinates: int
+    default_max_objects: int
+    task: Callable[[TextTaskSetup, ObjectText, VisualInputs | None], ObjectTask]
+
+    def question(self, label: str) -> str:
+        return self.asks.replace("%", label)
+
+    def format(self, label: str) -> AnswerFormat:
+        """Return the grammar of a list of objects, all with that label."""
+        numbers = ' ", " '.join(["NUMBER"] * self.num_coordinates)
+        first, last = f'{{"{self.key}": [', f'], "label": {_quoted(label)}}}'
+        item = f"{_quoted(first)} {numbers} {_quoted(last)}"
+        return AnswerFormat(grammar=_GRAMMAR.format(item=item))
+
+    def num_tokens(self, encode: Callable[[str], Collection[int]], label: str, count: int) -> int:
+        """Return the tokens of `count` objects with the longest numbers and blanks."""
+        numbers = ", ".join([str(_SCALE)] * self.num_coordinates)
+        item = f'\n\t\t\t{{"{self.key}": [{numbers}], "label": {_quoted(label)}}},'
+        return count * len(encode(item)) + _FENCE
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+_LOCATE = 'Locate every instance that belongs to the following categories: "%"'
+BOXES = Listing(
+    asks=f"{_LOCATE}. Report bbox coordinates in JSON format.",
+    key="bbox_2d",
+    num_coordinates=4,
+    default_max_objects=50,
+    task=ObjectTask,
+)
+POINTS = Listing(
+    asks=f"{_LOCATE} with points. Report point coordinates in JSON format like this: "
+    '{"point_2d": [x, y], "label": "name"}.',
+    key="point_2d",
+    num_coordinates=2,
+    default_max_objects=150,
+    task=PointsTask,
+)

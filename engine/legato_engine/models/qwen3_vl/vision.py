@@ -1,0 +1,214 @@
+"""The vision tower of Qwen3-VL: patches of an image of any size to features of its tokens.
+
+Shape legend: P patches, C channels, F frames, Y and X pixels of a patch, V values of a patch,
+D vision width, W text width, H heads, E head dim, R rotated pairs, N tokens, K features of a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from legato_engine.kernels import activations, ops
+from legato_engine.kernels.cpu import decoder as cpu
+from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.reference import rotate
+from legato_engine.layers.attention import Attention
+from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
+from legato_engine.layers.linear import Linear, Sum
+from legato_engine.layers.mlp import MLP
+from legato_engine.models.qwen3_vl.config import VisionConfig
+
+_EPSILON = 1e-6
+_FRAMES = 2  # of a patch
+_THETA = 10_000.0
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines [P, R] float32."""
+
+
+class PatchEmbedding(nn.Module):
+    """A linear map of the values of a patch, stored as a convolution's."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        size = config.patch_size
+        self.proj = Linear(3 * _FRAMES * size**2, config.dim)
+        self.proj.weight = nn.Parameter(torch.empty(config.dim, 3, _FRAMES, size, size))
+
+    def flatten(self) -> None:
+        """Make the loaded weight that of a linear map."""
+        self.proj.weight = nn.Parameter(self.proj.weight.flatten(1), requires_grad=False)
+
+    def forward(self, values_PV: torch.Tensor) -> torch.Tensor:
+        x_PD: torch.Tensor = self.proj(values_PV)
+        return x_PD
+
+
+class TowerBlock(nn.Module):
+    """A sequential pre-norm block, whose patches see each other."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim, eps=_EPSILON)
+        self.attn = Attention(config.dim, config.num_heads)
+        self.norm2 = nn.LayerNorm(config.dim, eps=_EPSILON)
+        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+
+    def forward(self, x_PD: torch.Tensor, y_PD: torch.Tensor | None, angles: Angles) -> Sum:
+        """Compute the block of x + y; the sum may overwrite x."""
+        x_PD, (q_PHE, k_PHE, v_PHE) = self.attn.after_norm(x_PD, y_PD, self.norm1)
+        cos_P1R, sin_P1R = (each[:, None] for each in angles)
+        turned = rotate(q_PHE, cos_P1R, sin_P1R), rotate(k_PHE, cos_P1R, sin_P1R)
+        heads_PHE = ops.full_attention(*(each[None] for each in (*turned, v_PHE)))[0]
+        return self.mlp.after_norm(*self.attn.join_onto(x_PD, heads_PHE), self.norm2)
+
+    def cpu_layer(self) -> cpu.CpuLayer:
+        """Return this block for the CPU's kernels, once it is packed."""
+        return cpu.CpuLayer(
+            norm=cpu_norm(self.norm1),
+            qkv=cpu_map(self.attn.qkv),
+            out=cpu_map(self.attn.proj),
+            up=cpu_map(self.mlp.fc1),
+            down=cpu_map(self.mlp.fc2),
+            next_norm=cpu_norm(self.norm2),
+        )
+
+
+class PatchMerger(nn.Module):
+    """A square of patches to one token of the text model.
+
+    The norm is of each patch, or with `joined` of all patches of a token together.
+    """
+
+    def __init__(self, config: VisionConfig, text_dim: int, *, joined: bool) -> None:
+        super().__init__()
+        self._width = config.dim * config.merge**2
+        self._joined = joined
+        self.norm = nn.LayerNorm(self._width if joined else config.dim, eps=_EPSILON)
+        self.linear_fc1 = Linear(self._width, self._width)
+        self.linear_fc2 = Linear(self._width, text_dim)
+
+    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
+        """[N, W]."""
+        x = x_PD.view(-1, self._width) if self._joined else x_PD
+        hidden = self.linear_fc1(self.norm(x).view(-1, self._width))
+        merged_NW: torch.Tensor = self.linear_fc2(activations.gelu(hidden, "none"))
+        return merged_NW
+
+
+class VisionTower(nn.Module):
+    """The encoder and its mergers; patches are in the order of their tokens."""
+
+    def __init__(self, config: VisionConfig, text_dim: int) -> None:
+        super().__init__()
+        self._config = config
+        self.patch_embed = PatchEmbedding(config)
+        self.pos_embed = nn.Parameter(torch.empty(config.grid**2, config.dim))
+        self.blocks = nn.ModuleList(TowerBlock(config) for _ in range(config.num_layers))
+        self.merger = PatchMerger(config, text_dim, joined=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, text_dim, joined=True) for _ in config.taps
+        )
+        self._on_cpu: list[cpu.CpuDecoder] = []
+
+    def use_library(self, library: Library) -> None:
+        """Run blocks that are packed for it in one call up to each tap."""
+        config = self._config
+        layers = [block.cpu_layer() for block in self.blocks if isinstance(block, TowerBlock)]
+        none = torch.empty(0, config.dim // config.num_heads // 2)
+        bounds = [0, *(tap + 1 for tap in config.taps), config.num_layers]
+        parts = [
+            ungated_decoder(
+                *(library, layers[start:stop], config.num_heads),
+                *(config.dim // config.num_heads, (none, none)),
+            )
+            for start, stop in itertools.pairwise(bounds)
+            if stop > start
+        ]
+        self._on_cpu = [part for part in parts if part is not None]
+
+    @property
+    def runs_by_library(self) -> bool:
+        return bool(self._on_cpu)
+
+    def forward(self, levels_PCFYX: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """[N, K, W] of uint8 patches of `rows` and `columns`.
+
+        The first feature is the embedding, the others go to the first layers of the text model.
+        """
+        config = self._config
+        values_PV = patch_values(levels_PCFYX, config).to(self.pos_embed.dtype)
+        place_P2 = places(rows, columns, config.merge).to(values_PV.device)
+        x_PD = self.patch_embed(values_PV) + self._positions(place_P2, (rows, columns))
+        tapped, last_PD = self._encode(x_PD, self._angles(place_P2))
+        mergers = zip(self.deepstack_merger_list, tapped, strict=True)
+        return torch.stack([self.merger(last_PD), *(merge(x) for merge, x in mergers)], dim=1)
+
+    def _encode(
+        self, x_PD: torch.Tensor, angles: Angles
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Residual streams after each tap, and after the last block."""
+        tapped = list[torch.Tensor]()
+        if self._on_cpu:
+            dtype, x_PD = x_PD.dtype, x_PD.float()
+            for part in self._on_cpu:
+                x_PD = part.whole(x_PD, angles)
+                tapped.append(x_PD.to(dtype))
+            return tapped[: len(self._config.taps)], tapped[-1]
+        y_PD = None
+        for index, block in enumerate(self.blocks):
+            x_PD, y_PD = block(x_PD, y_PD, angles)
+            if index in self._config.taps:
+                x_PD, y_PD = (x_PD if y_PD is None else x_PD + y_PD), None
+                tapped.append(x_PD.clone())
+        return tapped, x_PD if y_PD is None else x_PD + y_PD
+
+    def _positions(self, place_P2: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
+        """[P, D]: learned positions, interpolated linearly from the corners of the grid."""
+        grid = self._config.grid
+        side_2 = torch.tensor(sides, device=place_P2.device)
+        at_P2 = place_P2.float() * (grid - 1) / (side_2 - 1).clamp(min=1)
+        low_P2 = at_P2.floor()
+        share_P2 = at_P2 - low_P2
+        index_P2 = low_P2.long()
+        total_PD = torch.zeros((), dtype=torch.float32, device=place_P2.device)
+        for corner in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            step_2 = torch.tensor(corner, device=place_P2.device)
+            row_P, column_P = (index_P2 + step_2).clamp(max=grid - 1).unbind(1)
+            weight_P1 = torch.where(step_2 == 1, share_P2, 1 - share_P2).prod(1, keepdim=True)
+            total_PD = total_PD + self.pos_embed[row_P * grid + column_P] * weight_P1
+        return total_PD.to(self.pos_embed.dtype)
+
+    def _angles(self, place_P2: torch.Tensor) -> Angles:
+        """Rotations by row in the first half of the pairs, by column in the second."""
+        pairs = self._config.dim // self._config.num_heads // 4
+        exponent_R = torch.arange(pairs, dtype=torch.float32, device=place_P2.device) / pairs
+        angle_PR = (place_P2[..., None].float() * (1.0 / _THETA**exponent_R)).flatten(1)
+        return angle_PR.cos(), angle_PR.sin()
+
+
+def places(rows: int, columns: int, merge: int) -> torch.Tensor:
+    """[P, 2] int64: row and column of each patch, token by token."""
+    row_YX, column_YX = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    blocks = rows // merge, merge, columns // merge, merge
+    ordered = (each.reshape(blocks).transpose(1, 2).flatten() for each in (row_YX, column_YX))
+    return torch.stack([*ordered], dim=1)
+
+
+def patch_values(levels_PCFYX: torch.Tensor, config: VisionConfig) -> torch.Tensor:
+    """[P, V] float32, normalised as in training; the one frame of an image stands for both."""
+    device = levels_PCFYX.device
+    level_L = (torch.arange(256, dtype=torch.float64, device=device) * (1 / 255)).float()
+    mean_C1, std_C1 = (
+        torch.tensor(each, dtype=torch.float32, device=device)[:, None]
+        for each in (config.mean, config.std)
+    )
+    table_CL = (level_L - mean_C1) / std_C1
+    first_C = torch.arange(3, dtype=torch.int32, device=device) * 256
+    index = levels_PCFYX.int() + first_C[:, None, None, None]
+    values = table_CL.flatten().index_select(0, index.flatten()).view(levels_PCFYX.shape)
+    both = values.expand(-1, -1, _FRAMES, -1, -1) if values.shape[2] == 1 else values
+    return both.flatten(1)

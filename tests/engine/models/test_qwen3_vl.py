@@ -1,0 +1,570 @@
+"""Qwen3-VL as transformers computes it, and the boxes that it writes.
+
+Its published weights are not at hand: all are random.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
+from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, VisualRows
+from legato_engine.models.qwen3_vl.config import VisionConfig
+from legato_engine.models.qwen3_vl.processor import joined, patched
+from legato_engine.models.qwen3_vl.vision import patch_values
+from legato_engine.models.registry import resolve
+from legato_engine.sequence import SampledToken
+from legato_engine.types import (
+    CachedImageRef,
+    CaptionSpec,
+    DetectSpec,
+    FinishReason,
+    ImagePlace,
+    ImagePoint,
+    ImageProperties,
+    PointSpec,
+    QuerySpec,
+    Request,
+    RequestKey,
+    SegmentSpec,
+    Turn,
+)
+from PIL import Image
+
+from tests.engine.models import against_transformers as same
+from tests.engine.models import hub_folder
+from tests.engine.models.paged_session import PagedSession
+
+SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>")
+VOCABULARY = hub_folder.byte_level_tokenizer(also=SPECIALS)
+TOKENS = {
+    f"{name}_token_id": VOCABULARY.token_to_id(text)
+    for name, text in zip(("vision_start", "vision_end", "image", "video"), SPECIALS, strict=False)
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": hub_folder.VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5_000_000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 60,
+    "num_heads": 2,
+    "num_position_embeddings": 49,
+    "deepstack_visual_indexes": [0, 2],
+    "out_hidden_size": 96,
+}
+SIZES = {"size": {"shortest_edge": 2 * 32**2, "longest_edge": 16 * 32**2}}
+SHAPES = ((33, 61), (200, 40), (100, 100), (31, 190))
+"""Heights and widths of images, none of them whole tokens."""
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for content in message.content %}"
+    "{% if content.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template with parts of contents, as the published one."""
+
+
+def config(*, text=TEXT, vision=VISION, **fields):
+    """A small model; tokens are those of the tokenizer."""
+    from transformers import Qwen3VLConfig  # takes seconds, not needed by most
+
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **(TOKENS | fields))
+
+
+def write(folder, configuration, **files):
+    """Write a folder; return transformers' model."""
+    theirs = hub_folder.write(folder, configuration, tokenizer=VOCABULARY, **files)
+    (folder / "preprocessor_config.json").write_text(json.dumps(SIZES))
+    return theirs
+
+
+def noise(height, width, seed=0):
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(levels)
+
+
+def prepared(frontend, *shapes):
+    """Images of these heights and widths."""
+    info = ImageProperties(image_id="i", width=1, height=1, cache_hit=False)
+    return [
+        frontend.prepare_image(noise(shape[0], shape[1], seed), f"key {seed}", info)
+        for seed, shape in enumerate(shapes)
+    ]
+
+
+def task_of(frontend, spec, images=(), **fields):
+    image = CachedImageRef(image_id="i") if images else None
+    return frontend.make_task(
+        Request(request_id=RequestKey("r"), task=spec, image=image, **fields), images
+    )
+
+
+def logits_of(theirs, bundle, task, after=()):
+    """[T, V] of transformers' model, for a prompt and tokens after it."""
+    theirs.model.rope_deltas = None  # else those of an earlier prompt
+    ids = torch.tensor([[*(token.token_id for token in task.prompt), *after]])
+    inputs: dict[str, Any] = {}
+    visual = [] if task.visual is None else [each.pixels for each in task.visual.images]
+    values = [
+        patch_values(torch.from_numpy(each.levels_PCFYX), bundle.config.vision) for each in visual
+    ]
+    kinds = {1: ("pixel_values", "image_grid_thw"), 2: ("pixel_values_videos", "video_grid_thw")}
+    for frames, (name, grid) in kinds.items():
+        mine = [at for at, each in enumerate(visual) if each.levels_PCFYX.shape[2] == frames]
+        if mine:
+            inputs[name] = torch.cat([values[at] for at in mine])
+            inputs[grid] = torch.tensor([[1, visual[at].rows, visual[at].columns] for at in mine])
+    if inputs:
+        is_image, is_video = (
+            ids == token for token in (bundle.config.image_token, bundle.config.video_token)
+        )
+        inputs["mm_token_type_ids"] = is_image.int() + 2 * is_video.int()
+    return theirs(ids, **inputs).logits[0]
+
+
+class Row:
+    """A prompt with images in the pages of one row."""
+
+    def __init__(self, model, task):
+        self.model, self.visual = model, task.visual
+        self.ids_T = torch.tensor([token.token_id for token in task.prompt])
+        self.pages_M = torch.tensor(list(range(1, 2 + model.max_context // 16)))
+        self.kv = PagedSession(model).kv
+        images = [] if task.visual is None else task.visual.images
+        self.features = [model.encode_image(each) for each in images]
+
+    def prefill(self, start, stop):
+        """[T, D] of a part of the prompt."""
+        rows = None
+        if self.visual is not None:
+            indices, features = [torch.zeros(0, dtype=torch.int64)], [self.features[0][:0]]
+            for span in self.visual.prompt.spans:
+                first, last = max(span.start, start), min(span.start + span.length, stop)
+                if first < last:
+                    indices.append(torch.arange(first - start, last - start))
+                    part = slice(first - span.start, last - span.start)
+                    features.append(self.features[span.index][part])
+            rope_3T = torch.from_numpy(self.visual.prompt.rope_3P[:, start:stop])
+            rows = VisualRows(rope_3T, torch.cat(indices), torch.cat(features))
+        x_TD = self.model.embed(self.ids_T[start:stop], torch.zeros(stop - start, 2))
+        span = PrefillSpan(start, self.pages_M, bidirectional=False, visual=rows)
+        return self.model.prefill(x_TD, span, self.kv)
+
+    def decode(self, token_id, position):
+        """[1, D] of a token; the next row is padding."""
+        offset_B = None
+        if self.visual is not None:
+            offset_B = torch.tensor([self.visual.prompt.rope_offset, 0])
+        tables_BM = torch.stack([self.pages_M, torch.zeros_like(self.pages_M)])
+        batch = DecodeBatch(torch.tensor([position, 0]), tables_BM, rope_offset_B=offset_B)
+        x_BD = self.model.embed(torch.tensor([token_id, 5]), torch.zeros(2, 2))
+        return self.model.decode(x_BD, batch, self.kv)[:1]
+
+
+def check_logits(model, theirs, bundle, task, *, cut, steps=8):
+    """Compare a prompt at once, in parts and followed by tokens."""
+    after, length = [*range(20, 20 + steps)], len(task.prompt)
+    cuts = [*range(0, length, cut), length]
+    with torch.inference_mode():
+        expected_TV = logits_of(theirs, bundle, task, after)
+        whole, row = Row(model, task).prefill(0, length), Row(model, task)
+        found = [row.prefill(*part) for part in itertools.pairwise(cuts)]
+        found += [row.decode(token, length + at) for at, token in enumerate(after)]
+        errors = [
+            same.relative_error(model.logits(whole), expected_TV[:length]),
+            same.relative_error(model.logits(torch.cat(found)), expected_TV),
+        ]
+    assert max(errors) < same.TOLERANCE, errors
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "as 2B": ({}, {}, {"tie_word_embeddings": True}),
+    "heads of 36": ({}, {"hidden_size": 72}, {}),
+    "taps of all layers": ({}, {"deepstack_visual_indexes": [0, 1, 3]}, {}),
+}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(tmp_path, kind, kernels):
+    """Prefill at once and in parts that cut images, and decode, with up to four images."""
+    text, vision, fields = KINDS[kind]
+    theirs = write(tmp_path, config(text=TEXT | text, vision=VISION | vision, **fields))
+    bundle = resolve("qwen3-vl", weights=str(tmp_path))
+    model = bundle.load(same.CPU, torch.float32, cpu_kernels=kernels)
+    for count in (0, 1, 4):
+        images = prepared(bundle.frontend, *SHAPES[:count])
+        task = task_of(bundle.frontend, QuerySpec(question="why is it?"), images)
+        assert (task.visual is None) == (count == 0)
+        check_logits(model, theirs, bundle, task, cut=19)
+
+
+def test_logits_at_the_published_widths_are_those_of_transformers(tmp_path):
+    """One layer of each kind, as in the model with 2 billion parameters."""
+    text = TEXT | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [24, 20, 20]},
+    }
+    vision = VISION | {
+        "depth": 1,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "num_position_embeddings": 48**2,
+        "deepstack_visual_indexes": [0],
+        "out_hidden_size": 2048,
+    }
+    theirs = write(tmp_path, config(text=text, vision=vision, tie_word_embeddings=True))
+    bundle = resolve("qwen3-vl", weights=str(tmp_path))
+    model = bundle.load(same.CPU, torch.float32)
+    images = prepared(bundle.frontend, *SHAPES[:2])
+    task = task_of(bundle.frontend, QuerySpec(question="what is it?"), images)
+    check_logits(model, theirs, bundle, task, cut=30, steps=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder of a small model with a template of its own, and transformers' model."""
+    folder = tmp_path_factory.mktemp("qwen3-vl")
+    return folder, write(folder, config(tie_word_embeddings=True), chat=CHAT)
+
+
+def test_greedy_answers_are_those_of_transformers(small):
+    """Many prompts in one batch, each with up to four images of odd sizes, some of them shared."""
+    generator = random.Random(7)
+    asked, bundle = same.questions(300), resolve("qwen3-vl", weights=str(small[0]))
+    with same.Engine("qwen3-vl", small[0], max_running=16, max_waiting=300) as engine:
+        frontend = engine.assembly.frontend
+        shapes = [(generator.randrange(9, 150), generator.randrange(9, 150)) for _ in range(40)]
+        pool = prepared(frontend, *shapes)
+        images = [generator.sample(pool, index % 5) for index in range(len(asked))]
+        answers = engine.ask(asked, images=images, max_tokens=6, temperature=0.0)
+        for index, question in enumerate(asked):
+            task = task_of(frontend, QuerySpec(question=question), images[index])
+            chosen = answers.tokens[str(index)]
+            with torch.inference_mode():
+                logits_TV = logits_of(small[1], bundle, task, chosen[:-1])
+            assert logits_TV[len(task.prompt) - 1 :].argmax(-1).tolist() == chosen, index
+
+
+@pytest.fixture(scope="module")
+def frontend(small):
+    frontend: Any = resolve("qwen3-vl", weights=str(small[0])).frontend
+    frontend.check()
+    return frontend
+
+
+def test_a_clip_has_the_logits_of_a_video(small):
+    """Two frames of a size share their tokens; a third one stands for both of its pair."""
+    bundle = resolve("qwen3-vl", weights=str(small[0]))
+    images = prepared(bundle.frontend, (64, 96), (64, 96), (64, 96), (99, 40))
+    places = (*(ImagePlace(time=time) for time in (0.0, 0.5, 1.0)), ImagePlace(offset=4))
+    task = task_of(bundle.frontend, QuerySpec(question="say why", places=places), images)
+    assert text_of(task.prompt) == (
+        "<|im_start|>user\n<0.2 seconds><|vision_start|>6 x <|video_pad|><|vision_end|>"
+        "<1.0 seconds><|vision_start|>6 x <|video_pad|><|vision_end|>"
+        "say <|vision_start|>3 x <|image_pad|><|vision_end|>why<|end|>\n<|im_start|>assistant\n"
+    )
+    model = bundle.load(same.CPU, torch.float32)
+    check_logits(model, small[1], bundle, task, cut=21)
+
+
+def text_of(prompt):
+    """Return the text of a prompt; tokens of images are counted."""
+    runs = itertools.groupby(prompt, lambda token: (token.token_id, token.payload))
+    parts = []
+    for (token_id, payload), run in runs:
+        text, count = VOCABULARY.id_to_token(token_id), len([*run])
+        parts.append(f"{count} x {text}" if payload != (0.0, 0.0) else text * count)
+    return "".join(parts).replace("\u0120", " ").replace("\u010a", "\n")
+
+
+# ---------------------------------------------------------------- prepared images
+
+
+SIDES = st.integers(1, 700)
+
+
+@given(SIDES, SIDES)
+@settings(max_examples=60, deadline=None)
+def test_patches_and_grids_are_those_of_transformers(frontend, height, width):
+    """They are equal in all bits, from an image of a pixel on; thin images are refused by both."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    said: dict[str, Any] = {
+        **SIZES,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "patch_size": 16,
+    }
+    processor = Qwen2VLImageProcessorPil(**said)
+    if max(height, width) > 200 * min(height, width):
+        for refused, prepare in (
+            ((InvalidField, "too thin"), lambda: prepared(frontend, (height, width))),
+            ((ValueError, "aspect ratio"), lambda: processor(noise(height, width))),
+        ):
+            with pytest.raises(refused[0], match=refused[1]):
+                prepare()
+        return
+    (image,) = prepared(frontend, (height, width))
+    theirs = processor(noise(height, width), return_tensors="pt")
+    values_PV = patch_values(torch.from_numpy(image.pixels.levels_PCFYX), VISION_SIZES)
+    assert theirs["image_grid_thw"].tolist() == [[1, image.pixels.rows, image.pixels.columns]]
+    assert torch.equal(values_PV, theirs["pixel_values"])
+
+
+VISION_SIZES = VisionConfig(dim=8, ff_dim=8, num_layers=1, num_heads=1, grid=2, taps=())
+
+
+def test_patches_of_frames_are_those_of_transformers():
+    """Two frames of a size make the patches of a video of two."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    frames = [noise(256, 320, seed) for seed in range(2)]
+    ours = joined(*(patched(frame, VISION_SIZES) for frame in frames))
+    pixels_FCHW = torch.stack([torch.from_numpy(np.array(each)) for each in frames]).permute(
+        0, 3, 1, 2
+    )
+    video = ((pixels_FCHW.double() / 255).float() - 0.5) / 0.5
+    theirs, *grid = Qwen3VLVideoProcessor().patchify(video[None], 16, 2, 2)
+    assert grid == [1, ours.rows, ours.columns]
+    assert torch.equal(patch_values(torch.from_numpy(ours.levels_PCFYX), VISION_SIZES), theirs[0])
+
+
+def test_one_image_leaves_room_for_others(small):
+    """It takes at most a quarter of the context, whatever the limits of its pixels."""
+    bundle = resolve("qwen3-vl", weights=str(small[0]), max_context=40)
+    (image,) = prepared(bundle.frontend, (400, 400))
+    assert image.pixels.rows * image.pixels.columns // 4 <= 10
+    task, clip = QuerySpec(question="?"), [ImagePlace(time=float(second)) for second in range(8)]
+    bundle.frontend.check_images(task, [(400, 400)] * 4)
+    bundle.frontend.check_images(msgspec.structs.replace(task, places=clip), [(400, 400)] * 8)
+    with pytest.raises(PromptTooLong, match="context has 40"):
+        bundle.frontend.check_images(task, [(400, 400)] * 5)
+    with pytest.raises(InvalidField, match="too thin"):
+        bundle.frontend.check_images(task, [(4000, 3)])
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_are_those_of_transformers(small, frontend):
+    """Images are in the same places of a conversation with a system message."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(small[0] / "tokenizer.json"))
+    images = prepared(frontend, *SHAPES[:3])
+    messages: list[Any] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "image"}, text("the cat"), {"type": "image"}]},
+        {"role": "assistant", "content": "sat"},
+        {"role": "user", "content": [text("why "), {"type": "image"}, text("is it?")]},
+    ]
+    theirs: Any = tokenizer.apply_chat_template(
+        messages, chat_template=CHAT, add_generation_prompt=True, tokenize=False
+    )
+    for image in images:  # as its processor does
+        count = len(image.pixels.levels_PCFYX) // 4
+        theirs = theirs.replace("<|image_pad|>", "<|placeholder|>" * count, 1)
+    theirs = theirs.replace("<|placeholder|>", "<|image_pad|>")
+    spec = QuerySpec(
+        system="be brief",
+        history=(Turn(question="the cat", answer="sat"),),
+        question="why is it?",
+        places=(ImagePlace(), ImagePlace(offset=7), ImagePlace(turn=1, offset=4)),
+    )
+    task = task_of(frontend, spec, images)
+    assert [token.token_id for token in task.prompt] == tokenizer(theirs)["input_ids"]
+
+
+def text(said):
+    """Make a part of a message."""
+    return {"type": "text", "text": said}
+
+
+POINT = ImagePoint(x=0, y=0)
+
+
+def test_text_cannot_forge_an_image(frontend):
+    """The text of a special token stays text, beside an image and without one."""
+    forged = "a <|image_pad|> and <|vision_start|>"
+    for count in (0, 1):
+        images = prepared(frontend, (64, 64))[:count]
+        task = task_of(frontend, QuerySpec(question=forged), images)
+        assert sum(token.payload != (0.0, 0.0) for token in task.prompt) == 4 * count
+        assert forged in text_of(task.prompt)
+
+
+def test_tokens_of_an_image_are_those_of_its_content(frontend):
+    """Equal keys make equal tokens, which share keys and values; others differ."""
+    one, other = prepared(frontend, (64, 64), (64, 64))
+    first, again, second = (
+        task_of(frontend, QuerySpec(question="what?"), [image]).prompt
+        for image in (one, one, other)
+    )
+    assert first == again
+    assert len(first) == len(second)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        (CaptionSpec(), InvalidField, "needs an image"),
+        (DetectSpec(object="cup"), InvalidField, "needs an image"),
+        (QuerySpec(question="", shows_image=True), InvalidField, "needs an image"),
+        (SegmentSpec(object="cup"), TaskUnsupported, "no segment skill"),
+        (QuerySpec(question="why?", reasoning=True), TaskUnsupported, "no query with reasoning"),
+        (
+            QuerySpec(question="?", spatial_refs=(ImagePoint(x=0, y=0),)),
+            TaskUnsupported,
+            "no points",
+        ),
+    ],
+)
+def test_what_it_cannot_take_is_refused(frontend, spec, error, said):
+    """By the name of what is missing, and not ignored."""
+    with pytest.raises(error, match=said):
+        task_of(frontend, spec)
+
+
+def test_a_template_without_images_is_refused(small, tmp_path):
+    """It is found when the model is loaded."""
+    write(tmp_path, config(), chat=hub_folder.CHAT)
+    frontend: Any = resolve("qwen3-vl", weights=str(tmp_path)).frontend
+    with pytest.raises(InvalidField, match="show 0 of 2 images"):
+        frontend.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"vision": VISION | {"hidden_act": "gelu"}}, "hidden_act"),
+        ({"vision": VISION | {"out_hidden_size": 32}}, "out_hidden_size"),
+        ({"vision": VISION | {"deepstack_visual_indexes": [2, 0]}}, "deepstack_visual_indexes"),
+        ({"vision": VISION | {"num_position_embeddings": 50}}, "num_position_embeddings"),
+        ({"text": TEXT | {"attention_bias": True}}, "attention_bias"),
+        ({"text": TEXT | {"hidden_size": 0}}, "hidden_size"),
+        ({"image_token_id": hub_folder.VOCABULARY}, "image_token_id"),
+    ],
+)
+def test_settings_that_are_not_implemented_are_refused(tmp_path, fields, said):
+    """Other logits would be computed."""
+    (tmp_path / "config.json").write_text(json.dumps(config(**fields).to_dict()))
+    with pytest.raises(InvalidField, match=said):
+        resolve("qwen3-vl", weights=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "said", [{"patch_size": 14}, {"size": {"longest_edge": 9}}, {"image_std": [0.5, 0.5, 0]}]
+)
+def test_preparations_that_are_not_implemented_are_refused(small, tmp_path, said):
+    """Images would be other ones than in training."""
+    (tmp_path / "config.json").write_bytes((small[0] / "config.json").read_bytes())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    with pytest.raises(InvalidField, match=r"preprocessor_config\.json"):
+        resolve("qwen3-vl", weights=str(tmp_path))
+
+
+# ---------------------------------------------------------------- boxes
+
+
+def answered(frontend, spec, answer):
+    """A task that has read an answer, each token of which its grammar allowed, and its events."""
+    task = task_of(frontend, spec, prepared(frontend, (64, 64)))
+    events: list[Any] = []
+    for token_id in TextTokenizer(VOCABULARY).encode(answer):
+        if task.finish_reason is not None:
+            break
+        assert task.grammar.allows(token_id), (answer, token_id)
+        events += task.consume(SampledToken(token_id, (0.0, 0.0)))
+    return task, events
+
+
+NUMBERS = st.lists(st.lists(st.integers(0, 1000), min_size=4, max_size=4), max_size=4)
+LABELS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=9).filter(
+    str.strip
+)
+
+
+@given(NUMBERS, LABELS, st.booleans(), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_boxes_are_read_from_any_json_of_the_grammar(frontend, numbers, label, fenced, spread):
+    """Each once its brackets close, between 0 and 1, its corners in order, whatever the label."""
+    label = label.strip()
+    blank = "\n\t" if spread else ""
+    items = [json.dumps({"bbox_2d": each, "label": label}, ensure_ascii=False) for each in numbers]
+    answer = "[" + blank + ("," + blank).join(items) + blank * bool(items) + "]"
+    answer = f"```json\n{answer}\n```" if fenced else answer
+    task, events = answered(frontend, DetectSpec(object=label), answer)
+    assert task.finish_reason is FinishReason.STOP
+    result = task.result(FinishReason.STOP)
+    assert result.objects == tuple(events)
+    assert [each.label for each in events] == [label] * len(numbers)
+    for (x, y, to_x, to_y), event in zip(numbers, events, strict=True):
+        low, high = (min(x, to_x), min(y, to_y)), (max(x, to_x), max(y, to_y))
+        box = event.box
+        assert (box.x_min, box.y_min) == tuple(each / 1000 for each in low)
+        assert (box.x_max, box.y_max) == tuple(each / 1000 for each in high)
+
+
+def test_points_end_at_the_most_that_are_wanted(frontend):
+    """The last one ends the task, before its label."""
+    point = '{"point_2d": [250, 1000], "label": "cup"}'
+    spec = PointSpec(object="cup", max_objects=2)
+    task, events = answered(frontend, spec, f"[{point},{point},{point}]")
+    assert task.finish_reason is FinishReason.MAX_OBJECTS
+    assert task.result(FinishReason.MAX_OBJECTS).points == tuple(events)
+    assert [event.point for event in events] == [ImagePoint(x=0.25, y=1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    "answer", ['[{"bbox_2d": [1, 2, 3, 1001]', '[{"bbox_2d": [01', '[{"point_2d"', "[ \n \n \n"]
+)
+def test_the_grammar_allows_nothing_else(frontend, answer):
+    """Neither numbers beyond the image, nor other objects, nor blanks without end."""
+    with pytest.raises(AssertionError):
+        answered(frontend, DetectSpec(object="cup"), answer)
+
+
+def test_boxes_in_an_answer_to_a_question_stay_text(frontend):
+    """Only detection reads them."""
+    answer = '[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]'
+    task = task_of(frontend, QuerySpec(question="boxes?"), prepared(frontend, (64, 64)))
+    for token_id in TextTokenizer(VOCABULARY).encode(answer):
+        task.consume(SampledToken(token_id, (0.0, 0.0)))
+    assert task.result(FinishReason.STOP).answer == answer
