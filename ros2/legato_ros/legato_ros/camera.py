@@ -208,8 +208,9 @@ class Camera:
             return
         now_ns = self._node.get_clock().now().nanoseconds
         by_arrival = settings.by_arrival
-        if self._monitor.note(message, now_ns, settings.jump, by_arrival=by_arrival):
-            self._renew()
+        jumped_back = self._monitor.note(message, now_ns, settings.jump, by_arrival=by_arrival)
+        if jumped_back and self._depth is not None:
+            self._depth.reset()
         self._number += 1
         frame = images.captured(message, self._number, by_arrival=by_arrival)
         self.newest = dataclasses.replace(frame, read=lambda: self._read(frame))
@@ -223,13 +224,6 @@ class Camera:
         except ValueError as error:
             self._monitor.note_problem("unreadable", str(error))
             raise
-
-    def _renew(self) -> None:
-        """Begin anew after a jump back: tracks and depth would wait for the old stamps."""
-        if self._feed is not None:
-            self._feed.renew()
-        if self._depth is not None:
-            self._depth.reset()
 
     # ------------------------------------------------------------ results
 

@@ -125,7 +125,7 @@ class DepthTopics:
                 del self._depths[older]
             if matched is None:
                 self._results[stamp] = answered
-                self._note_lost(self._results)
+                self._note_lost()
         if matched is not None:
             self._submit(answered, *matched)
 
@@ -159,9 +159,9 @@ class DepthTopics:
         while (work := self._work.get()) is not None:
             self._lift(*work)
 
-    def _note_lost(self, results: collections.OrderedDict[int, AnsweredFrame]) -> None:
-        if len(results) > _WAITING:
-            results.popitem(last=False)
+    def _note_lost(self) -> None:
+        if len(self._results) > _WAITING:
+            self._results.popitem(last=False)
             self.monitors[0].note_problem(
                 "images without depth", "no depth and intrinsics match the image's stamp"
             )

@@ -396,17 +396,12 @@ class Feed:
         other change opens another session.
         """
         before, self._settings = self._settings, settings
-        if dataclasses.replace(before, tasks=settings.tasks) != settings:
-            self.renew()
-        else:
-            for session in self._sessions[-1:]:
-                session.update_tasks(settings)
-            self._mailbox.nudge()
-
-    def renew(self) -> None:
-        """Continue in another session, as after stamps that have jumped back; thread-safe."""
+        asks_only = dataclasses.replace(before, tasks=settings.tasks) == settings
         for session in self._sessions[-1:]:
-            session.is_leaving = True
+            if asks_only:
+                session.update_tasks(settings)
+            else:
+                session.is_leaving = True
         self._mailbox.nudge()
 
     def finish(self) -> None:

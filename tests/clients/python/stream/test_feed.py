@@ -243,7 +243,7 @@ def test_a_track_outlives_its_session(play, server):
 
 
 def test_other_tasks_are_asked_in_the_same_session(play, server):
-    """From the next image on; any other setting, or a renewal, takes another session."""
+    """From the next image on; any other setting takes another session."""
     played = play()
 
     def ask(number):
@@ -256,8 +256,6 @@ def test_other_tasks_are_asked_in_the_same_session(play, server):
     assert ask(1) == (["long"], 1)
     played.feed.change(FeedSettings(TASKS, name="other"))
     assert ask(2) == (["caption", "short"], 2)
-    played.feed.renew()
-    assert ask(3) == (["caption", "short"], 3)
     played.feed.finish()
     assert played.join().lost == 0
 
