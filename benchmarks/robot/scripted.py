@@ -23,15 +23,15 @@ from legato_engine.null.engine import NullEngine, NullImages
 from legato_engine.null.model import IMAGE_TOKENS, NullModel
 from legato_engine.null.scripted_output import ScriptedOutput
 from legato_engine.types import (
-    Box,
-    DetectResult,
-    DetectTask,
+    DetectOutput,
+    DetectSpec,
     Event,
     FinishReason,
-    ImageInfo,
+    ImageBox,
+    ImageProperties,
     ObjectEvent,
     Request,
-    TextDelta,
+    TextEvent,
 )
 from legato_service.engines.devices import make_engines
 
@@ -50,12 +50,12 @@ class SeenImages(NullImages):
         self._digests: dict[str, str] = {}  # by image id
         self.latest = ""
 
-    def find_or_load(self, source: Any, *, tenant: str, keep: bool) -> ImageInfo:
+    def find_or_load(self, source: Any, *, tenant: str, keep: bool) -> ImageProperties:
         image = super().find_or_load(source, tenant=tenant, keep=keep)
         self.latest = self._digests.get(image.image_id, "")
         return image
 
-    def _load(self, source: Any, view: memoryview, **how: Any) -> ImageInfo:
+    def _load(self, source: Any, view: memoryview, **how: Any) -> ImageProperties:
         image = super()._load(source, view, **how)
         self._digests[image.image_id] = digest(view)
         return image
@@ -71,7 +71,7 @@ class TruthModel(NullModel):
 
     def answer(self, request: Request) -> tuple[int, ScriptedOutput]:
         task, boxes = request.task, self._truth.get(self._images.latest)
-        if not isinstance(task, DetectTask) or boxes is None:
+        if not isinstance(task, DetectSpec) or boxes is None:
             return super().answer(request)
         rng = np.random.default_rng(int(self._images.latest[:8], 16))
         found = tuple(
@@ -79,17 +79,17 @@ class TruthModel(NullModel):
             for box in boxes.get(task.object, ())
             if rng.random() >= MISSED
         )
-        events: tuple[Event, ...] = (*[TextDelta(text="")] * _STEPS, *found)
-        whole, words = DetectResult(objects=found), len(task.object.split())
+        events: tuple[Event, ...] = (*[TextEvent(text="")] * _STEPS, *found)
+        whole, words = DetectOutput(objects=found), len(task.object.split())
         output = ScriptedOutput(task, events, FinishReason.STOP, whole, 0, words)
         return 1 + IMAGE_TOKENS + words, output
 
 
-def _inexact(edges: list[float], rng: np.random.Generator) -> Box:
+def _inexact(edges: list[float], rng: np.random.Generator) -> ImageBox:
     exact = np.array(edges)
     noisy = exact + rng.normal(size=4) * JITTER * np.tile(exact[2:] - exact[:2], 2)
     left, top, right, bottom = map(float, np.clip(noisy, 0, 1))
-    return Box(x_min=left, y_min=top, x_max=max(left, right), y_max=max(top, bottom))
+    return ImageBox(x_min=left, y_min=top, x_max=max(left, right), y_max=max(top, bottom))
 
 
 class TruthEngine(NullEngine):
