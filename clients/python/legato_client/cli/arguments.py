@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import re
 import socket
 import stat
 import sys
@@ -330,15 +331,16 @@ def readable_options() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_options(args: argparse.Namespace, image: str | None = None) -> Iterator[None]:
-    """Let the server's complaints name the image's file or the option, not the contract's field."""
+def naming_options(args: argparse.Namespace, images: Sequence[str] = ()) -> Iterator[None]:
+    """Let the server's complaints name an image's file or the option, not the contract's field."""
     try:
         yield
     except InvalidArgument as error:
         for violation in error.field_violations[:1]:
             name = violation.field.rpartition(".")[2]
-            if violation.field.startswith("image") and image:
-                error.message = f"{image}: {violation.description}"
+            of_image = re.match(r"(?:task\.query\.)?image(?:s\[(\d+)\])?(?!\w)", violation.field)
+            if of_image and images:
+                error.message = f"{images[int(of_image[1] or 0)]}: {violation.description}"
             elif name in vars(args):
                 error.message = f"--{name.replace('_', '-')}: {violation.description}"
         raise

@@ -43,28 +43,28 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.stream and terminal.json_output:
         raise CommandError("--stream and --json exclude each other", ExitCode.USAGE)
-    if args.output is not None and args.image is None:
-        raise CommandError("--output needs an image to draw on", ExitCode.USAGE)
+    if args.output is not None and len(args.image) != 1:
+        raise CommandError("--output needs one image to draw on", ExitCode.USAGE)
     if args.output is not None:
         check_output(args.output)
-    image = None if args.image is None else arguments.read_image(args.image)
+    images = [arguments.read_image(name) for name in args.image]
     streaming = terminal.is_interactive if args.stream is None else args.stream
     printer = show.EventPrinter(terminal)
     watch = printer.show if streaming else None
     with arguments.connect(args) as client, arguments.naming_options(args, args.image):
-        result = ask(client, image, task_of(args), arguments.options_of(args), watch)
+        result = ask(client, images or None, task_of(args), arguments.options_of(args), watch)
         if not streaming:
             show.show_result(terminal, result)
         show.show_notice(terminal, client)
-    if args.output is not None and image is not None:
-        save(args.output, image, result)
+    if args.output is not None:
+        save(args.output, images[0], result)
         terminal.line(f"saved {args.output}")
     terminal.document(document(result))
 
 
 def ask(
     client: Client,
-    image: bytes | None,
+    image: bytes | list[bytes] | None,
     task: Task,
     options: Options,
     watch: Callable[[Event], None] | None,
@@ -115,12 +115,14 @@ def save(path: Path, image: bytes, *results: Result) -> None:
 def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None:
     """Add an argument for each field of the skill's task."""
     if skill is skills.QUERY:
-        parser.add_argument("image", nargs="?", help=f"{_IMAGE}; may be left out")
+        parser.add_argument(
+            "image", nargs="*", help=f"{_IMAGE}; none, or several for a model that takes them"
+        )
         parser.add_argument("question", type=arguments.text, help="question to answer")
         parser.add_argument("--reasoning", action="store_true", help=REASONING)
         arguments.add_format_options(parser)
         return
-    parser.add_argument("image", help=_IMAGE)
+    parser.add_argument("image", nargs=1, help=_IMAGE)
     if skill.takes("length"):
         parser.add_argument(
             "--length", choices=skill.choices, default="normal", help="length of the caption"

@@ -60,6 +60,21 @@ def test_other_tasks(legato, image, words, shown, stream):
     assert shown in out
 
 
+def test_several_images(legato, server, image):
+    """All words but the last are images, and a complaint about one names its file."""
+    assert legato("query", image, image, "which?")[0] == 0
+    asked = server.last("Generate")
+    assert [bool(each.image.encoded.data) for each in asked.task.query.images] == [True, True]
+    assert not asked.HasField("image")
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field="task.query.images[1].image.encoded.data", description="is truncated"
+    )
+    bad = error_details_pb2.BadRequest(field_violations=[violation])
+    server.script["Generate"].append(failure(Code.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", bad))
+    _, _, err = legato("query", image, image, "which?")
+    assert f"{image}: is truncated" in err
+
+
 def test_formats_reach_the_server(legato, server, tmp_path):
     """Each option is the format of its name; the files are read."""
     schema, grammar = tmp_path / "schema.json", tmp_path / "answer.gbnf"
@@ -141,6 +156,7 @@ def test_json(legato, image, words, key):
     assert set(answer["info"]) == {
         "request_id", "model", "finish_reason", "usage", "timings", "image", "stamp", "tokens",
         "resumptions",
+        "images",
     }  # fmt: skip
     assert answer["info"]["image"]["width"] == 200
 
@@ -234,6 +250,7 @@ def test_json_errors(legato, image, server):
         ("detect", "IMAGE", "cat", "--top-k", "-1"),
         ("detect", "IMAGE", "cat", "--stream", "--json"),
         ("query", "?", "--output", "x.png"),
+        ("query", "IMAGE", "IMAGE", "?", "--output", "x.png"),
         ("nonsense",),
     ],
 )
