@@ -21,12 +21,14 @@ class Health:
 
     def __init__(self, counters: FrameCounters) -> None:
         self._counters = counters
-        self._failed = 0
+        self._failed = self._unreadable = 0
 
     def now(self, engine: str = "") -> tuple[Level, str, dict[str, str]]:
         """Return level, message and values; `engine` is the state that the server reports."""
         totals = self._counters.totals()
         failed, self._failed = totals.failed_tasks - self._failed, totals.failed_tasks
+        unreadable, self._unreadable = totals.unreadable - self._unreadable, totals.unreadable
+        cause = f": {self._counters.problem}" if self._counters.problem else ""
         server = self._counters.server
         if server != "connected":
             level, message = Level.ERROR, f"server {server}"
@@ -35,7 +37,9 @@ class Health:
         elif self._counters.rate("taken") == 0:
             level, message = Level.WARN, "no images"
         elif failed:
-            level, message = Level.WARN, f"{failed} tasks failed"
+            level, message = Level.WARN, f"{failed} tasks failed{cause}"
+        elif unreadable:
+            level, message = Level.WARN, f"{unreadable} images cannot be read{cause}"
         elif totals.age_limit_problem:
             level, message = Level.WARN, totals.age_limit_problem
         elif self._counters.rate("answered") == 0:

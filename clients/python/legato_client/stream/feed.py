@@ -190,7 +190,8 @@ class FeedSession:
         """Convert and send a frame. Raises LegatoError if the session takes no more frames."""
         try:
             image = frame.read()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            self._counters.problem = str(error)
             self._counters.count("unreadable")
             return
         self._last_sequence += 1
@@ -269,8 +270,10 @@ class FeedSession:
             return
         self._on_outcome()
         age = (time.time_ns() - frame.captured_ns) / 1e9
-        failed = sum(isinstance(each, LegatoError) for each in results.values())
-        self._counters.count_answered(age, failed)
+        failures = [each for each in results.values() if isinstance(each, LegatoError)]
+        if failures:
+            self._counters.problem = str(failures[-1])
+        self._counters.count_answered(age, len(failures))
         self._on_answer(AnsweredFrame(frame, results, answer.image, age))
 
     def _renamed(self, answer: FrameResult) -> Result | LegatoError:

@@ -138,6 +138,8 @@ class FrameCounters:
         self._server = "connecting"
         self._on_server = on_server
         self.source = "opening"
+        self.problem = ""
+        """Why the newest unreadable frame was, or the newest task that failed."""
 
     @property
     def server(self) -> str:

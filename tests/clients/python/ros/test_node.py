@@ -80,6 +80,19 @@ def test_failed_tasks_are_told_once():
     assert health.now("serving")[:2] == (Level.OK, "answering")
 
 
+def test_the_cause_of_an_unreadable_image_is_told():
+    """Once, in the period in which it came."""
+    counters = connected()
+    health = Health(counters)
+    counters.count("taken")
+    counters.count_answered(0.1, 0)
+    counters.problem = "640 x 480 rgb8 need 921600 bytes, got 300"
+    counters.count("unreadable")
+    told = "1 images cannot be read: 640 x 480 rgb8 need 921600 bytes, got 300"
+    assert health.now("serving")[:2] == (Level.WARN, told)
+    assert health.now("serving")[:2] == (Level.OK, "answering")
+
+
 def test_an_engine_of_unknown_state_is_no_fault():
     """Its state is told as it is."""
     counters = connected()

@@ -392,6 +392,7 @@ def test_a_image_that_cannot_be_read_is_passed_over(play, server):
     played.offer()
     played.feed.finish()
     assert played.join().unreadable == 1
+    assert played.counters.problem == "no image"
     assert played.numbers == [1]
 
 
