@@ -207,7 +207,7 @@ class VisualInputs:
 
 
 class VisualTask:
-    """Base of a `Task` with images in its prompt."""
+    """Base of a `Task` with images in its prompt; its sequence takes over `visual`."""
 
     visual: VisualInputs | None
 
@@ -330,6 +330,7 @@ class Sequence:
     prefix_key: str | None  # names the image's content; "" without one, None to share nothing
     prefix_length: int  # positions of BOS and image, before the prompt
     prompt: tuple[PromptToken, ...]
+    num_image_tokens: int = 0  # of the prefix or of the prompt
     num_crops: int = 0  # 0 or 1 cannot be encoded in several launches
     inputs: HostInputs = NO_INPUTS
     adapter: SequenceAdapter = dataclasses.field(default_factory=SequenceAdapter)

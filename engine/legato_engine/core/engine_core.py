@@ -92,6 +92,9 @@ class EngineCore:
             return
         if pending.futures:
             self._requests.add(pending)
+        elif pending.awaits_images:  # they were prepared at once
+            self._requests.add(pending)
+            self._place_images(pending)
         else:
             self._schedule(pending)
 

@@ -134,16 +134,11 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
 
 
 def _usage(sequence: Sequence) -> TokenUsage:
-    visual, image_tokens = sequence.inputs.visual, 0
-    if visual is not None:
-        image_tokens = visual.prompt.num_image_tokens
-    elif sequence.request.image is not None:
-        image_tokens = sequence.prefix_length - 1  # all of it but BOS
     return TokenUsage(
         input_tokens=sequence.prompt_length,
         output_tokens=sequence.num_committed,
         cached_tokens=sequence.pages.cached_tokens,
-        image_tokens=image_tokens,
+        image_tokens=sequence.num_image_tokens,
         reasoning_tokens=sequence.task.reasoning_tokens,
     )
 

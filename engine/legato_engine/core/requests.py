@@ -331,13 +331,19 @@ def make_sequence(
     values.
     """
     task = task or frontend.make_task(request)
-    visual = task.visual if isinstance(task, VisualTask) else None
+    prefix_length, visual = frontend.prefix_length(image is not None), None
+    num_image_tokens = prefix_length - 1 if image else 0  # all of the prefix but BOS
+    if isinstance(task, VisualTask) and task.visual is not None:
+        # Moved, because the task outlives the inputs, and would keep the images.
+        visual, task.visual = task.visual, None
+        num_image_tokens = visual.prompt.num_image_tokens
     return Sequence(
         seq_id=0,
         request=request,
         task=task,
         prefix_key=(image.key if image else "") if request.cache_image else None,
-        prefix_length=frontend.prefix_length(image is not None),
+        prefix_length=prefix_length,
+        num_image_tokens=num_image_tokens,
         prompt=task.prompt,
         num_crops=image.num_crops if image else 0,
         inputs=HostInputs(image, adapter, visual),

@@ -20,6 +20,7 @@ from legato_engine.types import (
     FinishReason,
     ImageBox,
     ImagePoint,
+    PointOutput,
     PointSpec,
     QueryOutput,
     QuerySpec,
@@ -89,6 +90,68 @@ def test_query_without_an_image(world):
     (done,) = world.run("r")
     assert done.image is None
     assert done.usage.image_tokens == 0
+
+
+PLACED = pytest.mark.parametrize("assembly", ["random-tiny-vl"], indirect=True, scope="module")
+"""A model with images between the tokens of its prompts."""
+
+
+@PLACED
+@pytest.mark.parametrize(
+    ("task", "count"),
+    [
+        (QuerySpec(question="what?"), 1),
+        (QuerySpec(question="which?"), 3),
+        (CaptionSpec(), 1),
+        (DetectSpec(object="cat", max_objects=2), 1),
+        (PointSpec(object="cat", max_objects=2), 1),
+    ],
+    ids=lambda each: getattr(type(each), "__name__", ""),
+)
+def test_every_task_on_images_within_the_prompt(world, task, count):
+    """Deltas add up to the result, all images are told, and the second time they are shared."""
+    for name in ("first", "again"):
+        first, *more = (world.encoded(png(seed, (70, 90))) for seed in range(count))
+        sampling = SamplingParams(max_tokens=150, temperature=1.0, seed=1)
+        world.submit(name, task, first, more_images=tuple(more), sampling=sampling)
+        (done,) = world.run(name)
+        assert isinstance(done, Done), done
+        assert [each.width for each in (done.image, *done.more_images)] == [70] * count
+        usage = done.usage
+        assert usage.image_tokens == 6 * count
+        assert usage.input_tokens > usage.image_tokens
+        assert (usage.cached_tokens > usage.image_tokens) == (name == "again")
+        events = [e for d in world.of(name, OutputDelta) for e in d.events]
+        texts = [event.text for event in events if isinstance(event, TextEvent)]
+        match done.result:
+            case QueryOutput(answer=told) | CaptionOutput(caption=told):
+                assert "".join(texts) == told
+            case DetectOutput(objects=told) | PointOutput(points=told):
+                assert told == tuple(events) != ()
+
+
+@PLACED
+def test_one_image_is_prepared_at_once_for_an_idle_engine(world):
+    """Its prompt has it, although no future was waited for."""
+    kept = world.encoded(png(9, (40, 40)))
+    world.submit("seen", QuerySpec(question="?"), kept)
+    world.run("seen")
+    world.submit("again", QuerySpec(question="?"), world.encoded(png(9, (40, 40))))
+    (done,) = world.run("again")
+    assert (done.usage.image_tokens, done.image.cache_hit) == (4, True)
+
+
+@PLACED
+def test_a_request_stopped_before_its_images_are_prepared_is_empty(gated):
+    """It has the prompt without them."""
+    world, frontend = gated
+    for task in (QuerySpec(question="?"), DetectSpec(object="cat")):
+        name = type(task).__name__
+        world.submit(name, task, world.encoded(png(4)))
+        world.core.stop(RequestKey(name))
+        (done,) = world.run(name)
+        assert (done.finish_reason, done.usage.image_tokens) == (FinishReason.CANCELLED, 0)
+    frontend.gate.set()
 
 
 def test_a_long_text_holds_up_nobody(gated):

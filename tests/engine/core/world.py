@@ -132,12 +132,12 @@ class GatedFrontend:
         self.gate.wait(30)
         return self._frontend.prepare_image(*arguments)
 
-    def make_task(self, request):
+    def make_task(self, request, images=()):
         """Wait for the gate if the question is `LONG`."""
         if isinstance(request.task, QuerySpec) and request.task.question == LONG:
             self.entered.set()
             assert self.gate.wait(30), "a long text is prepared on the engine's own thread"
-        return self._frontend.make_task(request)
+        return self._frontend.make_task(request, images)
 
     def __getattr__(self, name):
         return getattr(self._frontend, name)
