@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 from legato_engine.config import (
     CPU_KERNELS,
     DECODE_PATHS,
@@ -99,90 +100,76 @@ def _number(text: str) -> float:
 # ---------------------------------------------------------------- engine
 
 
-def add_model(add: Add, engine: EngineConfig) -> None:
+def add_model(add: Add) -> None:
     add(
         "--model",
         type=model,
         metavar="NAME",
-        default=engine.model,
         help=f"model to serve: one of {', '.join(MODELS)}; null: made-up results",
     )
     add(
         "--models",
         metavar="FOLDER",
-        default=engine.models,
         help="folder of models from `legato pull`, default ~/.local/share/legato/models",
     )
     add(
         "--weights",
         metavar="PATH",
-        default=engine.weights,
         help="weights to load: a folder, or a .safetensors, .pt or .gguf file",
     )
-    add("--tokenizer", metavar="FILE", default=engine.tokenizer, help="tokenizer.json to use")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json to use")
     add(
         "--max-context",
         metavar="TOKENS",
         type=whole,
-        default=engine.max_context,
         help="maximum tokens of prompt and output together; 0: the model's own, for text models at "
         "most 8192",
     )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add(
         "--refiner",
-        default=engine.refiner,
         metavar="FILE",
         help="head that improves outlines, default: none",
     )
 
 
-def add_device(
-    group: argparse._ArgumentGroup, engine: EngineConfig, service: ServiceConfig
-) -> None:
+def add_device(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     devices = group.add_mutually_exclusive_group()
     devices.add_argument(
         "--device",
         metavar="DEVICE",
-        default=engine.device,
         help="device of the engine: auto, cpu, cuda or cuda:N",
     )
     devices.add_argument(
         "--devices",
         metavar="all|DEVICE,DEVICE",
-        default=service.devices,
         help="several, as cuda:0,cuda:1: an engine on each, behind one service",
     )
     add(
         "--affinity",
         choices=("on", "off"),
-        default="on" if service.affinity else "off",
         help="with --devices: prefer the engine that holds a request's image, prefix, adapter or "
         "session; off: only the shortest wait counts",
     )
     add(
         "--dtype",
-        default=engine.dtype,
         choices=("auto", "f32", "bf16"),
         help="number format of weights and activations",
     )
     add(
         "--vision-dtype",
-        default=engine.vision_dtype,
         choices=("auto", "fp8"),
         help="number format of the vision encoder's weights; auto: as --dtype",
     )
     add(
         "--kv-dtype",
-        default=engine.kv_dtype,
         choices=("auto", "model", "fp8"),
         help="number format of cached keys and values; auto: fp8 if the weights have scales, else "
         "as model",
     )
     add(
         "--weight-dtype",
-        default=engine.weight_dtype,
         choices=WEIGHT_DTYPES,
         help="number format of the decoder's layers: fp8 (GPU), int8 and int4 need less memory and "
         "time; packed: as --dtype, one copy on a GPU; auto: packed on a GPU without the resident "
@@ -190,7 +177,6 @@ def add_device(
     )
     add(
         "--cpu-kernels",
-        default=engine.cpu_kernels,
         choices=CPU_KERNELS,
         help="kernels of layers on a CPU; auto: Legato's own if there is a C++ compiler, else "
         "torch's",
@@ -199,31 +185,27 @@ def add_device(
         "--threads",
         metavar="N",
         type=whole,
-        default=engine.threads,
         help="number of CPU threads; 0: one for each core",
     )
     add(
         "--latency-policy",
         choices=LATENCY_POLICIES,
-        default=engine.latency_policy,
         help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
         "other threads; auto: low-latency with 8 or more cores, else shared",
     )
 
 
-def add_decoding(add: Add, engine: EngineConfig) -> None:
+def add_decoding(add: Add) -> None:
     add(
         "--pipeline-depth",
         type=int,
         choices=(0, 1, 2),
-        default=engine.pipeline_depth,
         help="decode steps in flight; 2: launch each step before the previous one is read back; "
         "0: 2 on a GPU, else 1",
     )
     add(
         "--decode-path",
         choices=DECODE_PATHS,
-        default=engine.decode_path,
         help="how decode steps are launched; graph: a launch for every step; loop: many steps in "
         "one; resident: these as one kernel, where it can run; auto: loop on a GPU with kernels "
         "for the model, resident where that was measured to be faster there, else graph",
@@ -236,68 +218,59 @@ def add_decoding(add: Add, engine: EngineConfig) -> None:
     add(
         "--speculation",
         type=speculation,
-        default=engine.speculation,
         metavar="off|seed|budget|fixed:K",
         help="draft tokens of text that one step verifies; results stay the same",
     )
     add(
         "--draft",
-        default=engine.draft,
         metavar="FILE|NAME:FOLDER|lookup",
         help="proposer of draft tokens, default: the model's own draft, else prompt lookup",
     )
 
 
-def add_adapters(add: Add, engine: EngineConfig) -> None:
+def add_adapters(add: Add) -> None:
     add(
         "--adapters",
         metavar="FOLDER",
-        default=engine.adapters,
         help="folder of adapter files, served by their names",
     )
     add(
         "--adapter-slots",
         metavar="N",
         type=positive,
-        default=engine.adapter_slots,
         help="number of adapters on the device at a time",
     )
     add(
         "--max-adapter-rank",
         metavar="N",
         type=positive,
-        default=engine.max_adapter_rank,
         help=f"maximum rank of an adapter, up to {MAX_ADAPTER_RANK}",
     )
 
 
-def add_queue(add: Add, engine: EngineConfig) -> None:
+def add_queue(add: Add) -> None:
     add(
         "--max-running",
         metavar="N",
         type=positive,
-        default=engine.max_running,
         help="maximum number of tasks that decode at a time",
     )
     add(
         "--kv-memory-fraction",
         metavar="0..1",
         type=fraction,
-        default=engine.kv_memory_fraction,
         help="fraction of the memory left by the weights for the KV cache",
     )
     add(
         "--crops-per-launch",
         metavar="N",
         type=whole,
-        default=engine.crops_per_launch,
         help="number of image crops encoded per launch while other requests stream; 0: all",
     )
     add(
         "--max-prefill-rows",
         metavar="N",
         type=whole,
-        default=engine.max_prefill_rows,
         help="maximum number of prompts per prefill launch, which running decodes may join; 1: no "
         "sharing, 0: automatic",
     )
@@ -305,21 +278,18 @@ def add_queue(add: Add, engine: EngineConfig) -> None:
         "--images-per-launch",
         metavar="N",
         type=positive,
-        default=engine.images_per_launch,
         help="number of images encoded per launch while many wait and none streams",
     )
     add(
         "--max-waiting",
         metavar="N",
         type=positive,
-        default=engine.max_waiting,
         help="maximum number of tasks in the waiting queue",
     )
     add(
         "--max-waiting-per-tenant",
         metavar="N",
         type=whole,
-        default=engine.max_waiting_per_tenant,
         help="maximum number of waiting tasks of one tenant (metadata legato-tenant; without "
         "one: a shared tenant); 0: unlimited",
     )
@@ -327,26 +297,23 @@ def add_queue(add: Add, engine: EngineConfig) -> None:
         "--priority-seconds",
         metavar="SECONDS",
         type=not_negative,
-        default=engine.priority_seconds,
         help="seconds of waiting that equal one step of priority (metadata legato-priority, "
         "-100..100, higher starts first); 0 ignores priorities",
     )
 
 
-def add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
+def add_null(parser: argparse.ArgumentParser) -> None:
     null = parser.add_argument_group("made-up results (--model null)")
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
         type=not_negative,
-        default=engine.null_step_ms,
         help="milliseconds between two tokens; 0: as fast as possible",
     )
     null.add_argument(
         "--null-objects",
         metavar="N",
         type=whole,
-        default=engine.null_objects,
         help="number of objects found, up to max_objects",
     )
 
@@ -356,8 +323,8 @@ def add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def add_listeners(add: Add, service: ServiceConfig) -> None:
-    add("--listen", metavar="HOST:PORT", default=service.listen, help="address to listen on")
+def add_listeners(add: Add) -> None:
+    add("--listen", metavar="HOST:PORT", help="address to listen on")
     add(
         "--insecure",
         action="store_true",
@@ -366,98 +333,85 @@ def add_listeners(add: Add, service: ServiceConfig) -> None:
     add(
         "--admin-listen",
         metavar="ADDRESS",
-        default=service.admin_listen,
         help="address of AdminService: HOST:PORT, unix:PATH, same (as --listen) or off; default: a "
         "socket of this user, and with credentials also --listen, for the scope admin",
     )
     add(
         "--health-listen",
         metavar="HOST:PORT",
-        default=service.health_listen,
         help="address that serves only health checks, without TLS and credentials",
     )
     add(
         "--processes",
         metavar="N",
         type=positive,
-        default=service.processes,
         help="number of service processes on this port before the engines; more than 1 helps at "
         "thousands of calls a second",
     )
 
 
-def add_access(add: Add, service: ServiceConfig) -> None:
-    add("--tls-cert", metavar="FILE", default=service.tls_cert, help="certificate chain, PEM")
-    add("--tls-key", metavar="FILE", default=service.tls_key, help="private key of --tls-cert, PEM")
+def add_access(add: Add) -> None:
+    add("--tls-cert", metavar="FILE", help="certificate chain, PEM")
+    add("--tls-key", metavar="FILE", help="private key of --tls-cert, PEM")
     add(
         "--tls-client-ca",
         metavar="FILE",
-        default=service.tls_client_ca,
         help="authority that must have signed every client's certificate, PEM",
     )
     add(
         "--tokens",
         metavar="FILE",
-        default=service.tokens,
         help="credentials of callers, TOML: see `legato token new`",
     )
     add(
         "--quota-requests",
         metavar="RATE",
         type=not_negative,
-        default=service.quota_requests,
         help="maximum calls and frames per second with one credential; 0: unlimited",
     )
     add(
         "--quota-pixels",
         metavar="RATE",
         type=not_negative,
-        default=service.quota_pixels,
         help="maximum pixels of new images per second with one credential; 0: unlimited",
     )
     add(
         "--quota-sessions",
         metavar="N",
         type=whole,
-        default=service.quota_sessions,
         help="maximum number of open sessions with one credential; 0: unlimited",
     )
 
 
-def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
+def add_limits(add: Add) -> None:
     add(
         "--max-image-pixels",
         metavar="PIXELS",
         type=positive,
-        default=engine.max_image_pixels,
         help="maximum width times height of an image",
     )
     add(
         "--max-request-bytes",
         metavar="BYTES",
         type=positive,
-        default=service.max_request_bytes,
         help="maximum size of a request, its image included",
     )
     add(
         "--max-sessions",
         metavar="N",
         type=positive,
-        default=service.max_sessions,
         help="maximum number of open sessions",
     )
     add(
         "--max-session-age",
         metavar="SECONDS",
         type=above_zero,
-        default=service.max_session_age,
         help="age at which the client is asked to close a session",
     )
     add(
         "--max-image-bytes",
         metavar="BYTES",
         type=positive,
-        default=service.max_image_bytes,
         help="maximum size of an image that is uploaded or in shared memory",
     )
     add(
@@ -469,38 +423,33 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
         "--image-ttl",
         metavar="SECONDS",
         type=above_zero,
-        default=service.image_ttl,
         help="time that an uploaded image is held unless the client asks for another",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
         type=above_zero,
-        default=service.image_max_ttl,
         help="maximum time for which a client may have an image held",
     )
     add(
         "--image-quota-bytes",
         metavar="BYTES",
         type=positive,
-        default=engine.image_quota_bytes,
         help="maximum size of prepared images held for one client",
     )
     add(
         "--image-hold-bytes",
         metavar="BYTES",
         type=positive,
-        default=engine.image_hold_bytes,
         help="maximum size of prepared images held for all clients",
     )
 
 
-def add_lifecycle(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
+def add_lifecycle(add: Add) -> None:
     add(
         "--drain-delay",
         metavar="SECONDS",
         type=not_negative,
-        default=service.drain_delay,
         help="time that the server still serves after SIGTERM, reported as not ready, before it "
         "begins to drain",
     )
@@ -508,13 +457,11 @@ def add_lifecycle(add: Add, engine: EngineConfig, service: ServiceConfig) -> Non
         "--drain-grace",
         metavar="SECONDS",
         type=not_negative,
-        default=service.drain_grace,
         help="time that running requests may continue after the drain began",
     )
     add(
         "--crash-folder",
         metavar="FOLDER",
-        default=engine.crash_folder,
         help="folder for the crash bundle of an engine that died, default: legato-crashes-UID in "
         "the temporary folder",
     )
@@ -522,22 +469,19 @@ def add_lifecycle(add: Add, engine: EngineConfig, service: ServiceConfig) -> Non
         "--crash-bundles",
         metavar="N",
         type=whole,
-        default=engine.crash_bundles,
         help="number of newest crash bundles that are kept; 0: none is written",
     )
 
 
-def add_telemetry(add: Add, service: ServiceConfig) -> None:
+def add_telemetry(add: Add) -> None:
     add(
         "--log-level",
         choices=LOG_LEVELS,
-        default=service.log_level,
         help="least severe messages that are logged",
     )
     add(
         "--metrics-listen",
         metavar="HOST:PORT",
-        default=service.metrics_listen,
         help="address where Prometheus scrapes /metrics over HTTP, without TLS, default: none",
     )
     add(
@@ -549,7 +493,6 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
         "--metrics-tenants",
         metavar="N",
         type=whole,
-        default=service.metrics_tenants,
         help="number of tenants with a label of their own, the first that come; the others are "
         "`other`",
     )
@@ -562,14 +505,12 @@ def add_telemetry(add: Add, service: ServiceConfig) -> None:
     add(
         "--otlp-endpoint",
         metavar="URL",
-        default=service.otlp_endpoint,
         help="OpenTelemetry collector that receives spans of calls by gRPC, default: none",
     )
     add(
         "--trace-ratio",
         metavar="0..1",
         type=share,
-        default=service.trace_ratio,
         help="fraction of calls that are traced; a traceparent's own decision takes precedence",
     )
 
@@ -620,20 +561,23 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Build the parser; `kind` takes no abbreviations, as `legato` must see which were typed."""
     parser = kind(prog="legato serve", description="Serve a vision-language model over gRPC.")
-    engine, service = EngineConfig(), ServiceConfig()
 
     def group(title: str) -> Add:
         return parser.add_argument_group(title).add_argument
 
-    add_listeners(group("network"), service)
-    add_access(group("access"), service)
-    add_model(group("model"), engine)
-    add_device(parser.add_argument_group("device"), engine, service)
-    add_decoding(group("decoding"), engine)
-    add_adapters(group("adapters"), engine)
-    add_queue(group("scheduling"), engine)
-    add_limits(group("limits"), engine, service)
-    add_lifecycle(group("stopping and crashes"), engine, service)
-    add_telemetry(group("telemetry"), service)
-    add_null(parser, engine)
+    add_listeners(group("network"))
+    add_access(group("access"))
+    add_model(group("model"))
+    add_device(parser.add_argument_group("device"))
+    add_decoding(group("decoding"))
+    add_adapters(group("adapters"))
+    add_queue(group("scheduling"))
+    add_limits(group("limits"))
+    add_lifecycle(group("stopping and crashes"))
+    add_telemetry(group("telemetry"))
+    add_null(parser)
+    defaults = msgspec.structs.asdict(ServiceConfig()) | msgspec.structs.asdict(EngineConfig())
+    defaults["affinity"] = "on" if defaults["affinity"] else "off"
+    del defaults["engine"]
+    parser.set_defaults(**defaults)
     return parser

@@ -39,14 +39,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
 
-    def compile(self, wanted: AnswerFormat) -> Grammar:
-        """Return the start of a text that matches.
+    def compile(self, wanted: AnswerFormat | None) -> Grammar | None:
+        """Return the start of a text that matches; None if any text does.
 
         Raises:
             InvalidField: The source is too long, not of its language, uses what is not implemented,
                 or is too complex.
             TaskUnsupported: llguidance is missing, or no token ends an answer.
         """
+        if wanted is None:
+            return None
         field, source = _source(wanted)
         try:
             import llguidance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +137,20 @@ def add_command(commands: Any) -> None:
         example="legato load --server gpu-box:50051 --rate 50 --seconds 30 --task detect --text "
         "bus --image street.jpg",
     )
-    add = parser.add_argument
-    add("--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md")
-    add_to_load = parser.add_argument_group("load").add_argument
-    add_to_load("--kind", choices=KINDS, default="unary", help="kind of the calls")
-    add_to_load(
-        "--rate", type=_positive, metavar="RATE", default=100.0, help="requests per second, in all"
+    parser.add_argument(
+        "--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md"
     )
-    add_to_load(
-        "--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="distribution of the requests"
-    )
-    add_to_load(
+    _add_load(parser.add_argument_group("load").add_argument)
+    arguments.add_server_options(parser)
+    _add_request(parser.add_argument_group("the request, the same each time").add_argument)
+    parser.set_defaults(run=run)
+
+
+def _add_load(add: Callable[..., object]) -> None:
+    add("--kind", choices=KINDS, default="unary", help="kind of the calls")
+    add("--rate", type=_positive, metavar="RATE", default=100.0, help="requests per second, in all")
+    add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="distribution of the requests")
+    add(
         "--closed",
         type=arguments.count,
         metavar="N",
@@ -154,72 +158,68 @@ def add_command(commands: Any) -> None:
         help="instead of a rate: N requests in flight at any time, to measure the maximum "
         "throughput; 0: off",
     )
-    add_to_load(
-        "--seconds", type=_positive, metavar="SECONDS", default=10.0, help="length of the run"
-    )
-    add_to_load(
+    add("--seconds", type=_positive, metavar="SECONDS", default=10.0, help="length of the run")
+    add(
         "--warm-up",
         type=arguments.not_negative,
         metavar="SECONDS",
         default=2.0,
         help="first part of --seconds, which is not measured",
     )
-    add_to_load(
+    add(
         "--processes",
         type=arguments.at_least_one,
         metavar="N",
         default=1,
         help="number of sending processes",
     )
-    add_to_load(
+    add(
         "--sessions",
         type=arguments.at_least_one,
         metavar="N",
         default=1,
         help="number of open sessions, for --kind session",
     )
-    add_to_load("--seed", type=int, metavar="N", default=0, help="number that repeats the arrivals")
-    arguments.add_server_options(parser)
-    asked = parser.add_argument_group("the request, the same each time")
-    asked.add_argument(
-        "--task", choices=tuple(skills.BY_NAME), default="query", help="task of the request"
-    )
-    asked.add_argument(
+    add("--seed", type=int, metavar="N", default=0, help="number that repeats the arrivals")
+
+
+def _add_request(add: Callable[..., object]) -> None:
+    add("--task", choices=tuple(skills.BY_NAME), default="query", help="task of the request")
+    add(
         "--text",
         metavar="TEXT",
         type=arguments.text,
         default="What is in the image?",
         help="question or object",
     )
-    asked.add_argument(
+    add(
         "--image",
         metavar="FILE",
         default="",
         help="image to ask about, default: a grey square where one is needed",
     )
-    asked.add_argument(
+    add(
         "--max-tokens",
         type=arguments.at_least_one,
         metavar="N",
         help="maximum length of an answer in tokens",
     )
-    asked.add_argument(
+    add(
         "--max-objects",
         type=arguments.at_least_one,
         metavar="N",
         help="maximum number of objects of a task",
     )
-    asked.add_argument(
+    add(
         "--temperature",
         type=arguments.not_negative,
         metavar="T",
         help="randomness of the answer, 0 or more",
     )
-    asked.add_argument("--deltas", action="store_true", help="let sessions stream events too")
-    asked.add_argument(
+    add("--deltas", action="store_true", help="let sessions stream events too")
+    add(
         "--model", default="", metavar="NAME", help="served model to ask, default: the server's own"
     )
-    parser.set_defaults(run=run)
 
 
 def _positive(text: str) -> float:

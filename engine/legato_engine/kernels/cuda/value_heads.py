@@ -10,7 +10,6 @@ values.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import torch
 
@@ -120,18 +119,6 @@ class Embedder:
                 *(self._pair.features, *self._pair.map, x_BD),
             ),
         )
-
-
-class Bins(Protocol):
-    """Float32 logits of values' bins."""
-
-    scalar_bins_BN: torch.Tensor
-    pair_bins_BS: torch.Tensor
-    max_tokens: int
-
-    def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """Bins that no token needs may keep their last contents."""
-        ...
 
 
 class NormedBins:

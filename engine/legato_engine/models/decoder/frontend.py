@@ -403,9 +403,7 @@ class TextFrontend:
             log = TokenLog(
                 setup.tokenizer, logprobs=request.logprobs, top_logprobs=request.top_logprobs
             )
-        grammar = None
-        if response_format is not None:
-            grammar = self._grammars.compile(response_format)
+        grammar = self._grammars.compile(response_format)
         return TextTaskSetup(
             prompt=prompt,
             sampling=sampling,

@@ -306,9 +306,7 @@ class MoondreamFrontend:
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
         answer = self._answer(request)
-        grammar = None
-        if task.response_format is not None:
-            grammar = self._grammars.compile(task.response_format)
+        grammar = self._grammars.compile(task.response_format)
         if not task.reasoning or self._config.templates.query is None:
             return QuerySkill(setup, answer, grammar)
         reasoning = ReasoningOutput(self._tokenizer, self._config.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from legato_engine.models.moondream.config import (
     ARCHITECTURE,
@@ -73,7 +73,7 @@ def moondream2_config() -> MoondreamConfig:
             coord_features=128, size_features=256, coord_bins=1024, size_bins=1024, inner_dim=8192
         ),
         tokens=_TOKENS,
-        templates=msgspec.structs.replace(
+        templates=replace(
             _TEMPLATES,
             query=Template(prefix=_QUERY, suffix=(3, 3)),
             query_reasoning=Template(prefix=_QUERY, suffix=(3, 4)),
@@ -85,26 +85,19 @@ def moondream2_config() -> MoondreamConfig:
 
 def moondream3_config() -> MoondreamConfig:
     """Moondream 3 preview: 9.3 billion parameters, 2 billion active; a single answer token."""
-    return MoondreamConfig(
+    second = moondream2_config()
+    return replace(
+        second,
         architecture=ARCHITECTURE_3,
         name="moondream3",
-        vision=_VISION,
-        text=TextConfig(
-            dim=2048,
-            ff_dim=8192,
-            num_layers=24,
-            num_heads=32,
-            vocab_size=51200,
+        text=replace(
+            second.text,
             max_context=32768,
             rope_theta=1_500_000.0,
-            rotary_dim=32,
             tau=TauConfig(),
             moe=MoEConfig(first_layer=4, num_experts=64, num_active=8, inner_dim=1024),
         ),
-        region=RegionConfig(
-            coord_features=128, size_features=256, coord_bins=1024, size_bins=1024, inner_dim=None
-        ),
-        tokens=_TOKENS,
+        region=replace(second.region, inner_dim=None),
         templates=_TEMPLATES,
         suppression=Suppression(),
         refiner=RefinerConfig(early_block=8),
@@ -113,7 +106,7 @@ def moondream3_config() -> MoondreamConfig:
 
 
 def moondream3_1_config() -> MoondreamConfig:
-    return msgspec.structs.replace(moondream3_config(), name="moondream3.1")
+    return replace(moondream3_config(), name="moondream3.1")
 
 
 def legato_tiny_config() -> MoondreamConfig:
@@ -186,7 +179,6 @@ def tiny_random_config() -> MoondreamConfig:
 
 def tiny_random3_config() -> MoondreamConfig:
     tiny = tiny_random_config()
-    replace = msgspec.structs.replace
     return replace(
         tiny,
         architecture=ARCHITECTURE_3,
