@@ -13,7 +13,7 @@ from tests.e2e.scenes import CIRCLE, SIZE, two_shapes
 from tests.e2e.server import until
 from tests.ros2 import standin
 from tests.ros2.interfaces import CLASSES
-from tests.ros2.rig import Shown, header, heard, image_message, key, running, told
+from tests.ros2.rig import Shown, header, heard, image_message, key, request, running, told
 from tests.ros2.standin import graph
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -94,6 +94,18 @@ def test_objects_with_depth_are_placed_in_3d(tiny):
     assert cube.pose.position == place
     assert label.text.startswith("red circle")
     assert cube.header.frame_id == "camera_optical"
+
+
+def test_a_found_object_has_its_depth_whatever_the_session_does(null):
+    """The action and the session may ask about one image, and the depth comes after it."""
+    with running(null, WITH_DEPTH):
+        camera = DepthCamera(null)
+        goal = request("FindObject_Goal", object="cup")
+        for _ in range(5):
+            handle = graph.send_goal("/legato/find_object", goal)
+            camera.until(lambda own=handle: own.result)
+            found = handle.result
+            assert len(found.detections_3d.detections) == len(found.detections.detections) == 2
 
 
 WRONG_DEPTH: dict[str, tuple[dict[str, Any], str]] = {

@@ -30,6 +30,7 @@ from legato_ros.parameters import CameraSettings
 
 _WAITING = 30  # images whose depth or result is still to come
 _QUEUE = 10  # messages of each topic in which depth is looked for
+_PATIENCE_S = 0.5  # that a call waits for the depth of its image
 _MAX_UNLIFTED = 2  # results; a slow computer lifts the newest
 _MARKER_LIFETIME = Duration(sec=2, nanosec=0)  # for the last ones of a node that ends
 _SHALLOWEST = 0.01  # metres; a marker without a side is not drawn
@@ -76,7 +77,7 @@ class DepthTopics:
         self._work: queue.Queue[tuple[AnsweredFrame, Any, Any] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._run, name="legato-depth", daemon=True)
         self._worker.start()
-        self._lock = threading.Lock()  # guards the two below, by the image's stamp
+        self._changed = threading.Condition()  # guards the two below, by the image's stamp
         self._depths: collections.OrderedDict[int, tuple[Any, Any]] = collections.OrderedDict()
         self._results: collections.OrderedDict[int, AnsweredFrame] = collections.OrderedDict()
         topics = {settings.depth: Image, settings.camera_info: CameraInfo}
@@ -112,17 +113,15 @@ class DepthTopics:
         with self._synchronizer.lock:
             for waiting in self._synchronizer.queues:
                 waiting.clear()
-        with self._lock:
+        with self._changed:
             self._depths.clear()
             self._results.clear()
 
     def add(self, answered: AnsweredFrame) -> None:
         """Lift a result, now or once its depth has come."""
         stamp = stamp_ns(_Stamped(answered.frame.origin))
-        with self._lock:
-            matched = self._depths.pop(stamp, None)
-            for older in [each for each in self._depths if each < stamp]:
-                del self._depths[older]
+        with self._changed:
+            matched = self._depths.get(stamp)
             if matched is None:
                 self._results[stamp] = answered
                 self._note_lost()
@@ -130,9 +129,11 @@ class DepthTopics:
             self._submit(answered, *matched)
 
     def lift_newest(self, answered: AnsweredFrame) -> tuple[Lifted, ...]:
-        """Lift the result of a call about a newer image; nothing without that image's depth."""
-        with self._lock:
-            matched = self._depths.get(stamp_ns(_Stamped(answered.frame.origin)))
+        """Lift the result of a call; nothing if the image's depth is not there soon."""
+        stamp = stamp_ns(_Stamped(answered.frame.origin))
+        with self._changed:
+            self._changed.wait_for(lambda: stamp in self._depths, _PATIENCE_S)
+            matched = self._depths.get(stamp)
         return () if matched is None else self._lifted(answered, *matched)
 
     def _note(self, message: Any, monitor: TopicMonitor) -> None:
@@ -141,12 +142,12 @@ class DepthTopics:
 
     def _match(self, image: Any, depth: Any, info: Any) -> None:
         stamp = stamp_ns(image)
-        with self._lock:
+        with self._changed:
             answered = self._results.pop(stamp, None)
-            if answered is None:
-                self._depths[stamp] = depth, info
-                if len(self._depths) > _WAITING:
-                    self._depths.popitem(last=False)
+            self._depths[stamp] = depth, info  # kept: a call may be about the same image
+            if len(self._depths) > _WAITING:
+                self._depths.popitem(last=False)
+            self._changed.notify_all()
         if answered is not None:
             self._submit(answered, depth, info)
 
