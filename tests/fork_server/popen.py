@@ -72,9 +72,10 @@ class ForkingStarts:
         if not self.active or isinstance(command, str | bytes) or not isinstance(command, Sequence):
             return False
         words = [str(word) for word in command]
-        if len(words) < 3 or words[:2] != [sys.executable, "-m"] or words[2] not in FORKED:
+        if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
             return False
-        return self._has_environment(words[2], environment) and _has_policy(words)
+        module = _module_and_arguments(words)[0]
+        return module in FORKED and self._has_environment(module, environment) and _has_policy(words)
 
     def _has_environment(self, module: str, environment: Mapping[str, str]) -> bool:
         changed = set(environment.items()) - set(self._environment.items())
@@ -84,6 +85,12 @@ class ForkingStarts:
         return all(name.startswith(_OWN_VARIABLES) for name, _ in changed) and all(
             path in self._folders for path in paths if path
         )
+
+
+def _module_and_arguments(words: Sequence[str]) -> list[str]:
+    """`legato serve` executes the service, so its process is that of the service."""
+    serve = list(words[2:4]) == ["legato_client.cli", "serve"]
+    return ["legato_service", *words[4:]] if serve else list(words[2:])
 
 
 def _has_policy(words: Sequence[str]) -> bool:
@@ -111,7 +118,7 @@ def _start(process: Any, starts: ForkingStarts, args: Any, *rest: Any) -> None:
     ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
     fds = {number: number if end == -1 else end for number, end in enumerate(ends)}
     fds |= {number: number for number in given["pass_fds"]}
-    _, _, module, *arguments = map(str, args)
+    module, *arguments = _module_and_arguments([str(word) for word in args])
     process.pid = starts.server(module).start(
         module,
         arguments,

@@ -74,13 +74,17 @@ with Server(pathlib.Path({str(tmp_path)!r}), "--model", "null") as server:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [(["--help"], 0, "--weights"), (["--no-such-option"], 2, "unrecognized arguments")],
+    ("command", "code", "said"),
+    [
+        (["legato_service", "--help"], 0, "--weights"),
+        (["legato_service", "--no-such-option"], 2, "unrecognized arguments"),
+        (["legato_client.cli", "serve", "--max-sessions", "x"], 2, "whole number"),
+    ],
 )
-def test_output_and_exit_code(options, code, said):
-    """The caller reads what the command writes, and its exit code."""
+def test_output_and_exit_code(command, code, said):
+    """The caller reads what the command writes, and its exit code; `legato serve` is the service."""
     done = subprocess.run(
-        [sys.executable, "-m", "legato_service", *options],
+        [sys.executable, "-m", *command],
         env=ENVIRONMENT | {"LEGATO_ANYTHING": "x"},
         capture_output=True,
         text=True,

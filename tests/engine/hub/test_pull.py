@@ -308,14 +308,14 @@ def test_a_disk_that_becomes_full(hub, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
 
 
-PULL = """
+PULL = f"""
 import sys
-from legato_engine.hub import store as catalog; from legato_engine.hub import download as pull
-from tests.engine.hub.test_pull import tiny
 from huggingface_hub import constants
-constants.DOWNLOAD_CHUNK_SIZE = 100_000
-catalog.MODELS["smollm2-135m"] = tiny()
-sys.exit(pull.main(["smollm2-135m", "--models", sys.argv[1]]))
+from legato_engine.hub import download, store
+from legato_engine.hub.store import Published, RepositoryFiles
+constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}
+store.MODELS["smollm2-135m"] = {tiny()!r}
+sys.exit(download.main(["smollm2-135m", "--models", sys.argv[1]]))
 """
 
 
