@@ -40,9 +40,10 @@ AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 GHZ := github.com/bojand/ghz/cmd/ghz@v0.93.0
-# Stages in quotes run two at a time, in this order: what one core does has the other beside it. proto-check and tools build
-# programs of Go: one after the other, the second finds the standard library in the cache.
-CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages test-bits test-without-megakernel"
+# Stages in quotes run two at a time, in this order: what one core does has the other beside it. What fails soon comes first:
+# the tests take longest. proto-check and tools build programs of Go: one after the other, the second finds the standard
+# library in the cache.
+CI_STAGES := "lint format-check proto-check proto-breaking warm tools" "test chart-check packages test-bits test-without-megakernel"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
@@ -171,12 +172,12 @@ test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narr
 
 # torch chooses its kernels by this variable; the library of C++ kernels is this processor's own all the same.
 test-bits: | $(STAMP) ## those that compare bits, as on CPUs with AVX2 and with neither that nor AVX-512
-	@for capability in avx2 default; do \
+	@files="$$($(PY) -c 'from tests.conftest import BITS; print(*BITS)')" && for capability in avx2 default; do \
 		echo "==> test-bits: $$capability"; \
-		ATEN_CPU_CAPABILITY=$$capability $(TESTS) tests/engine tests/published -m "bits and not gpu and not slow" $(ARGS) || exit 1; \
+		ATEN_CPU_CAPABILITY=$$capability $(TESTS) -n 2 $$files -m "bits and not gpu and not slow" $(ARGS) || exit 1; \
 	done
 
-# Of a copy of the tree, so that a folder that is removed leaves nothing behind. The first line fails if the copy is not used.
+# Random schedules run without kernels anyway. Of a copy of the tree, so that a folder that is removed leaves nothing behind. The first line fails if the copy is not used.
 test-without-megakernel: | $(STAMP) ## the engine's tests that need no megakernel, in a copy of the tree without its folder
 	@copy="$$(mktemp -d)" && trap 'rm -rf "$$copy"' EXIT \
 	&& tar --exclude=benchmarks/results --exclude=kernels/megakernel --exclude=tests/megakernel_model -cf - \
@@ -184,6 +185,7 @@ test-without-megakernel: | $(STAMP) ## the engine's tests that need no megakerne
 	&& cd "$$copy" && export PYTHONPATH="$$copy/engine:$$copy/engine/tiny:$$copy/service:$$copy/clients/python:$$copy/proto/gen" \
 	&& $(PY) -c "import pathlib, legato_engine.kernels as k; assert k.__path__[0].startswith('$$copy'); assert not pathlib.Path(k.__path__[0], 'megakernel').exists()" \
 	&& OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -q -m "not gpu and not slow" \
+		--ignore tests/engine/scheduler/test_random_schedules.py \
 		tests/engine/runtime tests/engine/scheduler $(addprefix tests/engine/core/test_,requests.py limits.py images.py resumption.py) $(ARGS)
 
 test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race

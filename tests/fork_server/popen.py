@@ -75,7 +75,9 @@ class ForkingStarts:
         if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
             return False
         module = _module_and_arguments(words)[0]
-        return module in FORKED and self._has_environment(module, environment) and _has_policy(words)
+        if module not in FORKED:
+            return False
+        return self._has_environment(module, environment) and _has_policy(words)
 
     def _has_environment(self, module: str, environment: Mapping[str, str]) -> bool:
         changed = set(environment.items()) - set(self._environment.items())

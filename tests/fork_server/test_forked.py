@@ -82,7 +82,10 @@ with Server(pathlib.Path({str(tmp_path)!r}), "--model", "null") as server:
     ],
 )
 def test_output_and_exit_code(command, code, said):
-    """The caller reads what the command writes, and its exit code; `legato serve` is the service."""
+    """The caller reads what the command writes, and its exit code.
+
+    `legato serve` becomes the service, so it is forked as such.
+    """
     done = subprocess.run(
         [sys.executable, "-m", *command],
         env=ENVIRONMENT | {"LEGATO_ANYTHING": "x"},
