@@ -330,7 +330,6 @@ class Sequence:
     prefix_key: str | None  # names the image's content; "" without one, None to share nothing
     prefix_length: int  # positions of BOS and image, before the prompt
     prompt: tuple[PromptToken, ...]
-    num_image_tokens: int = 0  # of the prefix or of the prompt
     num_crops: int = 0  # 0 or 1 cannot be encoded in several launches
     inputs: HostInputs = NO_INPUTS
     adapter: SequenceAdapter = dataclasses.field(default_factory=SequenceAdapter)
@@ -343,6 +342,7 @@ class Sequence:
     pages: SequencePages = dataclasses.field(default_factory=SequencePages)
     progress: Progress = dataclasses.field(default_factory=Progress)
     draft_stats: DraftStats | None = None
+    num_image_tokens: int = 0  # of the prefix or of the prompt
     tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
     certainties: list[Certainty] = dataclasses.field(default_factory=list)
     """Of committed tokens, if the task has payloads; later ones only, if a caller lost the first.

@@ -168,11 +168,11 @@ class BlindFrontend(GatedFrontend):
 
     max_images = 0
 
-    def make_task(self, request):
+    def make_task(self, request, images=()):
         """Refuse a request with an image."""
         if request.image is not None:
             raise TaskUnsupported("blind")
-        return self._frontend.make_task(request)
+        return self._frontend.make_task(request, images)
 
 
 def test_no_image_is_prepared_for_a_model_without_images(assembly):

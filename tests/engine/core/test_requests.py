@@ -116,6 +116,7 @@ def test_every_task_on_images_within_the_prompt(world, task, count):
         world.submit(name, task, first, more_images=tuple(more), sampling=sampling)
         (done,) = world.run(name)
         assert isinstance(done, Done), done
+        assert done.image is not None
         assert [each.width for each in (done.image, *done.more_images)] == [70] * count
         usage = done.usage
         assert usage.image_tokens == 6 * count
