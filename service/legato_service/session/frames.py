@@ -375,7 +375,7 @@ class FrameRun:
             if image is None:
                 image = InvalidField("a frame needs an image", field="image")
         except LegatoError as error:
-            image = error
+            image = error.with_traceback(None)  # it would keep this frame, and so the bytes
         self._listener.image_ready(self._frame)
         return image
 
@@ -442,6 +442,8 @@ class FrameRun:
 
 
 def _with_session_field(error: LegatoError) -> LegatoError:
+    """Name the session's field; keep no frames alive, which hold the image's bytes."""
+    error.with_traceback(None)
     field = error.metadata.get("field", "")
     if field.split(".")[0] == "image":
         error.metadata["field"] = f"frame.{field}"

@@ -8,10 +8,10 @@ import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
-from legato_engine.errors import ImageUndecodable, QueueFull
+from legato_engine.errors import ImageUndecodable, PoisonedRequest, QueueFull
 from legato_engine.types import CachedImageRef, EncodedImage, RequestKey
 from legato_service.arguments import parse
-from legato_service.session.frames import FrameRunner
+from legato_service.session.frames import FrameRun, FrameRunner
 from legato_service.session.session import SessionDriver
 
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
@@ -241,6 +241,17 @@ async def test_a_bad_frame_fails_by_itself(frame, results):
         await client.end()
         assert client.results[2][0].detect.objects
         await settled(server)
+
+
+async def test_failed_frames_do_not_wait_for_a_garbage_collection():
+    """Their image's bytes go at once: a camera sends many of them between two collections."""
+    refusing = FakeEngine(refuse(PoisonedRequest("it ends the engine")))
+    async with running(refusing) as server, session(server) as client:
+        with no_collections():
+            for sequence, image in enumerate((image_message(), media_pb2.Image()), start=1):
+                await client.frame(sequence, image=image)
+                await client.outcome(sequence)
+            await until(lambda: not remaining(FrameRun))
 
 
 @pytest.mark.parametrize(
