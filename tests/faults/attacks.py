@@ -201,6 +201,9 @@ class Http2:
         return bytes(parts)
 
     def close(self) -> None:
+        """Close it, also while another thread waits for it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

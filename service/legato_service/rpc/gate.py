@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import ipaddress
+import os
+import socket
+import struct
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from legato_engine.errors import QueueFull
+from legato_engine.errors import ClientTooSlow, QueueFull
 
 from legato_service.engines.group import EngineGroup
 from legato_service.errors import Failure, failure
@@ -241,6 +248,160 @@ class ReceiveLimit:
     def _forget_if_idle(self, sender: str) -> None:
         if not self._waiting[sender]:
             del self._waiting[sender]
+
+
+# ---------------------------------------------------------------- later messages of a stream
+
+UNFINISHED_BYTES = 64 * 1024 * 1024
+"""Bytes that later messages of streams may take while they are incomplete, in a listener."""
+
+_COUNT_PERIOD = 0.05  # seconds
+_FRAMING = 1024  # bytes of a message that are not its content, at most: headers and frames
+_TCP_INFO = struct.Struct("128xQ")  # `tcpi_bytes_received` of Linux
+
+
+class UnfinishedMessages:
+    """Limit of what the connections of streams have sent and not finished.
+
+    A stream that responds as it goes is silent between its messages. So gRPC is asked for the next
+    one all the time, and tells nobody what it has of it. But the kernel counts the bytes of each
+    connection, and those that have become no message are of unfinished ones. Beyond the limit the
+    sender with the most streams of the connection with the most bytes loses these streams.
+
+    Connections of unix sockets are not counted, nor are any outside of Linux.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[str, _Connection] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, context: Any, message: Any) -> None:
+        """Note that a whole message of a call has arrived, or the end of its messages."""
+        if self._connections and isinstance(message, bytes):
+            connection = self._connections.get(context.peer())
+            if connection is not None:
+                connection.finished += len(message) + _FRAMING
+
+    async def read(self, message: Awaitable[Any], peer: str, sender: str) -> Any:
+        """Return a later message of a stream; its connection is counted until this task ends.
+
+        Raises:
+            ClientTooSlow: the sender's unfinished messages take too much memory.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        connection = self._connections.get(peer)
+        if connection is None:
+            connection = self._connections[peer] = _Connection(peer)
+        if task not in connection.readers:
+            connection.readers.add(task)
+            task.add_done_callback(functools.partial(self._leave, peer, connection))
+        connection.waiting[task] = sender
+        self._keep_counting()
+        try:
+            received = await message
+        except asyncio.CancelledError:
+            if task not in connection.ended:
+                raise
+        finally:
+            is_ended = task in connection.ended  # maybe just when its message arrived
+            del connection.waiting[task], task  # its exception would refer to itself by this frame
+        if is_ended:
+            raise ClientTooSlow(
+                f"unfinished messages take more than {UNFINISHED_BYTES} bytes of memory",
+                limit=UNFINISHED_BYTES,
+            )
+        return received
+
+    def _leave(self, peer: str, connection: _Connection, task: asyncio.Task[Any]) -> None:
+        connection.ended.discard(task)
+        connection.readers.discard(task)
+        if not connection.readers:
+            del self._connections[peer]
+
+    def _keep_counting(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_COUNT_PERIOD, self._count)
+
+    def _count(self) -> None:
+        self._timer = None
+        counted = {each: each.unfinished for each in self._connections.values() if each.waiting}
+        total = sum(counted.values())
+        while total > UNFINISHED_BYTES:
+            most = max(counted, key=counted.__getitem__)
+            total -= counted.pop(most)
+            most.end_streams()
+        if any(each.waiting for each in self._connections.values()):
+            self._keep_counting()
+
+
+class _Connection:
+    """Connection of streams, with the bytes of its messages."""
+
+    def __init__(self, peer: str) -> None:
+        _, _, address = peer.partition(":")
+        host, _, port = unquote(address).rpartition(":")
+        self._peer = host.strip("[]"), port
+        self._descriptor = self._find()
+        self.readers: set[asyncio.Task[Any]] = set()
+        self.waiting: dict[asyncio.Task[Any], str] = {}  # senders, by reader
+        self.ended: set[asyncio.Task[Any]] = set()
+        self.finished = self._received() or 0
+
+    @property
+    def unfinished(self) -> int:
+        received = self._received()
+        return 0 if received is None else max(0, received - self.finished)
+
+    def end_streams(self) -> None:
+        """End those of the sender that has the most."""
+        ((sender, _),) = Counter(self.waiting.values()).most_common(1)
+        ending = [task for task, each in self.waiting.items() if each == sender]
+        self.ended.update(ending)
+        for task in ending:
+            task.cancel()
+        self.finished += self.unfinished
+
+    def _find(self) -> int | None:
+        """Return the descriptor of gRPC's socket."""
+        try:
+            descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+        except OSError:
+            return None
+        return next((each for each in descriptors if _peer_of(each) == self._peer), None)
+
+    def _received(self) -> int | None:
+        """Return the bytes that the connection has received; None once it is closed."""
+        if self._descriptor is None or _peer_of(self._descriptor) != self._peer:
+            return None
+        borrowed = socket.socket(fileno=self._descriptor)
+        try:
+            size = _TCP_INFO.size
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        except OSError:
+            return None
+        finally:
+            borrowed.detach()
+        return int(_TCP_INFO.unpack(info)[0]) if len(info) == size else None
+
+
+def _peer_of(descriptor: int) -> tuple[str, str] | None:
+    """Return host and port of the peer of a TCP connection."""
+    try:
+        borrowed = socket.socket(fileno=descriptor)
+    except OSError:  # no socket
+        return None
+    try:
+        if borrowed.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        host, port = borrowed.getpeername()[:2]
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address), str(port)
 
 
 class _Refusals:

@@ -30,7 +30,7 @@ from legato_service.rpc import limits
 from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context, senders
 from legato_service.rpc.call import read as read_metadata
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, Trailers
+from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, Trailers, UnfinishedMessages
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -45,12 +45,12 @@ def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     return cast("Callable[[Any, Context], Any]", found)
 
 
-def reader(handler: Handler, receive: Receive) -> Callable[[Any], Any]:
+def reader(handler: Handler, receive: Receive, receive_later: Receive) -> Callable[[Any], Any]:
     """Return the checking parser of a message, or the reader of a call's messages.
 
     With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text. A reader
-    gets the first message by `receive`, and all of a stream that has one response: a stream that
-    responds as it goes is silent between its messages.
+    gets the first message by `receive`, and all of a stream that has one response; the others by
+    `receive_later`, because a stream that responds as it goes is silent between its messages.
     """
     takes_all = not handler.response_streaming
     parse: Any = handler.request_deserializer  # `FromString` of a message's class
@@ -90,7 +90,7 @@ def reader(handler: Handler, receive: Receive) -> Callable[[Any], Any]:
             if call.principal is not None:
                 call.principal.check()
             yield message(data)
-            data = await (receive(call, context) if takes_all else context.read())
+            data = await (receive if takes_all else receive_later)(call, context)
 
     return messages if handler.request_streaming else message
 
@@ -153,6 +153,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._receive_limit = receive_limit
         self._call_log = call_log
         self._starts, self._on_done = call_log.starts, call_log.on_done
+        self._unfinished = UnfinishedMessages()
         self._receiving: dict[Call, asyncio.Task[Any]] = {}  # without their message, in order
         self._sweeping: asyncio.TimerHandle | None = None
         self._added: list[grpc.GenericRpcHandler] = []
@@ -236,6 +237,15 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             self._receiving.pop(call, None)
         if call.gate_slot is not None:
             call.gate_slot.resume()
+        self._unfinished.note(context, message)
+        return message
+
+    async def _receive_later(self, call: Call, context: Context) -> Any:
+        """Return a later message of a stream, or EOF. Raises ClientTooSlow."""
+        assert call.senders is not None, "its first message was received"
+        sender = call.senders[1]
+        message = await self._unfinished.read(context.read(), context.peer(), sender)
+        self._unfinished.note(context, message)
         return message
 
     async def _message(self, call: Call, context: Context) -> Any:
@@ -375,7 +385,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
         """Serialize here, so that a failure is handled like any other."""
-        inner, read = behaviour(handler), reader(handler, self._receive)
+        inner, read = behaviour(handler), reader(handler, self._receive, self._receive_later)
         streams, serialize = handler.request_streaming, handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
@@ -400,7 +410,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return one
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        inner, read = behaviour(handler), reader(handler, self._receive)
+        inner, read = behaviour(handler), reader(handler, self._receive, self._receive_later)
         streams = handler.request_streaming
 
         async def many(received: Any, context: Context) -> None:

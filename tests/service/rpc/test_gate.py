@@ -21,10 +21,11 @@ from legato_service.rpc import gate as gate_module
 from legato_service.rpc import middleware
 from legato_service.rpc.gate import Gate, ReceiveLimit
 
-from tests.faults.attacks import Http2
+from tests.faults.attacks import CONNECTIONS, Http2
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine
 from tests.service.harness import Running, refusal, running, until
+from tests.service.session.client import session
 
 QUERY = "/legato.v1.InferenceService/Query"
 QUESTION = inference_pb2.QueryRequest(question="What is in the picture?")
@@ -408,3 +409,33 @@ async def test_a_waiting_call_that_is_cancelled_takes_no_place() -> None:
     await asyncio.wait({first})
     assert limit.num_free == 2
     assert not limit.is_wanted
+
+
+# ---------------------------------------------------------------- unfinished messages of streams
+
+
+async def test_unfinished_frames_end_the_sessions_of_the_sender_that_has_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sessions of others stay, also those that bring more, a whole frame at a time."""
+    monkeypatch.setattr(gate_module, "UNFINISHED_BYTES", 16 * 2**20)
+    attack = CONNECTIONS["incomplete frames of sessions"]
+    large = media_pb2.Image(encoded=media_pb2.EncodedImage(data=bytes(4 * 2**20)))
+    async with running(FakeEngine(fakes.answer)) as served, session(served) as other:
+        with structlog.testing.capture_logs() as logs:
+            for number in range(6):
+                await other.frame(number, image=large)
+                await other.outcome(number)
+            assert not [each for each in logs if each["event"] == "rpc_ended"]
+            connection = Http2(f"127.0.0.1:{served.port}")
+            connection.read()
+            attacking = asyncio.create_task(asyncio.to_thread(attack, connection))
+            await until(lambda: [each for each in logs if each["event"] == "rpc_ended"])
+            assert {each["reason"] for each in logs if each["event"] == "rpc_ended"} == {
+                "CLIENT_TOO_SLOW"
+            }
+            await other.frame(6)
+            await other.outcome(6)
+            connection.close()
+            await asyncio.wait({attacking})
+            assert isinstance(attacking.exception(), OSError)
