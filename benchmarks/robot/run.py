@@ -30,6 +30,10 @@ from benchmarks.robot.drive import MAX_AGE, MortalServer, play_for, play_with_ki
 from benchmarks.robot.scene import FPS, MISSING, NOUNS, PERIOD, THINGS, VISIBLE, Clip
 
 SERVERS = ("legato-tiny", "scripted")
+OUTAGE = (
+    *("serving after, s", "first answer after, s", "without predictions, s"),
+    *("frames without answer", "things that kept their track"),
+)
 _START_TIMEOUT = 300.0  # seconds
 
 
@@ -98,10 +102,9 @@ def _tables(name: str, figures: dict[str, Any]) -> list[str]:
         f"{', '.join(NOUNS)}. {len(THINGS)} things; one counts while {VISIBLE:.0%} of it is seen. "
         f"Depth lacks {MISSING:.0%} of pixels, and more at edges."
     )
-    heads = ["kill", "serving after, s", "first answer after, s", "frames without answer"]
-    heads += ["without predictions, s", "things that kept their track"]
-    cells = [_outage(number, each) for number, each in enumerate(outages, 1)]
-    return [note, "", record.table(["", *runs], rows(runs)), "", record.table(heads, cells), ""]
+    kills = [[number, *outage_cells(each)] for number, each in enumerate(outages, 1)]
+    tables = record.table(["", *runs], rows(runs)), record.table(["kill", *OUTAGE], kills)
+    return [note, "", tables[0], "", tables[1], ""]
 
 
 def rows(runs: dict[str, Any]) -> list[list[str]]:
@@ -149,7 +152,8 @@ def _identities(values: dict[str, float] | None) -> str:
     return "-" if values is None else f"{values['idf1']:.2f}, {values['num_switches']:.0f}"
 
 
-def _outage(number: int, each: dict[str, Any]) -> list[object]:
-    times = [f"{each[name]:.2f}" for name in ("serving_s", "answering_s")]
-    blind = f"{each['without_tracks_s']:.2f}"
-    return [number, *times, each["unanswered"], blind, f"{each['kept']} of {each['followed']}"]
+def outage_cells(outage: dict[str, Any]) -> list[object]:
+    """Return what `OUTAGE` names."""
+    times = (outage[name] for name in ("serving_s", "answering_s", "without_tracks_s"))
+    kept = f"{outage['kept']} of {outage['followed']}"
+    return [*(f"{each:.1f}" for each in times), outage["unanswered"], kept]
