@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from benchmarks.publish import decode_paths, sizing
 from benchmarks.publish.records import STREAMS, Records, Row, sources
 from benchmarks.record import table
+from benchmarks.robot import run as robot_run
 
 # ---------------------------------------------------------------- peers
 
@@ -301,6 +302,21 @@ def lift(records: Records) -> str:
     return table(heads, rows) + sources(records, "lift")
 
 
+def robot(records: Records) -> str:
+    """Format what a robot knows of moving things, by server and load, and what kills cost it."""
+    servers = records.figures("robot")["servers"]
+    runs = {
+        f"{name}, {run}": f for name, each in servers.items() for run, f in each["runs"].items()
+    }
+    kills = [
+        [f"{name}, kill {number}", *robot_run.outage_cells(outage)]
+        for name, each in servers.items()
+        for number, outage in enumerate(each["outages"], 1)
+    ]
+    tables = table(["", *runs], robot_run.rows(runs)), table(["", *robot_run.OUTAGE], kills)
+    return "\n\n".join(tables) + sources(records, "robot")
+
+
 def headline(records: Records) -> str:
     """Format the one table of README.md."""
     labels = {
@@ -378,6 +394,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "lone": lone,
     "moondream3": moondream3,
     "requests": requests,
+    "robot": robot,
     "service": service,
     "speculation": speculation,
     "tiny": tiny,

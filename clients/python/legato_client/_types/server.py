@@ -161,8 +161,8 @@ class FrameResult:
 class FrameDropped:
     """The frame gets no results.
 
-    `reason` is "superseded", "too_old", "overloaded", "cancelled", or "unspecified" for one this
-    client does not know. `dropped_total` counts since the session opened.
+    `reason` is "superseded", "too_old", "overloaded", "cancelled", "going_away", or "unspecified"
+    for one this client does not know. `dropped_total` counts since the session opened.
     """
 
     sequence: int
