@@ -23,6 +23,8 @@ from legato_client._types import tasks as _tasks
 from legato_client._types.results import FrameStamp, TrackNow
 from legato_client._types.server import Answer, SessionStats, SessionTerms
 
+_END_TIMEOUT_S = 5.0
+
 
 class Session:
     """A stream of frames and their results; made by `Client.session`.
@@ -176,7 +178,9 @@ class Session:
             self._call.cancel()
         self._requests.put(None)  # ends gRPC's writing thread
         if self._reader is not None:
-            self._reader.join()
+            # gRPC has been seen to leave a cancelled call waiting for its next message for ever,
+            # after a server that drained; the reader is a daemon, and a session is over without it.
+            self._reader.join(_END_TIMEOUT_S)
 
     # ------------------------------------------------------------ reading
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from legato_client import (
     BoxAxes,
     Cancelled,
     CaptionTask,
+    Client,
     DeadlineExceeded,
     DetectTask,
     FrameDelta,
@@ -41,6 +43,7 @@ from legato_client import (
     Unavailable,
 )
 from legato_client._grpc.channel import COMMON_REQUEST_BYTES
+from legato_client._session import blocking_session
 
 from tests.clients.python.face import until
 from tests.clients.python.fake_server import CAT, Conversation, Failure, failure, ignore
@@ -734,6 +737,26 @@ def test_opening_takes_too_long(connect, server):
         if server.sessions.conversations:
             break
     assert server.sessions.last.ended.wait(30)
+
+
+def test_closing_does_not_wait_for_a_call_that_stays(server, monkeypatch):
+    """A call that was cancelled may not end in gRPC; its session ends all the same."""
+    released = threading.Event()
+    server.sessions.on_open = lambda said: released.wait()
+    left: list[Any] = []
+    call = importlib.import_module("grpc._channel")._MultiThreadedRendezvous
+    cancel = call.cancel
+    monkeypatch.setattr(call, "cancel", lambda own: left.append(own))  # noqa: PLW0108 - given the call
+    monkeypatch.setattr(blocking_session, "_END_TIMEOUT_S", 0.2)
+    with (
+        Client(server.target) as client,
+        pytest.raises(DeadlineExceeded, match="not opened within"),
+        client.session([CAPTION], open_timeout=2.0),
+    ):
+        pass
+    (stayed,) = left
+    cancel(stayed)
+    released.set()
 
 
 @pytest.mark.parametrize(
