@@ -234,7 +234,7 @@ def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     from legato_engine.models.decoder.model import DecoderModel, load_weights
     from legato_engine.models.decoder.tokenizer import TextTokenizer
     from legato_engine.models.gguf import read_gguf
-    from legato_engine.models.registry import DEFAULT, resolve
+    from legato_engine.models.registry import DEFAULT, LoadOptions, resolve
 
     bundle = resolve(DEFAULT, str(weights), max_context=1024)
     assert isinstance(bundle, DecoderBundle), "a GGUF file is a text model"
@@ -243,7 +243,7 @@ def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     cpu = torch.device("cpu")
     if form not in KINDS:
         weight_dtype = "model" if form == "float32" else form.split(maxsplit=1)[0]
-        model = bundle.load(cpu, torch.float32, weight_dtype=weight_dtype)
+        model = bundle.load(cpu, torch.float32, LoadOptions(weight_dtype=weight_dtype))
         return model, ids
     with torch.device("meta"):
         network = bundle.family.network(bundle.config).to(torch.bfloat16)

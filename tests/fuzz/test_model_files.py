@@ -32,7 +32,7 @@ from legato_engine.models.checkpoint import headers, opened
 from legato_engine.models.gguf import read_gguf
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.presets import tiny_random_config
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 
 from tests.adapters import random_adapter, safetensors_file, torch_file
 from tests.engine.hub.fake_hub import COMMIT, FakeHub
@@ -69,7 +69,7 @@ def gguf_file(data: bytes) -> None:
     with written(data, "model.gguf") as path:
         try:
             bundle = resolve("gguf", weights=str(path))
-            bundle.load(CPU, torch.float32, cpu_kernels="torch", memory=1 << 30)
+            bundle.load(CPU, torch.float32, LoadOptions(cpu_kernels="torch", memory=1 << 30))
         finally:
             read_gguf.cache_clear()
 
@@ -110,7 +110,7 @@ def text_settings(data: bytes) -> None:
                 json.dumps(content)
             )
         bundle = resolve("llama", weights=folder, random_weights=True)
-        bundle.load(CPU, torch.float32, cpu_kernels="torch", memory=1 << 28)
+        bundle.load(CPU, torch.float32, LoadOptions(cpu_kernels="torch", memory=1 << 28))
 
 
 def moondream_config(data: bytes) -> None:
@@ -120,7 +120,9 @@ def moondream_config(data: bytes) -> None:
             if path.is_file() and path.name != "config.json":
                 (Path(folder) / path.name).symlink_to(path)
         (Path(folder) / "config.json").write_bytes(data)
-        resolve("legato-tiny", weights=folder).load(CPU, torch.float32, cpu_kernels="torch")
+        resolve("legato-tiny", weights=folder).load(
+            CPU, torch.float32, LoadOptions(cpu_kernels="torch")
+        )
 
 
 def shard_index(data: bytes) -> None:

@@ -273,9 +273,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     dtype = _dtype(config.dtype, device)
     folders = _adapter_folders(config, bundle)
     free = device.free_memory()
-    model = bundle.load(
-        device.torch_device,
-        dtype,
+    options = registry.LoadOptions(
         vision_fp8=config.vision_dtype == "fp8",
         kv_dtype=config.kv_dtype,
         weight_dtype=_weight_dtype(config, device),
@@ -283,6 +281,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
+    model = bundle.load(device.torch_device, dtype, options)
     if model.own_threads:
         device.compute.submit(take_threads)
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)

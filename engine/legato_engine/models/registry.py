@@ -57,6 +57,26 @@ class ModelSource:
     max_context: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Form in which weights are loaded, and the `memory` that they may take (None: unlimited).
+
+    `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
+    weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`.
+    `cpu_kernels`: as `EngineConfig`.
+    """
+
+    vision_fp8: bool = False
+    kv_dtype: str = "auto"
+    weight_dtype: str = "auto"
+    cpu_kernels: str = "auto"
+    memory: int | None = None
+    progress: Progress = lambda fraction: None
+
+
+LOAD_DEFAULTS = LoadOptions()
+
+
 class ModelBundle(Protocol):
     """A model whose configuration is read and whose weights are not."""
 
@@ -79,26 +99,13 @@ class ModelBundle(Protocol):
         ...
 
     def load(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        vision_fp8: bool = False,
-        kv_dtype: str = "auto",
-        weight_dtype: str = "auto",
-        cpu_kernels: str = "auto",
-        memory: int | None = None,
-        progress: Progress = lambda fraction: None,
+        self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> Model:
-        """Load the weights, with `vision_fp8` those of the vision encoder in fp8.
-
-        `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-        weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`.
-        `cpu_kernels`: as `EngineConfig`.
+        """Load the weights.
 
         Raises:
-            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), fp8
-                cannot run, or scales are missing.
+            InvalidField: the weights do not fit the model or the memory, fp8 cannot run, or scales
+                are missing.
         """
         ...
 

@@ -22,7 +22,7 @@ from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, Visua
 from legato_engine.models.qwen3_vl.config import VisionConfig
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 from legato_engine.sequence import SampledToken
 from legato_engine.types import (
     CachedImageRef,
@@ -220,7 +220,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, kernels):
     text, vision, fields = KINDS[kind]
     theirs = write(tmp_path, config(text=TEXT | text, vision=VISION | vision, **fields))
     bundle = resolve("qwen3-vl", weights=str(tmp_path))
-    model = bundle.load(same.CPU, torch.float32, cpu_kernels=kernels)
+    model = bundle.load(same.CPU, torch.float32, LoadOptions(cpu_kernels=kernels))
     for count in (0, 1, 4):
         images = prepared(bundle.frontend, *SHAPES[:count])
         task = task_of(bundle.frontend, QuerySpec(question="why is it?"), images)

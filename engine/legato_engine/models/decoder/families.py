@@ -18,7 +18,7 @@ from legato_engine.kernels.step import KINDS
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.mlp import MLP
-from legato_engine.models.checkpoint import Progress, require_layers
+from legato_engine.models.checkpoint import require_layers
 from legato_engine.models.decoder.config import (
     DecoderConfig,
     HubConfig,
@@ -47,7 +47,7 @@ from legato_engine.models.decoder.model import (
 )
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import is_gguf, read_gguf
-from legato_engine.models.registry import ModelBundle, ModelSource
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
 from legato_engine.models.untrusted import refusing
 
 DEFAULT_CONTEXT = 8192
@@ -87,40 +87,33 @@ class DecoderBundle:
         return self.config.max_context
 
     def load(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        vision_fp8: bool = False,
-        kv_dtype: str = "auto",
-        weight_dtype: str = "auto",
-        cpu_kernels: str = "auto",
-        memory: int | None = None,
-        progress: Progress = lambda fraction: None,
+        self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> DecoderModel:
-        if vision_fp8:
+        if options.vision_fp8:
             raise InvalidField(f"{self.name} has no vision encoder in fp8", field="vision_dtype")
-        if kv_dtype == "fp8":
+        if options.kv_dtype == "fp8":
             problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
             raise InvalidField(problem, field="kv_dtype")
         if self.weights is not None:
             require_layers(self.config.num_layers, self.weights)
         with torch.device("meta"):
             network = self.family.network(self.config).to(dtype)
-        quantises = device.type != "cpu" and weight_dtype in KINDS
+        quantises = device.type != "cpu" and options.weight_dtype in KINDS
         if quantises and (reason := network.cannot_quantise(device)):
-            problem = f"weight_dtype {weight_dtype} {reason}; use weight_dtype model"
+            problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
             raise InvalidField(problem, field="weight_dtype")
         if self.weights is None:
-            random_weights(network, _SEED, device, memory=memory, progress=progress)
+            random_weights(network, _SEED, device, memory=options.memory, progress=options.progress)
         else:
-            load_weights(network, self.weights, device, memory=memory, progress=progress)
+            load_weights(
+                network, self.weights, device, memory=options.memory, progress=options.progress
+            )
             read_gguf.cache_clear()
         model = self.family.model(network)
         if quantises:
-            network.quantise(KINDS[weight_dtype])
+            network.quantise(KINDS[options.weight_dtype])
         if device.type == "cpu":
-            network.pack(weight_dtype, library(cpu_kernels))
+            network.pack(options.weight_dtype, library(options.cpu_kernels))
         self.frontend.check()  # its process has started meanwhile
         return model
 

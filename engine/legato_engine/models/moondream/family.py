@@ -16,12 +16,11 @@ from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer, Tokenizer
-from legato_engine.models.registry import ModelBundle, ModelSource
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
 
 if TYPE_CHECKING:
     import torch  # loaded by `load` alone
 
-    from legato_engine.models.checkpoint import Progress
     from legato_engine.models.moondream.model import MoondreamModel, Network
 
 _SEED = 0
@@ -50,16 +49,7 @@ class MoondreamBundle:
         return self.config.text.max_context
 
     def load(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        vision_fp8: bool = False,
-        kv_dtype: str = "auto",
-        weight_dtype: str = "auto",
-        cpu_kernels: str = "auto",
-        memory: int | None = None,
-        progress: Progress = lambda fraction: None,
+        self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> MoondreamModel:
         from legato_engine.kernels.cpu.library import library
         from legato_engine.models.moondream import weights
@@ -68,33 +58,33 @@ class MoondreamBundle:
         codes = ""
         if self.weights is None:
             network = weights.random_weights(
-                self.config, _SEED, device, dtype, memory=memory, progress=progress
+                self.config, _SEED, device, dtype, memory=options.memory, progress=options.progress
             )
         else:
-            codes = weights.quantised_kind(self.weights, self.config, weight_dtype)
+            codes = weights.quantised_kind(self.weights, self.config, options.weight_dtype)
             network = weights.load_weights(
                 self.config,
                 self.weights,
                 device,
                 dtype,
-                kv_dtype=kv_dtype,
+                kv_dtype=options.kv_dtype,
                 codes=codes,
-                memory=memory,
-                progress=progress,
+                memory=options.memory,
+                progress=options.progress,
             )
-        if vision_fp8:
+        if options.vision_fp8:
             network.vision.use_fp8()
         on_cpu = device.type == "cpu"
         if codes and on_cpu:
             network.text.dequantise()
-        packs = codes or _packs(weight_dtype, network, device)
+        packs = codes or _packs(options.weight_dtype, network, device)
         if not on_cpu and packs is not None:
             network.quantise(packs)
-        if kv_dtype == "fp8" and network.text.kv_scales() is None:
+        if options.kv_dtype == "fp8" and network.text.kv_scales() is None:
             network.text.calibrate_kv()
         model = MoondreamModel(self.config, network)
         if on_cpu:
-            network.pack(weight_dtype, library(cpu_kernels))
+            network.pack(options.weight_dtype, library(options.cpu_kernels))
         return model
 
 

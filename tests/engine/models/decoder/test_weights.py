@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 from safetensors.torch import load_file, save_file
 
 from tests.engine.models import against_transformers as same
@@ -161,7 +161,9 @@ def test_random_weights_need_no_checkpoint(folder):
 def test_there_is_no_vision_encoder(folder):
     """A dtype for a vision encoder is refused."""
     with pytest.raises(InvalidField, match="phi has no vision encoder"):
-        resolve("phi", weights=str(folder)).load(same.CPU, torch.float32, vision_fp8=True)
+        resolve("phi", weights=str(folder)).load(
+            same.CPU, torch.float32, LoadOptions(vision_fp8=True)
+        )
 
 
 def test_the_context_is_bounded(tmp_path):

@@ -428,7 +428,9 @@ def test_a_second_encoder_leaves_the_tile_counters_of_the_first(tiny_model):
 
 def encoder(kernels):
     bundle: Any = registry.resolve("random-tiny")
-    model: Any = bundle.load(torch.device("cpu"), torch.float32, cpu_kernels=kernels)
+    model: Any = bundle.load(
+        torch.device("cpu"), torch.float32, registry.LoadOptions(cpu_kernels=kernels)
+    )
     return model._network.vision, bundle.config.vision
 
 

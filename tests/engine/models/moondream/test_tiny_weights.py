@@ -23,7 +23,7 @@ from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.models.moondream.weights import load_weights
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 from legato_engine.types import CaptionLength, ImageProperties
 from PIL import Image
 from safetensors import safe_open
@@ -330,9 +330,9 @@ def test_another_weight_dtype_than_the_recipe_s_is_refused(files):
     bundle = resolve("legato-tiny", str(files["int8"]))
     for other in ("model", "packed", "fp8", "int4"):
         with pytest.raises(InvalidField, match="use weight_dtype auto or int8") as caught:
-            bundle.load(CPU, torch.float32, weight_dtype=other)
+            bundle.load(CPU, torch.float32, LoadOptions(weight_dtype=other))
         assert caught.value.metadata["field"] == "weight_dtype"
-    assert bundle.load(CPU, torch.float32, weight_dtype="int8").num_parameters > 0
+    assert bundle.load(CPU, torch.float32, LoadOptions(weight_dtype="int8")).num_parameters > 0
 
 
 @pytest.mark.parametrize("name", ["text.head.scales", "text.blocks.0.fc2_proj.codes"])
