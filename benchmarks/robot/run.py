@@ -26,7 +26,14 @@ from legato_client import Client
 
 from benchmarks import record
 from benchmarks.robot import scoring
-from benchmarks.robot.drive import MAX_AGE, MortalServer, play_for, play_with_kills, playing
+from benchmarks.robot.drive import (
+    MAX_AGE,
+    MortalServer,
+    ShownCamera,
+    play_for,
+    play_with_kills,
+    playing,
+)
 from benchmarks.robot.scene import FPS, MISSING, NOUNS, PERIOD, THINGS, VISIBLE, Clip
 
 SERVERS = ("legato-tiny", "scripted")
@@ -75,6 +82,7 @@ def _measure(server: MortalServer, clip: Clip, arguments: argparse.Namespace) ->
         for load in arguments.loads:
             with playing(client, clip, load * capacity) as cameras:
                 play_for(cameras[0], arguments.seconds)
+            _require_answers(cameras)
             runs[f"{load:g}x"] = scoring.figures(clip, cameras)
         with playing(client, clip, min(capacity, FPS)) as (camera,):
             outages = play_with_kills(server, camera, arguments.seconds, arguments.kills)
@@ -91,8 +99,15 @@ def _capacity(client: Client, clip: Clip, seconds: float) -> float:
     """Return the frames that one session answers a second if a frame always waits."""
     with playing(client, clip, FPS, every=True) as (camera,):
         play_for(camera, seconds, answers=3)
+    _require_answers([camera])
     arrived = [each.arrived for each in camera.answers]
     return (len(arrived) - 1) / (arrived[-1] - arrived[0])
+
+
+def _require_answers(cameras: Sequence[ShownCamera]) -> None:
+    """Refuse figures of a server that fails: that is fast."""
+    if failed := sum(camera.counters.totals().failed_tasks for camera in cameras):
+        raise RuntimeError(f"{failed} tasks failed, which no load explains")
 
 
 def _tables(name: str, figures: dict[str, Any]) -> list[str]:
