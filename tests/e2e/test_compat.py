@@ -19,7 +19,7 @@ from legato_client.cli import main
 from legato_client.compat import ForeignService, MappingError
 
 from tests.e2e.server import ENVIRONMENT, PATIENCE, Server
-from tests.service.access.credentials import Token, write
+from tests.service.access.credentials import Authority, Token, write
 from tests.service.harness import image_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration-from-moondream.md"
@@ -123,9 +123,12 @@ def server(folder):
 class Caller:
     """A client that a foreign .proto makes: `caller.Query(query="Who?")`."""
 
-    def __init__(self, mapping: Path, address: str) -> None:
+    def __init__(self, mapping: Path, address: str, root: bytes = b"") -> None:
         self._service = ForeignService.read(mapping).descriptor
-        self.channel = grpc.insecure_channel(address)
+        if root:
+            self.channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(root))
+        else:
+            self.channel = grpc.insecure_channel(address)
         self.metadata = (("authorization", f"Bearer {ROBOT.text}"),)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,15 +154,15 @@ class Caller:
 
 
 @contextlib.contextmanager
-def compat(server, mapping, *options):
-    """A caller of `legato compat`, which is stopped as an operator does."""
+def compat(server, mapping, *options, root=b""):
+    """A caller of `legato compat`, which is stopped as an operator does; `root` is for TLS."""
     command = [sys.executable, "-m", "legato_client.cli", "compat", str(mapping), "--json"]
     command += ["--server", server.address, "--listen", "127.0.0.1:0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None
             ready = json.loads(process.stdout.readline())
-            caller = Caller(mapping, ready["address"])
+            caller = Caller(mapping, ready["address"], root)
             yield caller
             caller.channel.close()
             process.send_signal(signal.SIGTERM)
@@ -268,6 +271,18 @@ def test_a_stream_that_fails_has_its_status(eyes):
     """As a unary call has."""
     refused = refusal(grpc.StatusCode.INVALID_ARGUMENT, eyes.Tell, data=b"no image", text="Who?")
     assert refused.startswith("data:")
+
+
+def test_calls_over_tls(server, folder):
+    """With a certificate, and the token of each call."""
+    authority = Authority()
+    pair = authority.server()
+    (folder / "server.pem").write_bytes(pair.chain)
+    (folder / "server.key").write_bytes(pair.key)
+    files = ("--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key"))
+    mapping = folder / "moondream.toml"
+    with compat(server, mapping, *files, root=authority.pem) as caller:
+        assert caller.EncodeImage(image_data=image_bytes()).encoded_image
 
 
 def test_what_is_not_mapped_is_unimplemented(eyes):
