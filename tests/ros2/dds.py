@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 from cyclonedds.core import Policy, Qos
-from cyclonedds.domain import Domain
+from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl import types as idl
+from cyclonedds.pub import DataWriter
+from cyclonedds.sub import DataReader
+from cyclonedds.topic import Topic
 from cyclonedds.util import duration
 from legato_client.ros import messages
-from legato_client.ros.node import Participant
+from legato_client.ros.node import dds_name
 
 from tests.e2e.ros_bus import LOOPBACK
 from tests.e2e.scenes import SIZE, two_shapes
@@ -65,6 +68,19 @@ def names_of(qos: Qos) -> tuple[str, str]:
         "reliable" if reliable else "best effort",
         "transient local" if latched else "volatile",
     )
+
+
+class Peer:
+    """Participant with topics of any type, by ROS's names."""
+
+    def __init__(self, domain: int) -> None:
+        self._own = DomainParticipant(domain)
+
+    def reader(self, topic: str, kind: Any, qos: Qos) -> Any:
+        return DataReader(self._own, Topic(self._own, dds_name(topic), kind), qos)
+
+    def writer(self, topic: str, kind: Any, qos: Qos) -> Any:
+        return DataWriter(self._own, Topic(self._own, dds_name(topic), kind), qos)
 
 
 # ---------------------------------------------------------------- types
@@ -156,7 +172,7 @@ def _client_type(name: str) -> Any:
 
 def main(domain: int) -> None:
     kept = Domain(domain, LOOPBACK)
-    peer = Participant(domain)
+    peer = Peer(domain)
     readers = {}
     for topic, name in TOPICS.items():
         latched = topic.endswith("vision_info")

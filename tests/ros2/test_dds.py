@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("cyclonedds", reason="its wheels follow new Pythons late")
 
 from cyclonedds.domain import Domain
-from legato_client.ros.node import Participant
 
 from tests.e2e.ros_bus import LOOPBACK
 from tests.e2e.server import ENVIRONMENT, until
@@ -83,7 +82,7 @@ class Bridge:
 def test_a_peer_decodes_every_topic_and_matches_as_ros_does(null):
     """Field by field what the node published; each quality of service matches what it must."""
     domain = Domain(DOMAIN, LOOPBACK)
-    participant = Participant(DOMAIN)
+    participant = dds.Peer(DOMAIN)
     string = dds.struct("std_msgs/msg/String")
     matrix = [
         participant.writer(f"/matrix_{n}", string, dds.quality(*offered))
