@@ -114,7 +114,7 @@ def _idl(kind: Any) -> Any:
     if node == NAME:
         return struct(detail)
     if node == BASE:
-        plain = {"bool": bool, "string": str, "byte": idl.uint8}
+        plain = {"bool": bool, "string": str, "byte": idl.byte}
         return plain.get(detail[0]) or getattr(idl, detail[0])
     element, size = detail
     make_array: Any = idl.array
