@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, VisualRows
+from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan, VisualRows
 from legato_engine.models.qwen3_vl.config import VisionConfig
+from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
 from legato_engine.models.registry import LoadOptions, resolve
@@ -40,6 +41,7 @@ from legato_engine.types import (
     Turn,
 )
 from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
@@ -279,6 +281,62 @@ def test_greedy_answers_are_those_of_transformers(small):
             with torch.inference_mode():
                 logits_TV = logits_of(small[1], bundle, task, chosen[:-1])
             assert logits_TV[len(task.prompt) - 1 :].argmax(-1).tolist() == chosen, index
+
+
+def test_neither_drafts_nor_batches_change_an_answer(small):
+    """Draft tokens rotate by the positions after images."""
+    asked = ["the cat the cat the cat", "why? why? why?", "tea tea tea tea", "0 1 0 1 0 1", "is it"]
+    answers = []
+    for fields in ({}, {"speculation": "fixed:3", "draft": "lookup"}):
+        with same.Engine("qwen3-vl", small[0], **fields) as engine:
+            pool = prepared(engine.assembly.frontend, *SHAPES)
+            images = [pool[:count] for count in range(len(asked))]
+            sampling = {"max_tokens": 24, "temperature": 0.0}
+            answers += [
+                engine.ask(asked, images=images, together=together, **sampling).tokens
+                for together in (True, False)
+            ]
+    assert all(each == answers[0] for each in answers)
+
+
+@pytest.mark.parametrize(("name", "size"), [("random-tiny-vl", 0), ("qwen3-vl", 2_127_532_032)])
+def test_random_weights_need_no_files(name, size):
+    """The larger model has as many parameters as the published one of its sizes."""
+    bundle: Any = resolve(name, random_weights=True)
+    with torch.device("meta"):
+        network = bundle.family.network(bundle.config)
+    assert not size or sum(each.numel() for each in network.parameters()) == size
+    images = prepared(bundle.frontend, *SHAPES[:2])
+    task = task_of(bundle.frontend, QuerySpec(question="what is it?"), images)
+    assert len(task.visual.images) == 2
+
+
+def test_it_runs_on_a_device_with_kernels(small):
+    """Torch's fake GPU knows shapes and devices, and refuses to give values."""
+    bundle: Any = resolve("qwen3-vl", weights=str(small[0]))
+    images = prepared(bundle.frontend, *SHAPES[:2])
+    task = task_of(bundle.frontend, QuerySpec(question="what is it?"), images)
+    patches = [each.pixels for each in images]
+    visual, length = task.visual.prompt, len(task.prompt)
+    with torch.inference_mode(), FakeTensorMode():
+        with torch.device("cuda"):
+            model: Any = Qwen3VLModel(Qwen3VLNetwork(bundle.config))
+            levels = [torch.zeros(each.levels_PCFYX.shape, dtype=torch.uint8) for each in patches]
+            shape = model.num_layers, 40, model.num_kv_heads, 16, model.head_dim
+            kv = KVCache(torch.zeros(shape), torch.zeros(shape))
+            ids_T = torch.zeros(length, dtype=torch.int64)
+            rope_3T = torch.zeros(visual.rope_3P.shape, dtype=torch.int64)
+            rows_N = torch.zeros(visual.num_image_tokens, dtype=torch.int64)
+            pages_M = torch.zeros(40, dtype=torch.int64)
+            batch = DecodeBatch(ids_T[:4], pages_M[:8].view(4, 2), rope_offset_B=ids_T[:4])
+        tower = model._visual
+        features = [tower(each, *shape.grid) for each, shape in zip(levels, patches, strict=True)]
+        rows = VisualRows(rope_3T, rows_N, torch.cat(features))
+        x_TD = model.embed(ids_T, torch.zeros(length, 2, device="cuda"))
+        span = PrefillSpan(0, pages_M, bidirectional=False, visual=rows)
+        hidden_TD = model.prefill(x_TD, span, kv)
+        assert hidden_TD.device.type == "cuda"
+        assert model.decode(hidden_TD[:4], batch, kv).shape == (4, model.width)
 
 
 @pytest.fixture(scope="module")
