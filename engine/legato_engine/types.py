@@ -508,7 +508,7 @@ class Request(Value, frozen=True):
     """Request: one task on an image, on `more_images` besides, or on none.
 
     `deadline` is in `time.monotonic()` seconds, one clock for all processes of a host. A higher
-    `priority` starts first. Without `progress`, `Queued` and `Started` are not sent.
+    `priority` starts first. Without `progress`, `QueuePosition` and `PrefillStarted` are not sent.
     """
 
     request_id: RequestKey

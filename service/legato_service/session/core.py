@@ -350,7 +350,7 @@ def _append_merged(waiting: list[Output], piece: Output) -> None:
 
 # The rules of a session as a state machine: each frame gets exactly one outcome.
 #
-# The core neither waits nor reads a clock; `Session` reports what happened and when. The core
+# The core neither waits nor reads a clock; `SessionDriver` reports what happened and when. The core
 # orders its `FrameExecutor` at once; messages to the client leave through `next`.
 
 MAX_UNREAD = 4096  # notices; only a client that sends without reading is due more
