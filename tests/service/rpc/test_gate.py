@@ -430,7 +430,7 @@ async def test_unfinished_frames_end_the_sessions_of_the_sender_that_has_most(
             connection = Http2(f"127.0.0.1:{served.port}")
             connection.read()
             attacking = asyncio.create_task(asyncio.to_thread(attack, connection))
-            await until(lambda: [each for each in logs if each["event"] == "rpc_ended"])
+            await until(lambda: any(each["event"] == "rpc_ended" for each in logs))
             assert {each["reason"] for each in logs if each["event"] == "rpc_ended"} == {
                 "CLIENT_TOO_SLOW"
             }
