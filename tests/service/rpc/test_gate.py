@@ -21,7 +21,7 @@ from legato_service.rpc import gate as gate_module
 from legato_service.rpc import middleware
 from legato_service.rpc.gate import Gate, ReceiveLimit
 
-from tests.faults.attacks import CONNECTIONS, Http2
+from tests.faults.attacks import CONNECTIONS, RST_STREAM, Http2
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine
 from tests.service.harness import Running, refusal, running, until
@@ -241,6 +241,34 @@ async def test_calls_beyond_those_of_a_connection_wait_in_the_client() -> None:
         await until(lambda: len(engine.requests) == len(calls))
         for each in calls:
             each.cancel()
+
+
+async def test_a_burst_of_reset_calls_is_refused_before_it_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for those that a connection may have, and twice as many that are not cleaned up yet."""
+    entered = 0
+    enter = Gate.enter
+
+    def counted(gate: Gate, task: asyncio.Task[object]) -> Any:
+        nonlocal entered
+        entered += 1
+        return enter(gate, task)
+
+    monkeypatch.setattr(Gate, "enter", counted)
+    async with running(FakeEngine(fakes.answer)) as served:
+        connection = Http2(f"127.0.0.1:{served.port}")
+        connection.read()
+        with connection.at_once():
+            for _ in range(20 * MAX_CALLS_PER_CONNECTION):
+                stream = connection.open(QUERY)
+                connection.send(RST_STREAM, 0, stream, struct.pack(">I", 8))
+        await until(lambda: entered > 0)
+        await served.inference.Query(QUESTION)  # behind them
+        await until(lambda: gate_of(served).num_unsubmitted == 0)
+        connection.close()
+        assert entered <= 4 * MAX_CALLS_PER_CONNECTION
+        await served.inference.Query(QUESTION)
 
 
 async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
