@@ -165,24 +165,28 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
 class ImageFeatures:
     """Features of images between prompts' tokens, kept for the next chunk and the next prompt.
 
-    Belongs to the compute stream.
+    Tenants share none: times would reveal what another one sent. Belongs to the compute stream.
     """
 
     def __init__(self, model: Model, max_bytes: int = 256 << 20) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._features: dict[str, torch.Tensor] = {}  # by key of the image, the oldest first
+        self._features: dict[tuple[str, str], torch.Tensor] = {}
+        """By tenant and key of the image, the oldest first."""
 
-    def rows(self, visual: VisualInputs, start: int, stop: int, device: torch.device) -> VisualRows:
+    def rows(
+        self, visual: VisualInputs, start: int, stop: int, device: torch.device, *, tenant: str
+    ) -> VisualRows:
         """Gather the images of positions `[start, stop)`; encode those that are not here."""
         prompt, rows, features = visual.prompt, [], []
         for span in prompt.spans:
             first, last = max(span.start, start), min(span.start + span.length, stop)
             if first < last:
                 rows.append(torch.arange(first - start, last - start))
-                encoded_NKD = self._encoded(visual.images[span.index])
+                encoded_NKD = self._encoded(visual.images[span.index], tenant)
                 features.append(encoded_NKD[first - span.start : last - span.start])
-        later = torch.arange(max(start, prompt.rope_3P.shape[1]), stop) + prompt.rope_offset
+        first_later = max(start, prompt.rope_3P.shape[1])
+        later = torch.arange(first_later, max(first_later, stop)) + prompt.rope_offset
         rope_3T = torch.from_numpy(prompt.rope_3P[:, start:stop])
         return VisualRows(
             torch.cat((rope_3T, later.expand(3, -1)), dim=1).to(device),
@@ -192,11 +196,11 @@ class ImageFeatures:
             torch.cat(features) if features else torch.zeros(0, 1, self._model.width),
         )
 
-    def _encoded(self, image: PreparedImage) -> torch.Tensor:
-        features_NKD = self._features.pop(image.key, None)
+    def _encoded(self, image: PreparedImage, tenant: str) -> torch.Tensor:
+        features_NKD = self._features.pop((tenant, image.key), None)
         if features_NKD is None:
             features_NKD = self._model.encode_image(image)
-        self._features[image.key] = features_NKD
+        self._features[tenant, image.key] = features_NKD
         while len(self._features) > 1 and self._num_bytes > self._max_bytes:
             del self._features[next(iter(self._features))]
         return features_NKD
@@ -236,6 +240,7 @@ class PrefillStep:
         self._pixels = row.sequence.inputs.image
         self._visual = row.sequence.inputs.visual
         self._features = features
+        self._tenant = row.sequence.request.tenant
         self._prefix = row.work
         self._start = row.position
         self._num_pages = len(row.sequence.pages.ids)
@@ -287,7 +292,9 @@ class PrefillStep:
         if self._visual is not None:
             assert self._features is not None, "a visual prompt of a model without them"
             stop = self._start + len(x_TD)
-            visual = self._features.rows(self._visual, self._start, stop, x_TD.device)
+            visual = self._features.rows(
+                self._visual, self._start, stop, x_TD.device, tenant=self._tenant
+            )
         span = PrefillSpan(self._start, pages, False, self._adapters, visual)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
         slot.hidden_RD[self._output].copy_(hidden_1D)

@@ -24,6 +24,7 @@ from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
 from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.sequence import SampledToken
 from legato_engine.types import (
     CachedImageRef,
@@ -281,6 +282,36 @@ def test_greedy_answers_are_those_of_transformers(small):
             with torch.inference_mode():
                 logits_TV = logits_of(small[1], bundle, task, chosen[:-1])
             assert logits_TV[len(task.prompt) - 1 :].argmax(-1).tolist() == chosen, index
+
+
+def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
+    """Chunks and later prompts share its features; another tenant does not."""
+    bundle = resolve("qwen3-vl", weights=str(small[0]))
+    model: Any = bundle.load(same.CPU, torch.float32)
+    images = prepared(bundle.frontend, *SHAPES[:3])
+    task = task_of(bundle.frontend, QuerySpec(question="what is it?"), images)
+    encoded, length = list[str](), len(task.prompt)
+    encode = model.encode_image
+
+    def counting(image):
+        encoded.append(image.key)
+        return encode(image)
+
+    model.encode_image = counting
+    with torch.inference_mode():
+        features = ImageFeatures(model)
+        whole = features.rows(task.visual, 0, length + 2, same.CPU, tenant="a")
+        parts = [
+            features.rows(task.visual, start, min(start + 7, length + 2), same.CPU, tenant="a")
+            for start in range(0, length + 2, 7)
+        ]
+        assert encoded == [each.key for each in images]
+        features.rows(task.visual, 0, length, same.CPU, tenant="b")
+        assert len(encoded) == 2 * len(images)
+    found = torch.cat([part.features_NKD for part in parts if len(part.rows_N)])
+    assert torch.equal(found, whole.features_NKD)
+    assert torch.equal(torch.cat([part.rope_3T for part in parts], 1), whole.rope_3T)
+    assert whole.rope_3T[0, -1] == length + 1 + task.visual.prompt.rope_offset
 
 
 def test_neither_drafts_nor_batches_change_an_answer(small):
