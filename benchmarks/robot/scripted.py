@@ -19,9 +19,8 @@ from unittest import mock
 import numpy as np
 from legato_engine.config import EngineConfig
 from legato_engine.core import process
-from legato_engine.null.engine import NullEngine, NullImages
-from legato_engine.null.model import IMAGE_TOKENS, NullModel
-from legato_engine.null.scripted_output import ScriptedOutput
+from legato_engine.null_engine import IMAGE_TOKENS, NullEngine, NullImages, NullModel
+from legato_engine.scripted_output import ScriptedOutput
 from legato_engine.types import (
     DetectOutput,
     DetectSpec,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import uvloop
+from legato_engine import null_engine
 from legato_engine.client.connection import EngineConnection, Siblings
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
@@ -21,8 +22,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import ImageTotals, SchedulerLoad, StepTotals
-from legato_engine.null import model as null_model
-from legato_engine.null.engine import NullEngine
+from legato_engine.null_engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import Request, RequestKey
 from legato_service import lifecycle, logs
@@ -30,7 +30,7 @@ from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
 
-CONFIG = EngineConfig(model=null_model.NAME, null_objects=100_000)
+CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
 
 
 class InsideEngine:
@@ -47,7 +47,7 @@ class InsideEngine:
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())
-        self.model = null_model.info(CONFIG)
+        self.model = null_engine.info(CONFIG)
         self.timeline = TimelineWatch(lambda _: None)
         self._streams: dict[RequestKey, RequestStream] = {}
         self._engine = NullEngine(

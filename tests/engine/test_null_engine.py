@@ -28,7 +28,7 @@ from legato_engine.ipc.messages import (
     QueuePosition,
     SchedulerLoad,
 )
-from legato_engine.null.engine import NullEngine
+from legato_engine.null_engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, blob_folder, new_namespace
 from legato_engine.types import (
     CachedImageRef,

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from legato_engine import failpoints
+from legato_engine import failpoints, null_engine
 from legato_engine.client.engine_client import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
 from legato_engine.core.garbage import freeze_loaded
@@ -53,8 +53,7 @@ from legato_engine.log_sink import NEW_LINE, LogSink, SinkHandler, standard_erro
 from legato_engine.models.decoder.template_process import templates
 from legato_engine.models.registry import may_have_chat_template, tokenizer_path
 from legato_engine.models.untrusted import is_out_of_memory, start_check
-from legato_engine.null import model as null_model
-from legato_engine.null.engine import NullEngine
+from legato_engine.null_engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm import BlobReader
 from legato_engine.telemetry import (
@@ -149,7 +148,7 @@ def unservable() -> Iterator[None]:
 
 if TYPE_CHECKING:
     from legato_engine.core.engine_core import EngineCore  # imports torch
-    from legato_engine.null.engine import NullEngine
+    from legato_engine.null_engine import NullEngine
 
     Core = EngineCore | NullEngine
 
@@ -263,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
     _write_stacks_to(files)
-    if config.model != null_model.NAME:
+    if config.model != null_engine.NAME:
         latency_policy.reset_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
@@ -334,9 +333,9 @@ def _open(
     telemetry: Telemetry,
     recorder: FlightRecorder | None,
 ) -> tuple[Core, ServedModel]:
-    if config.model == null_model.NAME:
+    if config.model == null_engine.NAME:
         core = NullEngine(config, blobs=blobs, send=connections.post, timeline=telemetry.stream)
-        return core, null_model.info(config)
+        return core, null_engine.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
     path = tokenizer_path(config.model, config.weights, config.tokenizer, config.models)

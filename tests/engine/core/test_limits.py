@@ -9,7 +9,7 @@ import pytest
 from legato_engine import failpoints
 from legato_engine.errors import InternalError, InvalidField, TaskUnsupported, from_value
 from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
-from legato_engine.null.engine import NullEngine
+from legato_engine.null_engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
     CachedImageRef,

@@ -27,7 +27,7 @@ from legato_engine.ipc.messages import (
     ImageHeld,
     PrefillStarted,
 )
-from legato_engine.null.engine import NullEngine
+from legato_engine.null_engine import NullEngine
 from legato_engine.shm import BlobReader, BlobStore, new_namespace
 from legato_engine.types import (
     CachedImageRef,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan, VisualRows
-from legato_engine.models.qwen3_vl.config import VisionConfig
+from legato_engine.models.qwen3_vl.config import TowerConfig
 from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
@@ -436,7 +436,7 @@ def test_patches_and_grids_are_those_of_transformers(frontend, height, width):
     assert torch.equal(values_PV, theirs["pixel_values"])
 
 
-VISION_SIZES = VisionConfig(dim=8, ff_dim=8, num_layers=1, num_heads=1, grid=2, taps=())
+VISION_SIZES = TowerConfig(dim=8, ff_dim=8, num_layers=1, num_heads=1, grid=2, taps=())
 
 
 def test_patches_of_frames_are_those_of_transformers():

@@ -31,7 +31,7 @@ _SIZES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
+class TowerConfig:
     """Sizes of the vision tower and of the images that it reads.
 
     `taps`: the blocks whose results go to the first layers of the text model (deepstack).
@@ -61,7 +61,7 @@ class VisionConfig:
 class Qwen3VLConfig(DecoderConfig):
     """The text model with its vision tower; `sections`: rotated pairs by time, row and column."""
 
-    vision: VisionConfig
+    vision: TowerConfig
     sections: tuple[int, int, int]
     image_token: int
     video_token: int
@@ -91,7 +91,7 @@ def read(hub: HubConfig, folder: Path) -> Qwen3VLConfig:
     )
 
 
-def _vision(hub: HubConfig, text_dim: int, folder: Path) -> VisionConfig:
+def _vision(hub: HubConfig, text_dim: int, folder: Path) -> TowerConfig:
     implemented = {
         "hidden_act": "gelu_pytorch_tanh",
         "in_channels": 3,
@@ -114,7 +114,7 @@ def _vision(hub: HubConfig, text_dim: int, folder: Path) -> VisionConfig:
     taps = tuple(hub.deepstack_visual_indexes)
     if list(taps) != sorted(set(taps)) or any(not 0 <= each < hub.depth for each in taps):
         raise _refused(f"deepstack_visual_indexes is {list(taps)}, not blocks in ascending order")
-    sizes = VisionConfig(
+    sizes = TowerConfig(
         dim=hub.hidden_size,
         ff_dim=hub.intermediate_size,
         num_layers=hub.depth,
@@ -127,7 +127,7 @@ def _vision(hub: HubConfig, text_dim: int, folder: Path) -> VisionConfig:
     return dataclasses.replace(sizes, **_preparation(sizes, read_json(folder / _PREPROCESSOR)))
 
 
-def _preparation(sizes: VisionConfig, said: dict[str, Any]) -> dict[str, Any]:
+def _preparation(sizes: TowerConfig, said: dict[str, Any]) -> dict[str, Any]:
     """Read how images are resized and normalised; what is not said is as published."""
     implemented = {
         "patch_size": sizes.patch_size,

@@ -14,7 +14,7 @@ from legato_engine.models.decoder.config import ModelSettings
 from legato_engine.models.decoder.families import Family, bundle_of, find_bundle, limited
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.qwen3_vl import config
-from legato_engine.models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from legato_engine.models.qwen3_vl.config import Qwen3VLConfig, TowerConfig
 from legato_engine.models.qwen3_vl.frontend import IMAGE, VIDEO, Qwen3VLFrontend
 from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.registry import ModelBundle, ModelSource
@@ -98,7 +98,7 @@ _TINY = Qwen3VLConfig(
     rotary_dim=16,
     rope_scaling=None,
     tied_head=True,
-    vision=VisionConfig(
+    vision=TowerConfig(
         dim=32,
         ff_dim=48,
         num_layers=3,
@@ -124,7 +124,7 @@ _PUBLISHED_2B = Qwen3VLConfig(
     rotary_dim=128,
     rope_scaling=None,
     tied_head=True,
-    vision=VisionConfig(
+    vision=TowerConfig(
         dim=1024, ff_dim=4096, num_layers=24, num_heads=16, grid=48, taps=(5, 11, 17)
     ),
     sections=(24, 20, 20),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from legato_engine.errors import InvalidField
-from legato_engine.models.qwen3_vl.config import VisionConfig
+from legato_engine.models.qwen3_vl.config import TowerConfig
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -40,7 +40,7 @@ class PatchedImage:
         return self.levels_PCFYX.nbytes
 
 
-def grid_of(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
+def grid_of(height: int, width: int, config: TowerConfig) -> tuple[int, int]:
     """Return the rows and columns of patches of a resized image.
 
     They are whole tokens, within the limits of pixels.
@@ -62,7 +62,7 @@ def grid_of(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
     return rows * config.merge, columns * config.merge
 
 
-def patched(image: Image.Image, config: VisionConfig) -> PatchedImage:
+def patched(image: Image.Image, config: TowerConfig) -> PatchedImage:
     """Resize and cut an RGB image.
 
     Raises:

@@ -133,7 +133,7 @@ class PointsTask(ObjectTask):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
+class JsonListing:
     """A question for objects of one kind, and the JSON of its answer."""
 
     asks: str
@@ -164,14 +164,14 @@ def _quoted(text: str) -> str:
 
 
 _LOCATE = 'Locate every instance that belongs to the following categories: "%"'
-BOXES = Listing(
+BOXES = JsonListing(
     asks=f"{_LOCATE}. Report bbox coordinates in JSON format.",
     key="bbox_2d",
     num_coordinates=4,
     default_max_objects=50,
     task=ObjectTask,
 )
-POINTS = Listing(
+POINTS = JsonListing(
     asks=f"{_LOCATE} with points. Report point coordinates in JSON format like this: "
     '{"point_2d": [x, y], "label": "name"}.',
     key="point_2d",

@@ -19,7 +19,7 @@ from legato_engine.layers.attention import Attention
 from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.mlp import MLP
-from legato_engine.models.qwen3_vl.config import VisionConfig
+from legato_engine.models.qwen3_vl.config import TowerConfig
 
 _EPSILON = 1e-6
 _FRAMES = 2  # of a patch
@@ -32,7 +32,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class PatchEmbedding(nn.Module):
     """A linear map of the values of a patch, stored as a convolution's."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         size = config.patch_size
         self.proj = Linear(3 * _FRAMES * size**2, config.dim)
@@ -50,7 +50,7 @@ class PatchEmbedding(nn.Module):
 class TowerBlock(nn.Module):
     """A sequential pre-norm block, whose patches see each other."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim, eps=_EPSILON)
         self.attn = Attention(config.dim, config.num_heads)
@@ -83,7 +83,7 @@ class PatchMerger(nn.Module):
     The norm is of each patch, or with `joined` of all patches of a token together.
     """
 
-    def __init__(self, config: VisionConfig, text_dim: int, *, joined: bool) -> None:
+    def __init__(self, config: TowerConfig, text_dim: int, *, joined: bool) -> None:
         super().__init__()
         self._width = config.dim * config.merge**2
         self._joined = joined
@@ -102,7 +102,7 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """The encoder and its mergers; patches are in the order of their tokens."""
 
-    def __init__(self, config: VisionConfig, text_dim: int) -> None:
+    def __init__(self, config: TowerConfig, text_dim: int) -> None:
         super().__init__()
         self._config = config
         self.patch_embed = PatchEmbedding(config)
@@ -198,7 +198,7 @@ def places(rows: int, columns: int, merge: int) -> torch.Tensor:
     return torch.stack([*ordered], dim=1)
 
 
-def patch_values(levels_PCFYX: torch.Tensor, config: VisionConfig) -> torch.Tensor:
+def patch_values(levels_PCFYX: torch.Tensor, config: TowerConfig) -> torch.Tensor:
     """[P, V] float32, normalised as in training; the one frame of an image stands for both."""
     device = levels_PCFYX.device
     level_L = (torch.arange(256, dtype=torch.float64, device=device) * (1 / 255)).float()
