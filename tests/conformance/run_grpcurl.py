@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from tests.conformance.cases import Case, Json, Step, fill, load
+from tests.conformance.check import Case, Json, Step, fill, load
 
 DESCRIPTORS = Path(__file__).parents[2] / "proto/gen/legato/v1/descriptor.binpb"
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}

@@ -25,7 +25,7 @@ from legato.v1 import (  # noqa: F401 - likewise
     session_pb2,
 )
 
-from tests.conformance.cases import Case, Json, Step, fill, load
+from tests.conformance.check import Case, Json, Step, fill, load
 
 DETAILS = "grpc-status-details-bin"
 

@@ -14,8 +14,7 @@ import pytest
 from legato.v1 import server_pb2, server_pb2_grpc
 
 from tests.conformance import programs
-from tests.conformance.cases import Case, Step, load
-from tests.conformance.check import check
+from tests.conformance.check import Case, Step, check, load
 from tests.e2e.server import Server
 
 PICTURES = importlib.resources.files("legato_tiny") / "samples"

@@ -20,7 +20,7 @@ from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, session_pb2
 from legato_engine import failpoints
 from legato_engine.shm import blob_folder
 
-from tests.fork_server.client import NAME
+from tests.fork_server.popen import NAME
 from tests.service.harness import Refusal, read_refusal
 
 INFERENCE = "legato.v1.InferenceService"

@@ -19,7 +19,7 @@ from tests.deploy.manifests import expressions, rules, selectors
 from tests.e2e.scenes import long_query, long_stream, two_shapes
 from tests.e2e.server import SLOWLY, Server, children, exists, failure_of, until
 from tests.grammar import check
-from tests.service.scrapes import Scrape
+from tests.service.harness import Scrape
 
 SCENE = two_shapes()
 

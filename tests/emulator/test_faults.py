@@ -14,8 +14,15 @@ from legato_engine.kernels.cuda import decoder
 from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 
 from benchmarks.megakernel.model import forward
-from tests.emulator.module import EmulatedFault, EmulatedModule, Patch, sources
-from tests.emulator.small import CPU, SMALL, emulated
+from tests.emulator.module import (
+    CPU,
+    SMALL,
+    EmulatedFault,
+    EmulatedModule,
+    Patch,
+    emulated,
+    sources,
+)
 from tests.emulator.test_steps import PARTS, plain
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import world_of

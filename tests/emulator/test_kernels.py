@@ -28,8 +28,7 @@ from legato_engine.kernels.proposer import UNKNOWN, LookupProposer
 from legato_engine.models.moondream.presets import legato_tiny_config
 from legato_engine.speculation import TokenBudgetPolicy
 
-from tests.emulator.module import EmulatedKernel, EmulatedModule
-from tests.emulator.small import CPU
+from tests.emulator.module import CPU, EmulatedKernel, EmulatedModule
 from tests.emulator.test_steps import PARTS
 from tests.engine.speculative.drafted import row_history
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side

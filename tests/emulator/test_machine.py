@@ -183,7 +183,7 @@ source, word = torch.zeros(128, dtype=torch.int32), torch.zeros(8, dtype=torch.i
 module.kernel("faulty", shared=shared).launch((1, 1, 1), 64, (source, word, fault, index))
 """
 BEYOND_PAGES = """
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.module import SMALL, emulated
 from tests.megakernel.words import Rows, World
 table = "(int)pages[row[i / OWN_PAGES] * row_pages + page]"
 world = World(SMALL, emulated(None, ("step.cu", f"page < row_pages ? {table} : 0", table)))

@@ -14,8 +14,16 @@ from legato_engine.kernels.megakernel.kernel import SOURCE, source_folder
 from legato_engine.kernels.megakernel.sizes import MOONDREAM2, ModelSizes
 
 from benchmarks.megakernel.drafts import DraftingRows
-from tests.emulator.module import EmulatedFault, Schedule, sources
-from tests.emulator.small import EVEN, NARROW, SMALL, WIDE, emulated
+from tests.emulator.module import (
+    EVEN,
+    NARROW,
+    SMALL,
+    WIDE,
+    EmulatedFault,
+    Schedule,
+    emulated,
+    sources,
+)
 from tests.megakernel import both, drafts, values, words
 from tests.megakernel.both import values_beside_drafts_change_no_bit
 from tests.megakernel.drafts import Scene

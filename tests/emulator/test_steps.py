@@ -21,7 +21,7 @@ from legato_engine.models.moondream.config import (
 )
 from legato_engine.models.moondream.presets import legato_tiny_config
 
-from tests.emulator.small import CPU
+from tests.emulator.module import CPU
 from tests.gpu import test_adapters, test_kernels
 from tests.gpu.test_adapters import Adapted
 from tests.gpu.test_kernels import World, shallow, world_of

@@ -27,8 +27,7 @@ from typing import Any
 
 import msgspec
 
-from tests.fork_server.client import MAX_MESSAGE, NAME, ForkServer, Start, prctl
-from tests.fork_server.popen import CONFINED
+from tests.fork_server.popen import CONFINED, MAX_MESSAGE, NAME, ForkServer, Start, prctl
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from legato_engine.client import engine_client
 
-from tests.fork_server.client import ForkServer
-from tests.fork_server.popen import FORKED
+from tests.fork_server.popen import FORKED, ForkServer
 
 _spawn = engine_client.ChildProcess.spawn
 

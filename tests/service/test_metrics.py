@@ -16,8 +16,7 @@ from legato_service.metrics.listener import MAX_CONNECTIONS, MetricsListener
 from structlog.testing import capture_logs
 
 from tests.service.fakes import MODEL, TIMINGS, USAGE, FakeEngine
-from tests.service.harness import image_message, refusal, running
-from tests.service.scrapes import OPENMETRICS, Scrape, get, scrape
+from tests.service.harness import OPENMETRICS, Scrape, get, image_message, refusal, running, scrape
 
 QUERY = "legato.v1.InferenceService/Query"
 QUESTION = inference_pb2.QueryRequest(question="what?")

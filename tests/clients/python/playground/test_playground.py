@@ -10,7 +10,10 @@ import shutil
 import struct
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,8 +45,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
-from tests.clients.python.playground.conftest import lines, serving
-from tests.e2e.server import until
+from tests.clients.python.web.serving import http_server
+from tests.e2e.server import Server, until
 from tests.service.harness import image_bytes
 
 QUOTES = "a \"quoted\" 'text' with \\n, $HOME, `date`, $(date), %d\nand 日本語 in {two} lines"
@@ -613,3 +616,41 @@ def test_every_answer_has_the_policies(bare_site, path):
     assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
+
+
+STEP_MS = 2
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A token every two milliseconds, so that a stream is one."""
+    options = ("--model", "null", "--null-step-ms", str(STEP_MS))
+    with Server(tmp_path_factory.mktemp("null"), *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def site(server: Server) -> Iterator[str]:
+    """Where the page is, as HOST:PORT."""
+    with serving(server.address) as address:
+        yield address
+
+
+@contextmanager
+def serving(server: str) -> Iterator[str]:
+    """A playground before a server; its HOST:PORT."""
+    with http_server(server, page=True) as url:
+        yield url.removeprefix("http://")
+
+
+@pytest.fixture
+def page(site: str) -> Iterator[httpx.Client]:
+    """What the page's scripts see."""
+    origin = {"origin": f"http://{site}"}
+    with httpx.Client(base_url=f"http://{site}", headers=origin, timeout=100) as client:
+        yield client
+
+
+def lines(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON lines of a stream."""
+    return [json.loads(line) for line in response.iter_lines()]
