@@ -128,7 +128,8 @@ class Http2:
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
         """Send the frames of the block in one go at its end, however little time there is."""
-        self._held = held = []
+        held: list[bytes] = []
+        self._held = held
         yield
         self._held = None
         self._socket.sendall(b"".join(held))

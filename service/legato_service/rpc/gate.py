@@ -256,7 +256,8 @@ UNFINISHED_BYTES = 64 * 1024 * 1024
 """Bytes that later messages of streams may take while they are incomplete, in a listener."""
 
 _COUNT_PERIOD = 0.05  # seconds
-_FRAMING = 1024  # bytes of a message that are not its content, at most: headers and frames
+_FRAMING = 1024  # bytes of a message that are not its content, at most: headers and frames,
+_FRAMING_SHARE = 64  # and one in so many of large ones, TLS included
 _TCP_INFO = struct.Struct("128xQ")  # `tcpi_bytes_received` of Linux
 
 
@@ -280,7 +281,7 @@ class UnfinishedMessages:
         if self._connections and isinstance(message, bytes):
             connection = self._connections.get(context.peer())
             if connection is not None:
-                connection.finished += len(message) + _FRAMING
+                connection.finished += len(message) + len(message) // _FRAMING_SHARE + _FRAMING
 
     async def read(self, message: Awaitable[Any], peer: str, sender: str) -> Any:
         """Return a later message of a stream; its connection is counted until this task ends.
@@ -294,7 +295,7 @@ class UnfinishedMessages:
         if connection is None:
             connection = self._connections[peer] = _Connection(peer)
         if task not in connection.readers:
-            connection.readers.add(task)
+            connection.readers[task] = connection.received()
             task.add_done_callback(functools.partial(self._leave, peer, connection))
         connection.waiting[task] = sender
         self._keep_counting()
@@ -304,6 +305,7 @@ class UnfinishedMessages:
             if task not in connection.ended:
                 raise
         finally:
+            connection.readers[task] = connection.received()
             is_ended = task in connection.ended  # maybe just when its message arrived
             del connection.waiting[task], task  # its exception would refer to itself by this frame
         if is_ended:
@@ -315,7 +317,7 @@ class UnfinishedMessages:
 
     def _leave(self, peer: str, connection: _Connection, task: asyncio.Task[Any]) -> None:
         connection.ended.discard(task)
-        connection.readers.discard(task)
+        del connection.readers[task]
         if not connection.readers:
             del self._connections[peer]
 
@@ -325,7 +327,7 @@ class UnfinishedMessages:
 
     def _count(self) -> None:
         self._timer = None
-        counted = {each: each.unfinished for each in self._connections.values() if each.waiting}
+        counted = {each: each.unfinished() for each in self._connections.values() if each.waiting}
         total = sum(counted.values())
         while total > UNFINISHED_BYTES:
             most = max(counted, key=counted.__getitem__)
@@ -343,15 +345,17 @@ class _Connection:
         host, _, port = unquote(address).rpartition(":")
         self._peer = host.strip("[]"), port
         self._descriptor = self._find()
-        self.readers: set[asyncio.Task[Any]] = set()
+        self._last_received = 0
+        self.readers: dict[asyncio.Task[Any], int] = {}  # bytes received at their last message
         self.waiting: dict[asyncio.Task[Any], str] = {}  # senders, by reader
         self.ended: set[asyncio.Task[Any]] = set()
-        self.finished = self._received() or 0
+        self.finished = self.received()
 
-    @property
     def unfinished(self) -> int:
-        received = self._received()
-        return 0 if received is None else max(0, received - self.finished)
+        """Return the bytes of unfinished messages, which have arrived since some last message."""
+        received = self.received()
+        self.finished = min(self.finished, received)  # the framing took less
+        return received - max(self.finished, min(self.readers.values()))
 
     def end_streams(self) -> None:
         """End those of the sender that has the most."""
@@ -360,7 +364,7 @@ class _Connection:
         self.ended.update(ending)
         for task in ending:
             task.cancel()
-        self.finished += self.unfinished
+        self.finished = self.received()
 
     def _find(self) -> int | None:
         """Return the descriptor of gRPC's socket."""
@@ -370,19 +374,23 @@ class _Connection:
             return None
         return next((each for each in descriptors if _peer_of(each) == self._peer), None)
 
-    def _received(self) -> int | None:
-        """Return the bytes that the connection has received; None once it is closed."""
-        if self._descriptor is None or _peer_of(self._descriptor) != self._peer:
-            return None
-        borrowed = socket.socket(fileno=self._descriptor)
-        try:
-            size = _TCP_INFO.size
-            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-        except OSError:
-            return None
-        finally:
-            borrowed.detach()
-        return int(_TCP_INFO.unpack(info)[0]) if len(info) == size else None
+    def received(self) -> int:
+        """Return the bytes that the connection has received; once it is closed, those of before."""
+        if self._descriptor is not None and _peer_of(self._descriptor) == self._peer:
+            self._last_received = max(self._last_received, _bytes_received(self._descriptor))
+        return self._last_received
+
+
+def _bytes_received(descriptor: int) -> int:
+    """Return the bytes that a TCP connection has received; 0 where the kernel does not count."""
+    borrowed = socket.socket(fileno=descriptor)
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0
+    finally:
+        borrowed.detach()
+    return int(_TCP_INFO.unpack(info)[0]) if len(info) == _TCP_INFO.size else 0
 
 
 def _peer_of(descriptor: int) -> tuple[str, str] | None:
