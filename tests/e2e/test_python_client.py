@@ -334,6 +334,6 @@ def test_a_camera_in_a_rendered_world(robot: Client) -> None:
     with playing(robot, clip, 30) as (camera,):
         play_for(camera, 0, answers=3)
     figures = scoring.figures(clip, [camera])
-    assert figures["iou"]["captured"] > 0.85
+    assert figures["iou"]["captured"] > 0.7
     assert figures["error_m"]["answer"]["p95"] < 0.05
     assert all(each.track_id for answer in camera.answers for each in answer.found["yellow star"])

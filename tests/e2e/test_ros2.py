@@ -84,22 +84,28 @@ def test_tracked_objects_are_published_where_they_are_now(server, fresh, tmp_pat
     def seconds(array):
         return array.header.stamp.sec + array.header.stamp.nanosec / 1e9
 
-    options = ("--track", "--predictions", PREDICTIONS, "--prediction-rate", "10")
-    with node(tmp_path, server.address, *options):
-        fresh.until_matched()
-        begin = time.time()
+    def fall():
+        """Return how well predictions of one fall fit, and the arrays before them."""
+        begin, fits = time.time(), []
         while time.time() < begin + 5:
             fresh.show(round(speed * (time.time() - begin)) - 57)
             fresh.listen()
             time.sleep(0.05)
-    measured = [each for each in fresh.found if each.detections]
-    fits = []
-    for array in fresh.predicted:
-        before = [each for each in measured if seconds(each) < seconds(array)]
-        if len(before) > 3 and array.detections and seconds(array) < begin + 5:
-            truth = two_shapes(round(speed * (seconds(array) - begin)) - 57).boxes["red circle"]
-            assert array.detections[0].id == measured[-1].detections[0].id
-            fits.append([overlap(box(each), truth) for each in (array, before[-1])])
+        during = [each for each in fresh.found if begin < seconds(each)]
+        measured = [each for each in during if each.detections]
+        for array in fresh.predicted:
+            before = [each for each in measured if seconds(each) < seconds(array)]
+            if len(before) > 2 and array.detections and seconds(array) < begin + 5:
+                truth = two_shapes(round(speed * (seconds(array) - begin)) - 57).boxes["red circle"]
+                assert array.detections[0].id == measured[-1].detections[0].id
+                fits.append([overlap(box(each), truth) for each in (array, before[-1])])
+        return fits
+
+    options = ("--track", "--predictions", PREDICTIONS, "--prediction-rate", "10")
+    with node(tmp_path, server.address, *options):
+        fresh.until_matched()
+        falls = iter(fall, None)
+        fits = next(each for each in falls if each)  # a slow machine answers too few in the first
     expected, last = (sum(each) / len(fits) for each in zip(*fits, strict=True))
     assert expected > last, f"{len(fits)} predictions"
 
