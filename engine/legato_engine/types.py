@@ -161,12 +161,19 @@ class Turn(Value, frozen=True):
 class ImagePlace(Value, frozen=True):
     """The place of an image: before character `offset` of question `turn`, as counted by `history`.
 
-    `time`: of a frame of a clip, in seconds from the clip's beginning.
+    `time`: of a frame of a clip, in seconds from the clip's beginning. `field`: of the request, for
+    errors.
     """
 
     turn: int = 0
     offset: int = 0
     time: float | None = None
+    field: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether it is that of an image without a place."""
+        return not (self.turn or self.offset or self.time is not None)
 
 
 class AnswerFormat(Value, frozen=True):

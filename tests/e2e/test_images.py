@@ -125,6 +125,7 @@ def test_several_images_of_one_query(tmp_path):
     """New, named and raw ones in order; named ones are found, and a lost one is NotFound."""
     first, second = SCENE.file("PNG"), smooth(64, 48)
     with Server(tmp_path, "--model", "null") as server, Client(server.address) as client:
+        assert client.models()[0].max_images == 8
         held = client.put_image(file(second, "PNG"))
         answer = client.query([first, held, ClipFrame(PIXELS, 1.5)], "Which is larger?")
         shown = answer.info.images

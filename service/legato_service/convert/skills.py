@@ -169,9 +169,9 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQu
         ),
         question=turns[-1],
         places=tuple(
-            ImagePlace(turn=turn, offset=offset)
+            place
             for turn, group in enumerate(groups[::2])
-            for offset in _image_offsets([messages[at] for at in group], texts, group)
+            for place in _image_places(turn, group, messages, texts, field)
         ),
     )
 
@@ -194,20 +194,23 @@ def _joined(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else "\n\n".join(filter(str.strip, texts))
 
 
-def _image_offsets(
-    messages: Sequence[task_pb2.ChatMessage], texts: Sequence[str], group: Sequence[int]
-) -> Iterator[int]:
-    """Yield the place of each image part in the text of its turn."""
-    for index, message in enumerate(messages):
-        if not any(part.HasField("image") for part in message.parts):
-            continue
-        whole = [texts[at] for at in group[: index + 1]]
-        start = len(_joined(whole)) - len(whole[-1]) if whole[-1].strip() else len(_joined(whole))
-        said = 0
-        for part in message.parts:
+def _image_places(
+    turn: int,
+    group: Sequence[int],
+    messages: Sequence[task_pb2.ChatMessage],
+    texts: Sequence[str],
+    field: str,
+) -> Iterator[ImagePlace]:
+    """Yield the place of each image part of a turn, whose messages are `group`."""
+    for count, at in enumerate(group, 1):
+        offset = len(_joined([texts[each] for each in group[:count]]))
+        if texts[at].strip():  # else it is not in the turn's text
+            offset -= len(texts[at])
+        for index, part in enumerate(messages[at].parts):
             if part.HasField("image"):
-                yield start + said
-            said += len(part.text)
+                shown = f"{field}[{at}].parts[{index}].image"
+                yield ImagePlace(turn=turn, offset=offset, field=shown)
+            offset += len(part.text)
 
 
 def _text(message: task_pb2.ChatMessage, field: str) -> str:
@@ -350,7 +353,8 @@ def _placed(
     count = max(len(message.images), 1)
     if shown and len(shown) != count:
         given = f"{len(shown)} image parts and {count} {'images' if count > 1 else 'image'}"
-        raise InvalidField(f"{given}: show all or none", field=f"{path}messages")
+        field = shown[count].field if len(shown) > count else f"{path}messages"
+        raise InvalidField(f"{given}: show all or none", field=field)
     times = [_time(each, f"{path}images[{index}]") for index, each in enumerate(message.images)]
     for index, (before, time) in enumerate(itertools.pairwise(times), 1):
         if before is not None and time is not None and time <= before:
@@ -364,7 +368,7 @@ def _placed(
             msgspec.structs.replace(place, time=time)
             for place, time in zip(placed, times, strict=True)
         ]
-    return () if all(place == ImagePlace() for place in placed) else tuple(placed)
+    return () if all(place.is_first for place in placed) else tuple(placed)
 
 
 def _time(image: task_pb2.QueryImage, field: str) -> float | None:

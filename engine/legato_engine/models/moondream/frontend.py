@@ -50,7 +50,6 @@ from legato_engine.types import (
     CaptionSpec,
     DetectSpec,
     ImageBox,
-    ImagePlace,
     ImagePoint,
     ImageProperties,
     PointSpec,
@@ -290,10 +289,11 @@ class MoondreamFrontend:
         return crops
 
     def _query(self, request: Request, task: QuerySpec) -> SkillTask:
-        if any(place != ImagePlace() for place in task.places):
-            raise InvalidField(
-                "this model sees one image, before the first question", field="messages"
-            )
+        for place in task.places:
+            if not place.is_first:
+                raise InvalidField(
+                    "this model sees one image, before the first question", field=place.field
+                )
         prompt = self._prompts.query(
             task.question,
             task.spatial_refs,
