@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from tests.clients.python.ros import bags
 from tests.e2e.scenes import CIRCLE, two_shapes
-from tests.e2e.server import until
+from tests.e2e.server import PATIENCE, until
 from tests.ros2 import interfaces, standin
 from tests.ros2.interfaces import CLASSES
 from tests.ros2.rig import Shown, header, heard, image_message, key, request, running, told
@@ -231,6 +232,26 @@ def test_an_object_is_looked_for_until_it_is_found(null):
             assert graph.send_goal("/legato/find_object", wrong).status == "rejected"
 
 
+def test_goals_without_an_end_leave_threads_to_others(null):
+    """Each keeps a thread of the executor, so one too many is aborted until another ends."""
+    with running(null, {}):
+        camera = Shown(IMAGE)
+        endless = goal(object="cup", min_confidence=1.0)
+        handles = [graph.send_goal("/legato/find_object", endless) for _ in range(4)]
+        camera.until(lambda: all(each.feedback for each in handles))
+        refused = graph.send_goal("/legato/find_object", endless)
+        camera.until(lambda: refused.result)
+        assert refused.status == "aborted"
+        assert refused.result.message == "4 goals run already, the maximum"
+        handles[0].is_cancel_requested = True
+        camera.until(lambda: handles[0].result)
+        handles[0] = graph.send_goal("/legato/find_object", endless)
+        camera.until(lambda: handles[0].feedback)
+        for each in handles:
+            each.is_cancel_requested = True
+        camera.until(lambda: all(each.result for each in handles))
+
+
 # ---------------------------------------------------------------- parameters and lifecycle
 
 
@@ -291,6 +312,23 @@ def test_transitions_begin_and_end_everything(null):
             each for each in graph.publishers if graph.publishers[each] and "legato" in each
         ]
         node.trigger_configure()
+
+
+def test_a_node_is_cleaned_up_while_it_reports(null):
+    """Its diagnostics callback, in another thread, ends first: rclpy ends a node whose fails."""
+    with running(null, {"cameras": ["front", "rear"]}, activate=False) as node:
+        node.trigger_configure()
+        front = node._cameras["front"]
+        status, reports = front.status, threading.Event()
+
+        def slow():
+            reports.set()
+            time.sleep(0.2)
+            return status()
+
+        front.status = slow
+        assert reports.wait(PATIENCE)
+        node.trigger_cleanup()
 
 
 def test_simulated_time_counts_ages_from_arrival(null):

@@ -209,8 +209,9 @@ class Camera:
         now_ns = self._node.get_clock().now().nanoseconds
         by_arrival = settings.by_arrival
         jumped_back = self._monitor.note(message, now_ns, settings.jump, by_arrival=by_arrival)
-        if jumped_back and self._depth is not None:
-            self._depth.reset()
+        topics = self._depth  # another thread may stop the camera
+        if jumped_back and topics is not None:
+            topics.reset()
         self._number += 1
         frame = images.captured(message, self._number, by_arrival=by_arrival)
         self.newest = dataclasses.replace(frame, read=lambda: self._read(frame))
@@ -310,7 +311,8 @@ class Camera:
     def lift(self, frame: CapturedFrame, result: Result) -> Any:
         """Build the Detection3DArray of a result about a frame; empty without the frame's depth."""
         answered = AnsweredFrame(frame, {"": result}, result.info.image, 0.0)
-        lifted = () if self._depth is None else self._depth.lift_newest(answered)
+        topics = self._depth  # another thread may stop the camera
+        lifted = () if topics is None else topics.lift_newest(answered)
         header: Any = frame.origin
         return depth.detections(lifted, ros2.frame_stamp(header, 0), self._shared.absent_score)
 
@@ -321,8 +323,8 @@ class Camera:
             return
         try:
             publisher.publish(message)
-        except RuntimeError:  # RCLError: a signal ends the context before the threads
-            if self._node.context.ok():
+        except RuntimeError:  # RCLError, InvalidHandle: the context or the topic ended first
+            if self._node.context.ok() and not self._is_stopped:
                 raise
 
     # ------------------------------------------------------------ diagnostics
@@ -330,7 +332,8 @@ class Camera:
     def status(self) -> Any:
         """Build the diagnostic_msgs/DiagnosticStatus; it names the cause of what is wrong."""
         level, message, values = self._health.now()
-        monitors = [self._monitor, *(self._depth.monitors if self._depth is not None else ())]
+        topics = self._depth  # another thread may stop the camera
+        monitors = [self._monitor, *(topics.monitors if topics is not None else ())]
         problems = [
             problem
             for monitor in monitors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,7 +39,8 @@ from legato_ros.parameters import (
 )
 
 _POLL_S = 0.02  # between two looks for a newer image
-_EXTRA_THREADS = 4  # of the executor, for services that wait for the server
+_MAX_GOALS = 4  # that look for an object at once; each keeps a thread of the executor
+_EXTRA_THREADS = _MAX_GOALS + 4  # of the executor, for services that wait for the server
 
 SERVICES = {
     "query": (Query, "answer a question about the newest image"),
@@ -81,6 +83,8 @@ class LegatoNode(LifecycleNode):
         self._destroy: list[Callable[[], object]] = []
         self._timers_while_active: list[Any] = []
         self._calls = ReentrantCallbackGroup()
+        self._goals = threading.BoundedSemaphore(_MAX_GOALS)
+        self._closing = threading.Lock()  # a diagnostics callback may run while the node closes
         self.add_on_set_parameters_callback(self._on_set_parameters)
 
     def _declare(self, name: str, spec: Spec) -> None:
@@ -197,7 +201,8 @@ class LegatoNode(LifecycleNode):
     def close(self) -> None:
         """End sessions and give back everything that configuring made."""
         self._stop()
-        self._cameras.clear()
+        with self._closing:
+            self._cameras.clear()
         while self._destroy:
             self._destroy.pop()()
         if self._client is not None:
@@ -240,9 +245,12 @@ class LegatoNode(LifecycleNode):
     # ------------------------------------------------------------ diagnostics
 
     def _publish_diagnostics(self) -> None:
-        array = DiagnosticArray(status=[camera.status() for camera in self._cameras.values()])
-        array.header.stamp = self.get_clock().now().to_msg()
-        self._diagnostics.publish(array)
+        with self._closing:
+            if not self._cameras:
+                return
+            array = DiagnosticArray(status=[camera.status() for camera in self._cameras.values()])
+            array.header.stamp = self.get_clock().now().to_msg()
+            self._diagnostics.publish(array)
 
     # ------------------------------------------------------------ services
 
@@ -325,6 +333,16 @@ class LegatoNode(LifecycleNode):
         return GoalResponse.ACCEPT if known and goal.object.strip() else GoalResponse.REJECT
 
     def _find(self, goal_handle: Any) -> Any:
+        """Search, unless goals without an end would take the threads of all other callbacks."""
+        if not self._goals.acquire(blocking=False):
+            goal_handle.abort()
+            return FindObject.Result(message=f"{_MAX_GOALS} goals run already, the maximum")
+        try:
+            return self._search(goal_handle)
+        finally:
+            self._goals.release()
+
+    def _search(self, goal_handle: Any) -> Any:
         """Ask about one image after another; the last one is asked about once."""
         goal, result, feedback = goal_handle.request, FindObject.Result(), FindObject.Feedback()
         seconds = goal.timeout.sec + goal.timeout.nanosec / 1e9
