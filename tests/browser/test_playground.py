@@ -290,6 +290,47 @@ def test_a_conversation_goes_on(site, open_page):
     expect(page.locator("#code pre")).to_contain_text("What colour")
 
 
+def test_a_conversation_shows_each_new_image(slow_site, open_page):
+    """At the message after which the image changed; the programs name the files."""
+    page = open_page(slow_site, viewport=NARROW)
+    said = page.locator(".message.user")
+    for number, name in enumerate(("scene.jpg", "scene.jpg", "fruit.jpg"), 1):
+        page.click("#tab-ask")
+        if number != 2:
+            choose(page, name)
+        page.click("#tab-chat")
+        page.get_by_label("Message").fill("What is it?")
+        page.keyboard.press("Enter")
+        expect(page.locator(".said .times")).to_have_count(number)
+        expect(said.nth(number - 1).locator("img")).to_have_count(0 if number == 2 else 1)
+    page.get_by_role("button", name="Code").click()
+    expect(page.locator("#code pre")).to_contain_text('Path("own-fruit.jpg"), "What is it?"')
+    page.get_by_role("button", name="Go").click()
+    shown = 'legato.WithImages(legato.File("own-scene.jpg"), legato.File("own-fruit.jpg"))'
+    expect(page.locator("#code pre")).to_contain_text(shown)
+
+
+def test_an_answer_has_the_format_that_was_chosen(site, open_page):
+    """The server's complaint about a format is shown at its field until that is changed."""
+    page = open_page(site)
+    choose(page, "scene.jpg")
+    ask(page, ("query", "Which?"))
+    row = page.locator(".task")
+    row.locator("summary").click()
+    row.get_by_label("Answer format").select_option("regex")
+    row.get_by_role("textbox", name="regex").fill("(cat")
+    page.click("#questions button[type=submit]")
+    expect(row.get_by_role("alert")).to_contain_text('invalid regex "(cat"')
+    expect(row.get_by_role("textbox", name="regex")).to_have_attribute("aria-invalid", "true")
+    row.get_by_label("Answer format").select_option("choices")
+    expect(row.get_by_role("alert")).to_be_hidden()
+    row.get_by_role("textbox", name="choices").fill("cat\ndog\n")
+    page.click("#questions button[type=submit]")
+    expect(page.locator(".answer .words")).to_have_text(re.compile("^(cat|dog)$"))
+    page.get_by_role("button", name="Code: Query Which?").click()
+    expect(page.locator("#code pre")).to_contain_text('ResponseFormat(choices=("cat", "dog"))')
+
+
 def test_a_session_answers_frames(site, open_page):
     """Of the bundled scene, with ages, counts and boxes; then of a webcam; then it stops."""
     page = open_page(site)

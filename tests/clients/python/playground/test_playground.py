@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -21,6 +22,7 @@ from google.protobuf import json_format
 from legato.v1 import error_pb2, inference_pb2
 from legato_client import (
     Box,
+    CachedImage,
     CaptionTask,
     Client,
     DetectTask,
@@ -30,6 +32,7 @@ from legato_client import (
     Point,
     PointTask,
     QueryTask,
+    ResponseFormat,
     Sampling,
     SegmentTask,
     Task,
@@ -67,7 +70,21 @@ TASKS: list[Task] = [
             Message("user", "Why?"),
         )
     ),
+    QueryTask(QUOTES, response_format=ResponseFormat(json_schema='{"type": "integer"}')),
+    QueryTask("Which?", response_format=ResponseFormat(choices=("a", QUOTES))),
+    QueryTask("Which?", response_format=ResponseFormat(regex='[a-c]+"\\d$')),
+    QueryTask("Which?", response_format=ResponseFormat(grammar='root ::= "a" | "b"\n')),
 ]
+
+
+def conversation(*images):
+    """Two messages that show images, as the page asks them."""
+    first, second = images
+    said = (Message("user", (first, QUOTES)), Message("assistant", "Two."))
+    return QueryTask(messages=(*said, Message("user", (second, "And here?"))), task_id="two")
+
+
+SHOWN = conversation(Path("street.jpg"), Path("fruit.jpg"))
 
 
 # ---------------------------------------------------------------- questions
@@ -182,6 +199,12 @@ def test_an_error_names_its_field_and_what_to_do(page):
         ({"task": {"detect": {"object": "dog"}}, "options": []}, "options"),
         ({"task": {"detect": {"object": "dog"}}, "image_id": 5}, "image_id"),
         ({"task": {"query": {"question": "?", "spatial_refs": [{}]}}}, "task.spatial_refs"),
+        ({"task": {"query": {"response_format": {}}}}, "task.query.response_format"),
+        ({"task": {"query": {"images": [{"image": {"image_id": "a"}}]}}}, "task.query.images"),
+        (
+            {"task": {"query": {"messages": [{"role": 2, "parts": [{"image": {}}]}]}}},
+            "task.query.images",
+        ),
     ],
 )
 def test_a_malformed_request_is_refused(page, body, field):
@@ -223,18 +246,23 @@ def test_every_reason_has_a_remedy():
     assert set(routes._REMEDIES) == reasons - {"UNSPECIFIED"}
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("task", [*TASKS, SHOWN], ids=lambda task: type(task).__name__)
 def test_the_python_program_asks_the_task(task, server, tmp_path, monkeypatch, capsys):
     """Run as it is shown, it prints the events that the server streams."""
     (tmp_path / "street.jpg").write_bytes(image_bytes())
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "fruit.jpg").write_bytes(image_bytes(size=(6, 8)))
     program = code(Connection(server.address), "street.jpg", task, Options()).python
     namespace: dict[str, object] = {}
-    exec(compile(program, "snippet", "exec"), namespace)
+    has_format = isinstance(task, QueryTask) and task.response_format is not None
+    lacks = pytest.raises(LegatoError, match="the null engine has no response_format")
+    with lacks if has_format else contextlib.nullcontext():
+        exec(compile(program, "snippet", "exec"), namespace)
     assert namespace["task"] == task
     shown = capsys.readouterr().out
-    assert shown.startswith("Started(")
-    assert "Finished(" in shown
+    assert has_format or shown.startswith("Started(")
+    assert has_format or "Finished(" in shown
+    assert ("width=6, height=8" in shown) == (task == SHOWN)
 
 
 def test_the_page_gets_the_programs(page, server):
@@ -444,6 +472,37 @@ def test_filters_orders_and_alternatives_are_in_the_programs():
     assert '"top_logprobs": 3' in made.grpcurl
 
 
+def test_a_conversation_shows_several_images(page, image_id):
+    """The page names images by their ids in the contract's JSON, and files for the programs."""
+    task = conversation(CachedImage(image_id), CachedImage(image_id))
+    message = requests.generate(None, task, Options()).task
+    for _ in range(2):
+        message.query.images.add().image.image_id = image_id
+    document = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    assert read_task(document) == task
+    finished = ask(page, document)[-1]
+    assert [each["image_id"] for each in finished["result"]["info"]["images"]] == [image_id] * 2
+    del document["query"]["images"]
+    request = {"task": document, "pictures": ["street.jpg", "a b.jpg"]}
+    made = page.post("/playground/code", json=request).json()
+    assert made["python"].startswith("from pathlib import Path\n\nfrom legato_client import Client")
+    assert 'legato.WithImages(legato.File("street.jpg"), legato.File("image-2.jpg"))' in made["go"]
+    assert "client.Generate(context.Background(), nil, task)" in made["go"]
+    assert 'legato.UserParts(legato.Shown(), legato.Words("And here?"))' in made["go"]
+
+
+def test_the_command_sends_the_images_that_messages_show(tmp_path):
+    """In the task, in order, whatever the texts are."""
+    files = {"street.jpg": image_bytes(), "fruit.jpg": image_bytes(size=(6, 8))}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    sent = run_shell(code(Connection("h:1"), None, SHOWN, Options(model="m")).grpcurl, tmp_path)
+    expected = requests.generate(None, SHOWN, Options(model="m"))
+    for data in files.values():
+        expected.task.query.images.add().image.encoded.data = data
+    assert json_format.Parse(sent, inference_pb2.GenerateRequest()) == expected
+
+
 def run_shell(command: str, folder: Path) -> str:
     """The standard input of the command's grpcurl."""
     script = f"grpcurl() {{ cat; }}\n{command}"
@@ -459,7 +518,7 @@ def test_the_command_of_a_question_without_a_image(tmp_path):
     assert json.loads(run_shell(command, tmp_path)) == {"task": {"query": {"question": "why?"}}}
 
 
-@each_task
+@pytest.mark.parametrize("task", [*TASKS, SHOWN], ids=lambda task: type(task).__name__)
 def test_the_go_program_has_the_texts_and_the_right_form(task):
     """As gofmt reads it, where there is one; its strings are those of the task."""
     program = code(Connection("127.0.0.1:50051"), "street.jpg", task, Options(model="m")).go

@@ -65,7 +65,7 @@ from legato_client.web import openapi as http
 from legato_client.web import timeline
 from legato_client.web.errors import RejectedRequest, response_of, status_of
 from legato_client.web.playground import tasks
-from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.playground.snippets import Connection, code, file_name
 from legato_client.web.playground.tasks import invalid
 from legato_client.web.server import backend_of
 
@@ -337,7 +337,9 @@ async def upload(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Stream the events of one task as JSON lines; leaving cancels the work on the server."""
     client = backend_of(request).client
-    image_id, task, options = _question(await read_object(request), "image_id")
+    body = await read_object(request)
+    image_id, options = text_of(body, "image_id"), tasks.read_options(body.get("options", {}))
+    task = tasks.read_task(body.get("task"))
     image = None if image_id is None else CachedImage(image_id)
     lines = _lines(client, image, task, options)
     return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -345,15 +347,19 @@ async def generate(request: Request) -> Response:
 
 async def show_snippets(request: Request, connection: Connection) -> Response:
     """Return the programs that make a request."""
-    image, task, options = _question(await read_object(request), "picture")
+    body = await read_object(request)
+    image, options = text_of(body, "picture"), tasks.read_options(body.get("options", {}))
+    task = tasks.read_task(body.get("task"), _file_names(body))
     made = code(connection, image, task, options)
     return JSONResponse(dataclasses.asdict(made))
 
 
-def _question(body: dict[str, object], image_key: str) -> tuple[str | None, Task, Options]:
-    image = text_of(body, image_key)
-    options = tasks.read_options(body.get("options", {}))
-    return image, tasks.read_task(body.get("task")), options
+def _file_names(body: dict[str, object]) -> list[str]:
+    """Return the files that a conversation shows. Raises InvalidArgument."""
+    names = body.get("pictures", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise invalid("pictures", "must be a list of texts")
+    return [file_name(name, number) for number, name in enumerate(names, 1)]
 
 
 async def _lines(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from google.protobuf import json_format
 
@@ -18,6 +19,7 @@ from legato_client._types.tasks import (
     Options,
     PointTask,
     QueryTask,
+    ResponseFormat,
     Sampling,
     SpatialRef,
     Task,
@@ -47,10 +49,12 @@ _WIDTH = 88
 def python_program(connection: Connection, image: str | None, task: Task, options: Options) -> str:
     """Write a Python program that prints every event of one task as it comes."""
     names = sorted({"Client", *_names(task), *_names(options)} - _unused(options))
-    asked = [expression(image), "task"]
+    files = _shown(task)
+    asked = ["None" if files else expression(image), "task"]
     if options != Options():
         asked.append(f"options={expression(options)}")
     lines = [
+        *(("from pathlib import Path", "") if files else ()),
         f"from legato_client import {', '.join(names)}",
         "",
         f"task = {expression(task)}",
@@ -69,6 +73,8 @@ def expression(value: object, indent: int = 0) -> str:
         return _call("(", items, ",)" if len(items) == 1 else ")", indent)
     if isinstance(value, str):
         return _python_text(value)
+    if isinstance(value, Path):
+        return f"Path({_python_text(str(value))})"
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     arguments, by_name = [], False
@@ -112,6 +118,12 @@ def _names(value: object) -> Iterator[str]:
 
 def _unused(options: Options) -> set[str]:
     return {"Options"} if options == Options() else set()
+
+
+def _shown(task: Task) -> list[str]:
+    """Return the files that the messages of a task show."""
+    messages = task.messages if isinstance(task, QueryTask) else ()
+    return [str(part) for each in messages for part in each.content if isinstance(part, Path)]
 
 
 def _arguments(connection: Connection) -> Iterator[str]:
@@ -158,7 +170,7 @@ def go_program(connection: Connection, image: str | None, task: Task, options: O
     """Write a Go program that prints every event of one task as it comes."""
     dial = list(_dial(connection))
     imports = ["context", "fmt", "log", *(["os"] if connection.token else [])]
-    sent = "nil" if image is None else f"legato.File({_string(image)})"
+    sent = "nil" if image is None or _shown(task) else _file(image)
     return _PROGRAM.format(
         imports="\n".join(f'\t"{name}"' for name in imports),
         dial=", ".join(dial),
@@ -194,15 +206,18 @@ def _task(task: Task) -> str:
 
 
 def _messages(messages: tuple[Message, ...]) -> str:
-    lines = "".join(
-        f"\t\tlegato.{_ROLES[each.role]}({_string(_go_text(each))}),\n" for each in messages
-    )
+    lines = "".join(f"\t\tlegato.{_said(each)},\n" for each in messages)
     return f"[]legato.Message{{\n{lines}\t}}"
 
 
-def _go_text(message: Message) -> str:
-    assert isinstance(message.content, str), "the page's conversations have words only"
-    return message.content
+def _said(message: Message) -> str:
+    if isinstance(message.content, str):
+        return f"{_ROLES[message.role]}({_string(message.content)})"
+    parts = [
+        f"legato.Words({_string(part)})" if isinstance(part, str) else "legato.Shown()"
+        for part in message.content
+    ]
+    return f"UserParts({', '.join(parts)})"
 
 
 def _task_options(task: Task) -> Iterator[str]:
@@ -215,11 +230,27 @@ def _task_options(task: Task) -> Iterator[str]:
             yield "legato.WithOrder(legato.OrderConfidence)"
     if isinstance(task, QueryTask) and task.reasoning:
         yield "legato.WithReasoning()"
+    if files := _shown(task):
+        yield f"legato.WithImages({', '.join(map(_file, files))})"
+    if isinstance(task, QueryTask) and task.response_format is not None:
+        yield _format(task.response_format)
     if refs := getattr(task, "spatial_refs", ()):
         yield f"legato.WithRefs({', '.join(map(_place, refs))})"
     yield from _sampling(task.sampling)
     if task.task_id:
         yield f"legato.WithTaskID({_string(task.task_id)})"
+
+
+def _format(wanted: ResponseFormat) -> str:
+    if wanted.choices:
+        return f"legato.WithChoices({', '.join(map(_string, wanted.choices))})"
+    if wanted.regex:
+        return f"legato.WithRegex({_string(wanted.regex)})"
+    if wanted.grammar:
+        return f"legato.WithGrammar({_string(wanted.grammar)})"
+    schema = wanted.json_schema
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return f"legato.WithJSONSchema({_string(text)})"
 
 
 def _place(place: SpatialRef) -> str:
@@ -255,6 +286,10 @@ def _call_options(options: Options) -> Iterator[str]:
         yield f"legato.WithRequestID({_string(options.request_id)})"
 
 
+def _file(name: str) -> str:
+    return f"legato.File({_string(name)})"
+
+
 def _string(text: str) -> str:
     """Quote a Go string literal: JSON's escapes are Go's, except for surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)
@@ -269,12 +304,23 @@ def command(connection: Connection, image: str | None, task: Task, options: Opti
     """Write a grpcurl command that prints every event; the server supplies the contract."""
     request = requests.generate(None, task, options)
     document = json_format.MessageToDict(request, preserving_proto_field_name=True)
+    files = _shown(task)
+    if files:  # the last member of the last member, so that they can be put at the text's end
+        asked = document.pop("task")
+        query = {**asked.pop("query"), "images": []}
+        document["task"] = {**asked, "query": query}
     text = _quoted(json.dumps(document, ensure_ascii=False))
-    if image is not None:
-        data = f'"$(base64 -w0 {image})"'
-        text = f'{text[:-1]}, "image": {{"encoded": {{"data": {data}}}}}}}'
+    if files:
+        shown = ", ".join(f"{{{_encoded(name)}}}" for name in files)
+        text = f"{text.removesuffix('[]}}}')}[{shown}]}}}}}}"
+    elif image is not None:
+        text = f"{text[:-1]}, {_encoded(image)}}}"
     words = ["grpcurl", *_security(connection), "-d @", connection.target, _METHOD, "<<JSON"]
     return f"{' '.join(words)}\n{text}\nJSON\n"
+
+
+def _encoded(name: str) -> str:
+    return f'"image": {{"encoded": {{"data": "$(base64 -w0 {name})"}}}}'
 
 
 def _quoted(text: str) -> str:
@@ -307,11 +353,16 @@ class Code:
     grpcurl: str
 
 
+def file_name(name: str, number: int | None = None) -> str:
+    """Return a name that needs no quotes: `name`, or that of the image of a number."""
+    if _FILE_NAME.fullmatch(name):
+        return name
+    return "image.jpg" if number is None else f"image-{number}.jpg"
+
+
 def code(connection: Connection, image: str | None, task: Task, options: Options) -> Code:
-    """Return the code of a request; `image` is a file name, used if it needs no quotes, or None."""
-    name = image
-    if image is not None and not _FILE_NAME.fullmatch(image):
-        name = "image.jpg"
+    """Return the code of a request about a file's image, or about those that its messages show."""
+    name = None if image is None else file_name(image)
     return Code(
         python_program(connection, name, task, options),
         go_program(connection, name, task, options),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 
 from legato_client._errors import FieldViolation, InvalidArgument
+from legato_client._images.sources import CachedImage
 from legato_client._proto import skills
 from legato_client._types.results import Box, Point
 from legato_client._types.tasks import (
@@ -16,6 +18,7 @@ from legato_client._types.tasks import (
     Message,
     ObjectOrder,
     Options,
+    ResponseFormat,
     Role,
     Sampling,
     SpatialRef,
@@ -55,11 +58,14 @@ def invalid(field: str, description: str) -> InvalidArgument:
     )
 
 
-def read_task(value: object) -> Task:
-    """Parse the JSON form of `legato.v1.Task`. Raises InvalidArgument."""
+def read_task(value: object, files: Sequence[str] = ()) -> Task:
+    """Parse the JSON form of `legato.v1.Task`. Raises InvalidArgument.
+
+    Its messages show the images that the server holds under the task's ids, or else `files`.
+    """
     if not isinstance(value, dict):
         raise invalid("task", "must be an object")
-    return task_of(_parsed("task", value, task_pb2.Task()))
+    return task_of(_parsed("task", value, task_pb2.Task()), files)
 
 
 def read_options(value: object) -> Options:
@@ -75,7 +81,7 @@ def read_options(value: object) -> Options:
     )
 
 
-def task_of(message: task_pb2.Task) -> Task:
+def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> Task:
     """Build the task. Raises InvalidArgument for a missing skill or an unknown word."""
     kind = message.WhichOneof("kind")
     if kind is None:
@@ -83,6 +89,9 @@ def task_of(message: task_pb2.Task) -> Task:
     skill, own = skills.BY_NAME[kind], getattr(message, kind)
     read = {name: reader for name, reader in _FIELDS.items() if skill.takes(name)}
     given = {name: reader(own, f"task.{kind}.{name}") for name, reader in read.items()}
+    if kind == "query":
+        held = [CachedImage(each.image.image_id) for each in own.images]
+        given["messages"] = _messages(own, held or map(Path, files))
     task: Task = skill.task(**given, sampling=_sampling(message.sampling), task_id=message.task_id)
     return task
 
@@ -127,10 +136,42 @@ def _number(value: NumberT) -> NumberT:
     return round(value, 6)
 
 
-def _message(message: task_pb2.ChatMessage) -> Message:
-    """Return the message's text; the request's image precedes the user's first message."""
+def _messages(
+    query: task_pb2.QueryTask, images: Iterable[CachedImage | Path]
+) -> tuple[Message, ...]:
+    """Return the messages with the images that they show; without any, they are words."""
+    left = iter(images)
+    messages = tuple(_message(message, left) for message in query.messages)
+    if next(left, None) is not None:
+        raise invalid("task.query.images", "has more images than the messages show")
+    return messages
+
+
+def _message(message: task_pb2.ChatMessage, images: Iterator[CachedImage | Path]) -> Message:
     role = _known(_ROLES, message.role, "task.query.messages.role")
-    return Message(role, "".join(part.text for part in message.parts))
+    parts: list[str | CachedImage | Path] = []
+    for part in message.parts:
+        if part.WhichOneof("part") != "image":
+            parts.append(part.text)
+        elif (image := next(images, None)) is not None:
+            parts.append(image)
+        else:
+            raise invalid("task.query.images", "has fewer images than the messages show")
+    if all(isinstance(part, str) for part in parts):
+        return Message(role, "".join(map(str, parts)))
+    return Message(role, tuple(parts))
+
+
+def _format(message: task_pb2.ResponseFormat) -> ResponseFormat:
+    kind = message.WhichOneof("format")
+    if kind is None:
+        raise invalid("task.query.response_format", "sets no format")
+    return ResponseFormat(
+        json_schema=message.json_schema if kind == "json_schema" else None,
+        regex=message.regex,
+        choices=tuple(message.choices.texts),
+        grammar=message.grammar,
+    )
 
 
 def _known(words: Mapping[int, WordT], number: int, field: str) -> WordT:
@@ -151,6 +192,8 @@ _FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
     ),
     "tracking": lambda own, _: _tracking(own.tracking) if own.HasField("tracking") else None,
     "spatial_refs": lambda own, _: _places(own.spatial_refs),
-    "messages": lambda own, _: tuple(map(_message, own.messages)),
+    "response_format": lambda own, _: (
+        _format(own.response_format) if own.HasField("response_format") else None
+    ),
 }
 """Parsers of task fields, whichever skill has them."""

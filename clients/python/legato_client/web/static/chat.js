@@ -1,6 +1,7 @@
-// The tab "Chat": a conversation, about the image or without one. The server keeps nothing of it.
+// The tab "Chat": a conversation about the image, about several where the model takes them, or without one. The server
+// keeps nothing of it.
 
-import { generate, told } from "./api.js";
+import { generate, told, upload } from "./api.js";
 import { showCode } from "./code.js";
 import { byId, el, failureView, ms } from "./dom.js";
 import { optionsOf, samplingOf } from "./tasks.js";
@@ -51,11 +52,25 @@ class Chat {
     this.stop.addEventListener("click", () => this.abort?.abort());
     this.again.addEventListener("click", () => this.clear());
     this.code.addEventListener("click", () =>
-      showCode(this.question("picture", this.aboutPicture ? this.picture.name : "", this.asked)));
+      showCode(this.question(this.asked, this.codeImages(this.asked))));
   }
 
   get aboutPicture() {
     return this.about.checked && Boolean(this.picture.blob);
+  }
+
+  /** How many images a conversation may show. */
+  get mostImages() {
+    const models = this.picture.server.facts?.models ?? [], chosen = byId("model").value;
+    return (models.find(({ name }) => name === chosen) ?? models[0])?.max_images ?? 1;
+  }
+
+  /** The image that the next message shows: one that no message of the conversation shows last. */
+  newImage() {
+    if (!this.aboutPicture || this.mostImages < 2) return null;
+    const { blob, name } = this.picture, last = shownIn(this.messages).at(-1);
+    if (last?.blob === blob) return null;
+    return { blob, name, url: URL.createObjectURL(blob), id: this.picture.imageId() };
   }
 
   showPicture() {
@@ -70,6 +85,7 @@ class Chat {
 
   clear() {
     this.abort?.abort();
+    this.log.querySelectorAll("img").forEach((image) => URL.revokeObjectURL(image.src));
     this.messages = [];
     this.code.disabled = true;
     this.showExamples();
@@ -92,13 +108,33 @@ class Chat {
       el("p", { className: "actions" }, ...examples.map(says))));
   }
 
-  question(key, value, messages) {
+  /** The request of a conversation with its images: members of the query, and of the request. */
+  question(messages, { ofQuery, ofRequest }) {
     const system = this.system.value.trim();
     const all = [...(system ? [{ role: "system", text: system }] : []), ...messages];
-    const said = all.map(({ role, text }) => ({ role: ROLES[role], parts: [{ text }] }));
+    const said = all.map(({ role, text, image }) => ({ role: ROLES[role], parts: [...(image ? [{ image: {} }] : []), { text }] }));
     const sampling = samplingOf();
-    const task = { query: { messages: said }, ...(Object.keys(sampling).length ? { sampling } : {}) };
-    return { ...(value ? { [key]: value } : {}), task, options: optionsOf() };
+    const task = { query: { messages: said, ...ofQuery }, ...(Object.keys(sampling).length ? { sampling } : {}) };
+    return { ...ofRequest, task, options: optionsOf() };
+  }
+
+  /** Images as files, for programs. */
+  codeImages(messages) {
+    const shown = shownIn(messages);
+    if (shown.length) return { ofRequest: { pictures: shown.map(({ name }) => name) } };
+    return this.aboutPicture ? { ofRequest: { picture: this.picture.name } } : {};
+  }
+
+  /** Images by the ids under which the server holds them; `again` sends them once more. */
+  async heldImages(messages, again = false) {
+    const shown = shownIn(messages);
+    if (!shown.length) {
+      const id = this.aboutPicture ? await this.picture.imageId(again) : null;
+      return id ? { ofRequest: { image_id: id } } : {};
+    }
+    for (const image of again ? shown : []) image.id = upload(image.blob).then((held) => held.image_id);
+    const ids = await Promise.all(shown.map(({ id }) => id));
+    return { ofQuery: { images: ids.map((id) => ({ image: { image_id: id } })) } };
   }
 
   async say() {
@@ -106,8 +142,9 @@ class Chat {
     if (!text || this.abort) return;
     this.input.value = "";
     if (!this.messages.length) this.log.replaceChildren();
-    this.asked = [...this.messages, { role: "user", text }];
-    this.show("user", text);
+    const image = this.newImage();
+    this.asked = [...this.messages, { role: "user", text, image }];
+    this.show("user", text, image);
     const answer = this.show("assistant", "");
     this.toggle(true);
     const abort = this.abort = new AbortController();
@@ -123,11 +160,20 @@ class Chat {
     this.toggle(false);
   }
 
+  /** An image that the server has forgotten is sent once more. */
   async listen(answer, signal) {
+    try {
+      return await this.hear(await this.heldImages(this.asked), answer, signal);
+    } catch (error) {
+      if (told(error).reason !== "IMAGE_NOT_FOUND") throw error;
+      return this.hear(await this.heldImages(this.asked, true), answer, signal);
+    }
+  }
+
+  async hear(images, answer, signal) {
     const started = performance.now();
-    const imageId = this.aboutPicture ? await this.picture.imageId() : null;
     let said = "", first;
-    for await (const event of generate(this.question("image_id", imageId, this.asked), signal)) {
+    for await (const event of generate(this.question(this.asked, images), signal)) {
       if (event.type === "text") {
         first ??= performance.now() - started;
         said += event.text;
@@ -147,11 +193,14 @@ class Chat {
     this.code.disabled = false;
   }
 
-  show(role, text) {
+  show(role, text, image = null) {
     const paragraph = el("p", { className: "said" }, text);
     this.log.append(el("div", { className: `message ${role}` },
-      el("span", { className: "who" }, role === "user" ? "You" : "Model"), paragraph));
+      el("span", { className: "who" }, role === "user" ? "You" : "Model"),
+      image ? el("span", { className: "thumbnail" }, el("img", { src: image.url, alt: `Image shown: ${image.name}` })) : null, paragraph));
     this.log.scrollTop = this.log.scrollHeight;
     return paragraph;
   }
 }
+
+const shownIn = (messages) => messages.map(({ image }) => image).filter(Boolean);

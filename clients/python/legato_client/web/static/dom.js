@@ -32,7 +32,7 @@ export const ms = (milliseconds) =>
   milliseconds < 10_000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
 
 const FIELDS = {
-  image: "Image", object: "Object", question: "Question", messages: "Conversation", max_objects: "Max objects",
+  image: "Image", images: "Images", json_schema: "JSON schema", choices: "Choices", texts: "Choices", regex: "Regex", grammar: "Grammar", object: "Object", question: "Question", messages: "Conversation", max_objects: "Max objects",
   min_confidence: "Min confidence", spatial_refs: "Region", temperature: "Temperature", max_tokens: "Max tokens",
   seed: "Seed", top_logprobs: "Top logprobs", model: "Model", adapter: "Adapter", max_frame_age: "Max frame age",
 };

@@ -15,6 +15,7 @@ export class Run {
     this.failures = failures;
     this.picture = picture;
     this.options = options;
+    this.row = row;
     this.noun = row.noun;
     this.running = false;
     this.count = 0;
@@ -67,7 +68,9 @@ export class Run {
       }
       return;
     }
-    const failure = told(error), key = `${failure.reason || failure.code} ${failure.message}`;
+    const failure = told(error), ofFormat = failure.fields?.find(({ field }) => field.includes("response_format"));
+    if (ofFormat) this.row.complain(ofFormat.description);
+    const key = `${failure.reason || failure.code} ${failure.message}`;
     this.set(this.failures.has(key) ? "failed for the same reason" : "failed");
     if (!this.failures.has(key)) this.times.before(failureView(failure));
     this.failures.add(key);

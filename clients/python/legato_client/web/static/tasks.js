@@ -2,6 +2,11 @@
 
 import { byId, el } from "./dom.js";
 
+const FORMATS = [["", "any text"], ["json_schema", "JSON schema"], ["choices", "choices"], ["regex", "regex"], ["grammar", "grammar"]];
+const FORMAT_HINTS = {
+  json_schema: '{"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}',
+  choices: "one a line", regex: "[0-9]{1,2} (apples|pears)", grammar: 'root ::= "yes" | "no"',
+};
 const LENGTHS = [["short", "short"], ["normal", "normal"], ["long", "long"]];
 
 /** Each skill: its word, what a row asks for, and the task it makes. */
@@ -24,8 +29,8 @@ export const SKILLS = {
   },
   query: {
     title: "Query", asks: "question", placeholder: "How many apples are there?", places: true, thinks: true,
-    example: "How many apples are there?",
-    kind: ({ text, refs, thinks }) => ({ query: { question: text, ...(thinks ? { reasoning: true } : {}), ...refs } }),
+    example: "How many apples are there?", formats: true,
+    kind: ({ text, refs, thinks, format }) => ({ query: { question: text, ...(thinks ? { reasoning: true } : {}), ...refs, ...format } }),
   },
   gaze: {
     title: "Gaze", asks: "nothing", places: true, needs: "point",
@@ -100,6 +105,7 @@ export class TaskRow {
     this.place = field({ placeholder: skill.needs ? "click the eye" : "whole image" });
     this.sorts = el("input", { type: "checkbox" });
     this.thinks = el("input", { type: "checkbox" });
+    this.buildFormat();
     const label = (name, input) => el("label", {}, name, input);
     const check = (name, input) => el("label", { className: "check" }, input, name);
     const options = [
@@ -107,12 +113,48 @@ export class TaskRow {
       skill.places ? label("Region", this.place) : null,
       skill.lists ? check("Sort by confidence", this.sorts) : null,
       skill.thinks ? check("Reasoning", this.thinks) : null,
+      ...(skill.formats ? [label("Answer format", this.format), this.formatField] : []),
     ].filter(Boolean);
     this.options = el("details", { className: "more", open: Boolean(skill.needs) },
       el("summary", {}, "Options"), el("div", { className: "grid" }, ...options));
     this.inputs.replaceChildren(...[
       skill.asks === "nothing" ? null : this.text, options.length ? this.options : null,
     ].filter(Boolean));
+  }
+
+  /** The format of an answer: its language, then its source once one is chosen. */
+  buildFormat() {
+    this.format = el("select", {}, ...FORMATS.map(([name, title]) => new Option(title, name)));
+    this.source = el("textarea", { rows: 3, spellcheck: false });
+    this.sourceProblem = el("p", { className: "failure", role: "alert", id: `format-problem-${this.number}`, hidden: true });
+    this.formatField = el("div", { className: "format", hidden: true }, this.source, this.sourceProblem);
+    this.source.setAttribute("aria-describedby", this.sourceProblem.id);
+    this.source.addEventListener("input", () => this.complain(""));
+    this.format.addEventListener("change", () => {
+      this.formatField.hidden = !this.format.value;
+      this.source.ariaLabel = this.format.selectedOptions[0].text;
+      this.source.placeholder = FORMAT_HINTS[this.format.value] ?? "";
+      this.complain("");
+    });
+  }
+
+  /** Show what is wrong with the format at its field, or nothing any more. */
+  complain(problem) {
+    this.sourceProblem.textContent = problem;
+    this.sourceProblem.hidden = !problem;
+    if (problem) this.source.ariaInvalid = "true";
+    else this.source.removeAttribute("aria-invalid");
+    if (problem) this.options.open = true;
+  }
+
+  /** The contract's format; throws a Mistake. */
+  formatIn() {
+    this.complain("");
+    const language = this.format.value, text = this.source.value.trim();
+    if (!language) return {};
+    if (!text) throw new Mistake(this.source, `Answer format: type ${language === "choices" ? "choices, one a line" : `a ${this.source.ariaLabel}`}.`);
+    const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
+    return { response_format: { [language]: language === "choices" ? { texts: lines } : text } };
   }
 
   /** Fill in the region that was chosen on the image. */
@@ -163,6 +205,7 @@ export class TaskRow {
       }) : {},
       refs: skill.places ? regionIn(this.place) : {},
       thinks: this.thinks.checked,
+      format: skill.formats ? this.formatIn() : {},
     });
     const sampling = samplingOf();
     return { ...kind, ...(Object.keys(sampling).length ? { sampling } : {}) };
