@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,6 +20,8 @@ from tests.e2e.server import Server
 
 PICTURES = importlib.resources.files("legato_tiny") / "samples"
 CASES = [case["name"] for case in load()]
+OTHER_MODEL = "random-tiny-vl"
+OTHER_CASES = [case["name"] for case in load(model=OTHER_MODEL)]
 
 # Building a program on a machine that has nothing yet takes longer than a test may.
 pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)
@@ -36,6 +39,10 @@ class Run:
 @pytest.fixture(scope="module")
 def capabilities(server: Server) -> set[str]:
     """Return the server's capabilities."""
+    return capabilities_of(server)
+
+
+def capabilities_of(server: Server) -> set[str]:
     with grpc.insecure_channel(server.address) as channel:
         stub = server_pb2_grpc.ServerServiceStub(channel)
         return set(stub.GetServerInfo(server_pb2.GetServerInfoRequest()).capabilities)
@@ -56,26 +63,32 @@ def run(
 ) -> Run:
     """Run all cases that the program and the server support."""
     folder = tmp_path_factory.mktemp(request.param)
+    return run_list(request.param, server, capabilities, folder, load(run=folder.name))
+
+
+def run_list(
+    program: str, server: Server, capabilities: set[str], folder: Path, listed: list[Case]
+) -> Run:
+    """Run those of the listed cases that the program and the server support."""
     try:
-        command = programs.command(request.param, folder)
+        command = programs.command(program, folder)
     except programs.Missing as error:
         pytest.skip(str(error))
-    cases = {case["name"]: case for case in load(run=folder.name)}
+    cases = {case["name"]: case for case in listed}
     possible = [
         name
         for name, case in cases.items()
-        if request.param not in case.get("except", {})
-        and case.get("needs", "") in {"", *capabilities}
+        if program not in case.get("except", {}) and case.get("needs", "") in {"", *capabilities}
     ]
     path = folder / "cases.json"
-    path.write_text(json.dumps(list(cases.values())))
+    path.write_text(json.dumps(listed))
     try:
         output = programs.run(*command, server.address, str(path), str(PICTURES), *possible)
     except subprocess.CalledProcessError as error:
         pytest.fail(error.stderr)
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["case"] for line in lines] == possible
-    return Run(request.param, cases, {line["case"]: line["steps"] for line in lines})
+    return Run(program, cases, {line["case"]: line["steps"] for line in lines})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,6 +100,22 @@ def test_case(run, name):
     if name not in run.seen:
         pytest.skip(f"the server lacks the capability {case['needs']}")
     check(case, run.seen[name])
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Run the cases of any model against one that writes its boxes and points as text."""
+    folder = tmp_path_factory.mktemp("other")
+    with Server(folder, "--model", OTHER_MODEL) as running:
+        listed = load(run=folder.name, model=OTHER_MODEL)
+        yield run_list("python", running, capabilities_of(running), folder, listed)
+        running.settle()
+
+
+@pytest.mark.parametrize("name", OTHER_CASES)
+def test_case_of_any_model(other_run, name):
+    """A model of another family is seen as the list expects."""
+    check(other_run.cases[name], other_run.seen[name])
 
 
 def test_nothing_is_left_out(capabilities):
