@@ -69,6 +69,34 @@ void test_every_skill_answers(const Client& client) {
   CHECK(!client.query({}, {"Why?"}).answer.empty());
 }
 
+void test_a_question_about_several_images(const Client& client) {
+  QueryTask task{"Which?"};
+  task.images = {{grey()}, {grey(nullptr, 32)}};
+  const Info info = client.query({}, task).info;
+  CHECK(info.image_ids.size() == 2 && info.image_ids[0] == info.image_id && info.image_width == 64);
+  task.images = {{grey(), 0ms}, {Image::held(info.image_ids[1]), 500ms}};
+  for (const Event& event : client.generate({}, task))
+    if (const auto* end = std::get_if<Finished>(&event)) CHECK(end->info.image_ids == info.image_ids);
+  task.images[1].time = 0ms;
+  CHECK(ERROR_OF(client.query({}, task)).metadata.at("field") == "images[1].time");
+  task.images[1] = {Image::encoded("no image")};
+  CHECK(ERROR_OF(client.query({}, task)).reason == "IMAGE_UNDECODABLE");
+}
+
+void test_the_format_of_an_answer_is_sent(const Client& client) {
+  QueryTask task{"Which?"};
+  const std::pair<ResponseFormat, std::string> wrong[] = {
+      {JsonSchema{std::string(65'537, ' ')}, "json_schema"},
+      {Regex{std::string(65'537, 'x')}, "regex"},
+      {Choices{{std::string(4'097, 'x')}}, "choices.texts[0]"},
+      {Grammar{std::string(65'537, ' ')}, "grammar"}};
+  for (const auto& [format, field] : wrong) {
+    task.response_format = format;
+    CHECK(ERROR_OF(client.query({}, task)).metadata.at("field") == "response_format." + field);
+    CHECK(ERROR_OF(client.generate({}, task).next()).metadata.at("field") == "task.query.response_format." + field);
+  }
+}
+
 void test_an_error_names_the_field(const Client& client) {
   DetectTask task{"cup"};
   task.sampling.top_p = 2;
@@ -209,6 +237,8 @@ void test_the_end_of_a_session_wakes_its_senders(const Client& client) {
   CHECK(ERROR_OF(while (session.next()) {}).code == grpc::StatusCode::CANCELLED);
   sender.join();
   CHECK(ended->code == grpc::StatusCode::UNAVAILABLE);
+  CHECK(ERROR_OF(session.send({grey()})).code == grpc::StatusCode::UNAVAILABLE);
+  CHECK(ERROR_OF(session.next()).code == grpc::StatusCode::CANCELLED);
   SessionConfig unknown = cups(FramePolicy::latest_wins);
   unknown.model = "no-such-model";
   CHECK(ERROR_OF(client.open_session(unknown)).reason == "MODEL_NOT_FOUND");
@@ -247,6 +277,8 @@ int main(int count, char** words) {
     }
     const Client client(words[1]);
     test_every_skill_answers(client);
+    test_a_question_about_several_images(client);
+    test_the_format_of_an_answer_is_sent(client);
     test_an_error_names_the_field(client);
     test_what_cannot_work_is_refused_before_it_is_sent();
     test_gRPC_lets_go_of_pixels(client);

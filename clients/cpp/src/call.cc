@@ -38,6 +38,7 @@ void Call::writes_done() {
 }
 
 bool Call::read(google::protobuf::Message& into, std::optional<Clock::time_point> until) {
+  if (released_) return false;
   StartRead(&received_);
   if (until) {
     std::unique_lock lock(mutex_);
@@ -51,12 +52,12 @@ bool Call::read(google::protobuf::Message& into, std::optional<Clock::time_point
 }
 
 grpc::Status Call::finish() {
-  std::unique_lock lock(mutex_);
-  if (!std::exchange(released_, true)) {
-    lock.unlock();
-    RemoveHold();
-    lock.lock();
+  {  // an operation that starts after OnDone would never complete
+    std::lock_guard no_write(writing_);
+    half_closed_ = true;
+    if (!std::exchange(released_, true)) RemoveHold();
   }
+  std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return status_.has_value(); });
   return *status_;
 }

@@ -60,7 +60,7 @@ class Call : private grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>
   std::condition_variable changed_;
   Operation write_, read_;
   bool half_closed_ = false;
-  bool released_ = false;
+  bool released_ = false;  // the reading thread's own
   std::optional<grpc::Status> status_;
   grpc::ByteBuffer received_;
 };

@@ -94,8 +94,7 @@ Client::~Client() = default;
 
 QueryResult Client::query(const Image& image, const QueryTask& task, const CallOptions& options) const {
   auto request = request_of<v1::QueryRequest>(task, options);
-  request.set_question(task.question);
-  request.set_reasoning(task.reasoning);
+  fill_query(task, request);
   return invoke<v1::QueryResponse>(*connection_, "Query", image, request, options);
 }
 

@@ -110,6 +110,14 @@ struct ImageAccess {
     return message;
   }
 
+  /// Return the message of an image with a copy of its bytes.
+  static v1::Image whole_message(const Image& image) {
+    v1::Image copy = message(image);
+    if (copy.has_raw()) copy.mutable_raw()->set_data(image.data_, image.size_);
+    if (copy.has_encoded()) copy.mutable_encoded()->set_data(image.data_, image.size_);
+    return copy;
+  }
+
   static bool has_bytes(const Image& image) { return image.owner_ != nullptr; }
   static std::size_t size(const Image& image) { return image.size_; }
 };
@@ -191,16 +199,46 @@ v1::RequestOptions message_of(const CallOptions& options) {
 
 namespace {
 
+template <typename Query>
+struct FormatWriter {
+  Query& to;
+
+  void operator()(const std::monostate&) const {}
+  void operator()(const JsonSchema& from) const { to.mutable_response_format()->set_json_schema(from.text); }
+  void operator()(const Regex& from) const { to.mutable_response_format()->set_regex(from.text); }
+  void operator()(const Grammar& from) const { to.mutable_response_format()->set_grammar(from.text); }
+  void operator()(const Choices& from) const {
+    auto& choices = *to.mutable_response_format()->mutable_choices();
+    for (const std::string& text : from.texts) choices.add_texts(text);
+  }
+};
+
+}  // namespace
+
+template <typename Query>
+void fill_query(const QueryTask& from, Query& to) {
+  to.set_question(from.question);
+  to.set_reasoning(from.reasoning);
+  for (const QueryImage& each : from.images) {
+    auto& added = *to.add_images();
+    *added.mutable_image() = ImageAccess::whole_message(each.image);
+    if (each.time) *added.mutable_time() = message_of(*each.time);
+  }
+  std::visit(FormatWriter<Query>{to}, from.response_format);
+}
+
+template void fill_query(const QueryTask&, v1::QueryTask&);
+template void fill_query(const QueryTask&, v1::QueryRequest&);
+
+namespace {
+
 template <typename From, typename To>
 void set_limits(const From& from, To& to) {
   if (from.max_objects) to.set_max_objects(*from.max_objects);
   if (from.min_confidence) to.set_min_confidence(*from.min_confidence);
 }
 
-void fill(const QueryTask& from, v1::Task& to) {
-  to.mutable_query()->set_question(from.question);
-  to.mutable_query()->set_reasoning(from.reasoning);
-}
+void fill(const QueryTask& from, v1::Task& to) { fill_query(from, *to.mutable_query()); }
 
 void fill(const CaptionTask& from, v1::Task& to) {
   to.mutable_caption()->set_length(static_cast<v1::CaptionLength>(from.length));
@@ -259,6 +297,7 @@ Info value_of(const v1::ResponseInfo& from) {
   info.image_id = from.image().image_id();
   info.image_width = from.image().width();
   info.image_height = from.image().height();
+  for (const auto& each : from.images()) info.image_ids.push_back(each.image_id());
   info.stamp = value_of(from.stamp());
   return info;
 }

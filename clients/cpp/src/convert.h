@@ -16,6 +16,9 @@ namespace legato {
 // Between the contract's messages and this library's values.
 
 v1::Task message_of(const Task& task);
+/// Fill a QueryTask or a QueryRequest.
+template <typename Query>
+void fill_query(const QueryTask& from, Query& to);
 v1::Sampling message_of(const Sampling& sampling);
 v1::FrameStamp message_of(const FrameStamp& stamp);
 v1::RequestOptions message_of(const CallOptions& options);

@@ -74,12 +74,41 @@ struct Sampling {
 
 enum class CaptionLength { unspecified, brief, normal, detailed };
 
+/// JSON of a schema, whose text this is; "{}" is any JSON.
+struct JsonSchema {
+  std::string text;
+};
+/// A match of an expression in Rust's syntax.
+struct Regex {
+  std::string text;
+};
+/// One of these texts.
+struct Choices {
+  std::vector<std::string> texts;
+};
+/// A text of a context-free grammar, in GBNF or Lark.
+struct Grammar {
+  std::string text;
+};
+/// Texts that an answer may be; std::monostate: any.
+using ResponseFormat = std::variant<std::monostate, JsonSchema, Regex, Choices, Grammar>;
+
+/// An image of a question about several, whose bytes are copied into the request.
+struct QueryImage {
+  Image image;
+  /// Time since the beginning of the clip of which it is a frame; absent: it is no frame.
+  std::optional<std::chrono::milliseconds> time = {};
+};
+
 /// A question about the image, or without one.
 struct QueryTask {
   std::string question;
   bool reasoning = false;
   Sampling sampling = {};
   std::string id = {};
+  /// Images in place of that of the call, where the model takes several; not in sessions.
+  std::vector<QueryImage> images = {};
+  ResponseFormat response_format = {};
 };
 
 /// A description of the image.
@@ -170,6 +199,8 @@ struct Info {
   /// Id under which the server holds the image; empty where it does not.
   std::string image_id;
   std::uint32_t image_width = 0, image_height = 0;
+  /// Ids of QueryTask::images, in order; empty for other tasks.
+  std::vector<std::string> image_ids;
   FrameStamp stamp;
 };
 
