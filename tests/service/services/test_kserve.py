@@ -180,6 +180,11 @@ REFUSED = {
         "task.detect.min_confidence",
         "must be 0 to 1",
     ),
+    "several images": (
+        infer(image=b"x", task={"query": {"question": "x", "images": [{"image": {}}]}}),
+        "task.query.images",
+        "about the call's image",
+    ),
     "no image": (infer(task=DETECT), "image", "needs an image"),
     "image": (infer(image=b"x", task=DETECT), "image.encoded", "image"),
     "priority": (changed(_parameter("priority")), "parameters[priority]", "'priority'"),
