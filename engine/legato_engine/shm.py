@@ -6,13 +6,6 @@ again, and mean nothing in another container that shares the folder.
 The folders are shared with other programs, whose names may look like ours. A lock is ours if it is
 a regular file of this user and of mode 0600 whose content is `_MARKER`; what it protects has modes
 and names that only this package gives.
-
-The kernel releases a lock with the process that holds it, however that ends; process ids are used
-again, and mean nothing in another container that shares the folder.
-
-The folders are shared with other programs, whose names may look like ours. A lock is ours if it is
-a regular file of this user and of mode 0600 whose content is `_MARKER`; what it protects has modes
-and names that only this package gives.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ import collections
 import os
 import random
 
+import msgspec
 import pytest
-from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2
+from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.client.monitor import EngineState
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost, ImageNotFound, InvalidField
@@ -246,6 +247,47 @@ async def test_an_image_that_one_engine_lacks_is_sought_at_the_others(engines, g
     assert engines[1].requests == [request]
     stream.searched = (0, 1)
     assert not group.find_image(stream)
+
+
+async def test_a_query_of_new_and_held_images_finds_the_held_one(engines):
+    """At the engine that holds it, wherever it stands in the query."""
+    for each in engines:
+        each.model = msgspec.structs.replace(each.model, max_images=2)
+    data = image_bytes()
+    pieces = [
+        image_pb2.PutImageRequest(header=image_pb2.PutImageHeader(mime_type="image/png")),
+        image_pb2.PutImageRequest(chunk=data),
+    ]
+    async with running(engines) as server:
+        name = (await server.images.PutImage(iter(pieces))).image.image_id
+        holder, other = sorted(engines, key=lambda each: not each.holds)
+        images = [
+            task_pb2.QueryImage(image=image((33, 21))),
+            task_pb2.QueryImage(image=media_pb2.Image(image_id=name)),
+        ]
+        for given in (images, images[::-1]) * 2:
+            await server.inference.Query(inference_pb2.QueryRequest(question="?", images=given))
+        assert (len(holder.requests), len(other.requests)) == (4, 0)
+
+
+async def test_new_images_go_along_to_the_engine_that_holds_another(engines, group):
+    """After one that lacked it; there they are staged anew."""
+    for each in engines:
+        each.script = begin
+    named = CachedImageRef(image_id="img_0")
+
+    def restage(blobs):
+        return [as_source("image/png", blobs.put(b"image")), named]
+
+    request = Request(request_id=RequestKey("a"), task=QuerySpec(question="?"))
+    stream = engines[0].submit(request.with_images(restage(engines[0].blobs)), restage)
+    stream.searched = (0,)
+    assert group.find_image(stream)
+    new, held = engines[1].requests[0].images
+    assert new.blob.name.startswith(engines[1].blobs.namespace)
+    assert held == named
+    for each in engines:
+        each.blobs.close()
 
 
 async def test_requests_that_wait_go_on_where_there_is_least_to_do(engines, group):

@@ -259,6 +259,7 @@ class OpenRequests:
         """Retry a request whose image is missing: on a sibling, or once with its bytes."""
         again = self._number in stream.searched
         stream.searched += (self._number,)
+        self.discard_blobs(stream.request)
         if self.siblings is not None and self.siblings.find_image(stream):
             del self._streams[stream.request_id]
         elif stream.restage is not None and not again:

@@ -202,15 +202,15 @@ def _image_places(
     field: str,
 ) -> Iterator[ImagePlace]:
     """Yield the place of each image part of a turn, whose messages are `group`."""
-    for count, at in enumerate(group, 1):
-        offset = len(_joined([texts[each] for each in group[:count]]))
-        if texts[at].strip():  # else it is not in the turn's text
-            offset -= len(texts[at])
+    for count, at in enumerate(group):
+        is_kept = len(group) == 1 or bool(texts[at].strip())  # in the turn's text, by `_joined`
+        before = _joined(["", *(texts[each] for each in group[:count])])
+        offset = len(f"{before}\n\n" if before and is_kept else before)
         for index, part in enumerate(messages[at].parts):
             if part.HasField("image"):
                 shown = f"{field}[{at}].parts[{index}].image"
                 yield ImagePlace(turn=turn, offset=offset, field=shown)
-            offset += len(part.text)
+            offset += len(part.text) * is_kept
 
 
 def _text(message: task_pb2.ChatMessage, field: str) -> str:

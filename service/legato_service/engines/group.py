@@ -373,13 +373,14 @@ class EngineGroup:
 
     def find_image(self, stream: RequestStream) -> bool:
         left = [each for each in self.serving if each.number not in stream.searched]
-        if not left or stream.request.blobs:  # an engine has read the blobs
+        has_blobs = bool(stream.request.blobs)  # which an engine has read
+        if not left or (has_blobs and stream.restage is None):
             return False
         named = (each for each in stream.request.images if isinstance(each, CachedImageRef))
         tenant = stream.request.tenant
         holders = self._holders(tuple(image_key(tenant, each.image_id) for each in named))
         first = next((each for each in left if each.number in holders), left[0])
-        first.adopt(stream, renew=False)
+        first.adopt(stream, renew=has_blobs)
         return True
 
     def record_image(

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -15,7 +15,6 @@ from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import (
     EngineUnavailable,
-    ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
     InvalidField,
@@ -237,8 +236,7 @@ class HeldUploads:
     def restage(self, tenant: str, image_id: str) -> functools.partial[ImageSource] | None:
         """Return a function that stages the bytes of an image for an engine without it.
 
-        It raises `ImageNotFound` while the engine that held the image runs: then the hold has
-        ended.
+        It only names the image while the engine that held it runs, which finds it or not.
         """
         key = next(iter(self._owners.get((tenant, image_id), ())), None)
         return None if key is None else functools.partial(self._stage, self._held[key], image_id)
@@ -252,7 +250,7 @@ class HeldUploads:
     @staticmethod
     def _stage(held: _HeldUpload, image_id: str, blobs: BlobStore) -> ImageSource:
         if not held.is_lost or held.blob.closed:
-            raise ImageNotFound("no image with this id is held", resource=image_id)
+            return CachedImageRef(image_id=image_id)
         return as_source(held.format, held.blob.publish(blobs))
 
     # ------------------------------------------------------------ another engine
@@ -340,6 +338,24 @@ def stage(image: NewImage | CachedImageRef, blobs: BlobStore) -> ImageSource:
         case BlobImage():
             return as_source(image.format, image.writer.publish(blobs))
     return image
+
+
+def stage_all(
+    images: Sequence[NewImage | CachedImageRef],
+    blobs: BlobStore,
+    held: Mapping[int, Callable[[BlobStore], ImageSource]],
+) -> list[ImageSource]:
+    """Stage images, those of `held` by its functions, by index; if one fails, none is left."""
+    staged: list[ImageSource] = []
+    try:
+        for index, image in enumerate(images):
+            staged.append(held[index](blobs) if index in held else stage(image, blobs))
+    except BaseException:
+        for each in staged:
+            if not isinstance(each, CachedImageRef):
+                blobs.discard(each.blob)
+        raise
+    return staged
 
 
 def as_source(image_format: ImageFormat, blob: BlobRef) -> EncodedImage | RawImage:

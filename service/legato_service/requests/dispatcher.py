@@ -32,11 +32,9 @@ from legato_engine.errors import (
     StoppedByOperator,
 )
 from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
-from legato_engine.shm import BlobStore
 from legato_engine.types import (
     CachedImageRef,
     FinishReason,
-    ImageSource,
     QuerySpec,
     Request,
     RequestKey,
@@ -53,7 +51,7 @@ from legato_service.images.intake import (
     ImageIntake,
     InlineImage,
     NewImage,
-    stage,
+    stage_all,
 )
 from legato_service.requests.registry import ActiveRequest, Deadlines, RequestRegistry
 from legato_service.rpc import call
@@ -248,11 +246,10 @@ class Dispatcher:
             if isinstance(each, NewImage)
         }
         restage = self._restage(request.tenant, given, bytes_of)
-        engine = self._engine_for(
-            request, given[0] if given else None, has_bytes=len(bytes_of) == len(given)
-        )
+        sought = next((each for index, each in enumerate(given) if index not in bytes_of), None)
+        engine = self._engine_for(request, sought or next(iter(given), None), not sought)
         request = msgspec.structs.replace(
-            request.with_images([stage(each, engine.blobs) for each in given]),
+            request.with_images(stage_all(given, engine.blobs, {})),
             deadline=active.deadline,
             priority=rpc.priority,
         )
@@ -279,21 +276,15 @@ class Dispatcher:
         if not (bytes_of or held):
             return None
 
-        def restage_all(blobs: BlobStore) -> list[ImageSource]:
-            return [
-                held[index](blobs) if index in held else stage(bytes_of.get(index, image), blobs)
-                for index, image in enumerate(images)
-            ]
-
-        return restage_all
+        again = [bytes_of.get(index, image) for index, image in enumerate(images)]
+        return lambda blobs: stage_all(again, blobs, held)
 
     def _engine_for(
-        self, request: Request, image: CheckedImage, *, has_bytes: bool
+        self, request: Request, image: CheckedImage, has_bytes: bool
     ) -> EngineConnection:
         if len(self._engines.members) == 1:
             return self._engines.members[0]
-        keys = keys_of(request, image)
-        return self._engines.route(keys, has_bytes=has_bytes)
+        return self._engines.route(keys_of(request, image), has_bytes=has_bytes)
 
 
 def _is_queued_last(rpc: call.Call) -> bool:

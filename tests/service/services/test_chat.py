@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato_engine.errors import QueueFull
 from legato_engine.ipc.messages import OutputDelta
 from legato_engine.types import (
     Alternative,
@@ -254,6 +255,24 @@ async def test_several_images_reach_the_engine_in_order(server):
     assert answered.info.images[0] == answered.info.image
 
 
+async def test_images_that_cannot_all_be_staged_leave_no_blob(server, monkeypatch):
+    """Shared memory that is full at the second takes the first away."""
+    blobs, put = server.engine.blobs, server.engine.blobs.put
+    before = len(blobs)
+
+    def fill(data):
+        monkeypatch.setattr(blobs, "put", full)
+        return put(data)
+
+    def full(data):
+        raise QueueFull("shared memory is full")
+
+    monkeypatch.setattr(blobs, "put", fill)
+    failed = await refusal(server.inference.Query(several(None, None, question="a")))
+    assert failed.reason == "QUEUE_FULL"
+    assert (len(blobs), server.engine.requests) == (before, [])
+
+
 @pytest.mark.parametrize(
     ("messages", "places"),
     [
@@ -262,6 +281,9 @@ async def test_several_images_reach_the_engine_in_order(server):
         ([said(USER, "é", SHOWN), said(USER, "b", SHOWN, "c")], [(0, 1), (0, 4)]),
         ([said(USER, SHOWN, "a"), said(ASSISTANT, "b"), said(USER, "c", SHOWN)], [(0, 0), (1, 1)]),
         ([said(SYSTEM, "s"), said(USER, SHOWN), said(USER, "b", SHOWN)], [(0, 0), (0, 1)]),
+        ([said(USER, " ", SHOWN), said(USER, "b", SHOWN)], [(0, 0), (0, 1)]),
+        ([said(USER, "b", SHOWN), said(USER, " ", SHOWN), said(USER, "c")], [(0, 1), (0, 1)]),
+        ([said(USER, " ", SHOWN, SHOWN)], [(0, 1), (0, 1)]),
     ],
 )
 async def test_images_stand_where_the_messages_show_them(server, messages, places):
