@@ -9,12 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import message_factory
+from legato_client import AsyncClient
+from legato_client import compat as compat_module
+from legato_client._images.sources import AllowedFolders
 from legato_client.cli import main
 from legato_client.compat import ForeignService, MappingError
 
@@ -80,7 +84,7 @@ response.middle = "objects[0].center"
 
 [methods.Tell]
 skill = "query"
-request = { image = "data", question = "text", max_tokens = "limit" }
+request = { image = "data", question = "text", max_tokens = "limit", stop = "image" }
 response = { text = "delta", last = "done" }
 
 [methods.Find]
@@ -265,6 +269,37 @@ def test_streams(eyes):
     assert last.last
     answers = eyes.Watch(*({"data": image_bytes(), "text": each} for each in ("cup", "cat")))
     assert [set(each.names) for each in answers] == [{"cup"}, {"cat"}]
+
+
+def test_a_text_to_stop_at_is_one(eyes):
+    """A field with one text is no list of its letters."""
+    asked = {"data": image_bytes(), "text": "Who?", "limit": 6}
+    whole = "".join(each.text for each in eyes.Tell(**asked))
+    stop = whole.split()[-1]
+    until_stop = "".join(each.text for each in eyes.Tell(**asked, image=stop))
+    assert until_stop.strip() == whole[: whole.index(stop)].strip()
+
+
+async def test_calls_at_once_are_bounded(folder, monkeypatch):
+    """Each may hold the largest message, before the Legato server has seen its token."""
+    monkeypatch.setattr(compat_module, "_MAX_CALLS", 1)
+    service = ForeignService.read(folder / "eyes.toml")
+    async with AsyncClient("127.0.0.1:1") as client:
+        server = compat_module.CompatServer(
+            service, client, timeout=PATIENCE, folders=AllowedFolders([])
+        )
+        port = await server.start("127.0.0.1:0")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            first = channel.stream_stream("/Eyes/Watch")(timeout=PATIENCE)  # waits for a request
+            begun, code = time.monotonic(), grpc.StatusCode.INVALID_ARGUMENT
+            while code is grpc.StatusCode.INVALID_ARGUMENT:  # the first is not there yet
+                assert time.monotonic() < begun + PATIENCE
+                with pytest.raises(grpc.RpcError) as refused:
+                    await channel.unary_unary("/Eyes/Caption")(b"", timeout=PATIENCE)
+                code = refused.value.code()
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            first.cancel()
+        await server.stop()
 
 
 def test_a_stream_that_fails_has_its_status(eyes):

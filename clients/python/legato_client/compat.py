@@ -53,6 +53,7 @@ Field: TypeAlias = Any
 
 _MAX_DEPTH = 6  # levels of a sample message; a message may hold itself
 _REQUEST_BYTES = MAX_MESSAGE_BYTES // 3 * 4 + 1024 * 1024  # the largest image in base64
+_MAX_CALLS = 128  # at once, each with a message in memory; more are RESOURCE_EXHAUSTED
 _GRACE = 5.0  # seconds
 
 _token = contextvars.ContextVar("token", default="")
@@ -525,7 +526,8 @@ class CompatServer:
         self._folders = folders
         self._require_token = require_token
         self._server = aio.server(
-            options=(("grpc.max_receive_message_length", _REQUEST_BYTES), ("grpc.so_reuseport", 0))
+            options=(("grpc.max_receive_message_length", _REQUEST_BYTES), ("grpc.so_reuseport", 0)),
+            maximum_concurrent_rpcs=_MAX_CALLS,
         )
         handlers = {each.name: self._handler(each) for each in service.methods}
         self._server.add_registered_method_handlers(service.descriptor.full_name, handlers)
@@ -652,7 +654,8 @@ class CompatServer:
             if name in method.request and name not in fields:
                 raise _refused(method, name, "is required")
         if "stop" in sampling:
-            sampling["stop"] = tuple(sampling["stop"])
+            stop = sampling["stop"]
+            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if "spatial_refs" in fields:
             fields["spatial_refs"] = tuple(
                 (results.Point if len(each) == 2 else results.Box)(*each)
