@@ -27,6 +27,7 @@ from legato_engine.runtime.staging import Changes, bucket_for, preparation, stag
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey, VisualInputs
 from legato_engine.speculation import INITIAL_RATE, BlockPolicy
+from legato_engine.types import Request, RequestKey
 
 
 class DecodeStep:
@@ -165,26 +166,31 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
 class ImageFeatures:
     """Features of images between prompts' tokens, kept for the next chunk and the next prompt.
 
-    Tenants share none: times would reveal what another one sent. Belongs to the compute stream.
+    Tenants share none: times would reveal what another one sent. A request that lets no image be
+    cached shares none either. Belongs to the compute stream.
     """
 
     def __init__(self, model: Model, max_bytes: int = 256 << 20) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._features: dict[tuple[str, str], torch.Tensor] = {}
-        """By tenant and key of the image, the oldest first."""
+        self._features: dict[tuple[str | RequestKey, str], torch.Tensor] = {}
+        """By tenant or request and key of the image, the oldest first."""
 
     def rows(
-        self, visual: VisualInputs, start: int, stop: int, device: torch.device, *, tenant: str
+        self, visual: VisualInputs, start: int, stop: int, device: torch.device, request: Request
     ) -> VisualRows:
         """Gather the images of positions `[start, stop)`; encode those that are not here."""
         prompt, rows, features = visual.prompt, [], []
+        owner = request.tenant if request.cache_image else request.request_id
         for span in prompt.spans:
             first, last = max(span.start, start), min(span.start + span.length, stop)
             if first < last:
                 rows.append(torch.arange(first - start, last - start))
-                encoded_NKD = self._encoded(visual.images[span.index], tenant)
+                image = visual.images[span.index]
+                encoded_NKD = self._encoded(image, owner)
                 features.append(encoded_NKD[first - span.start : last - span.start])
+                if last == span.start + span.length and not request.cache_image:
+                    del self._features[owner, image.key]
         first_later = max(start, prompt.rope_3P.shape[1])
         later = torch.arange(first_later, max(first_later, stop)) + prompt.rope_offset
         rope_3T = torch.from_numpy(prompt.rope_3P[:, start:stop])
@@ -196,11 +202,11 @@ class ImageFeatures:
             torch.cat(features) if features else torch.zeros(0, 1, self._model.width),
         )
 
-    def _encoded(self, image: PreparedImage, tenant: str) -> torch.Tensor:
-        features_NKD = self._features.pop((tenant, image.key), None)
+    def _encoded(self, image: PreparedImage, owner: str | RequestKey) -> torch.Tensor:
+        features_NKD = self._features.pop((owner, image.key), None)
         if features_NKD is None:
             features_NKD = self._model.encode_image(image)
-        self._features[tenant, image.key] = features_NKD
+        self._features[owner, image.key] = features_NKD
         while len(self._features) > 1 and self._num_bytes > self._max_bytes:
             del self._features[next(iter(self._features))]
         return features_NKD
@@ -240,7 +246,7 @@ class PrefillStep:
         self._pixels = row.sequence.inputs.image
         self._visual = row.sequence.inputs.visual
         self._features = features
-        self._tenant = row.sequence.request.tenant
+        self._request = row.sequence.request
         self._prefix = row.work
         self._start = row.position
         self._num_pages = len(row.sequence.pages.ids)
@@ -293,7 +299,7 @@ class PrefillStep:
             assert self._features is not None, "a visual prompt of a model without them"
             stop = self._start + len(x_TD)
             visual = self._features.rows(
-                self._visual, self._start, stop, x_TD.device, tenant=self._tenant
+                self._visual, self._start, stop, x_TD.device, self._request
             )
         span = PrefillSpan(self._start, pages, False, self._adapters, visual)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]

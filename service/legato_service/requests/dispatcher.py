@@ -254,9 +254,9 @@ class Dispatcher:
             priority=rpc.priority,
         )
         stream = engine.submit(request, restage, may_wait=may_wait)
-        field = ""
-        if bytes_of and isinstance(first := given[0], NewImage):
-            field = first.field if len(given) == 1 else "images"
+        field = next((each.field for each in given if isinstance(each, NewImage)), "")
+        if field and len(given) > 1:
+            field = "images"
         active.own(stream, self._deadlines, field)
         return stream
 

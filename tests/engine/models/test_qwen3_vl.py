@@ -285,7 +285,10 @@ def test_greedy_answers_are_those_of_transformers(small):
 
 
 def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
-    """Chunks and later prompts share its features; another tenant does not."""
+    """Chunks and later prompts share its features; another tenant does not.
+
+    Nor does a request that lets no image be cached.
+    """
     bundle = resolve("qwen3-vl", weights=str(small[0]))
     model: Any = bundle.load(same.CPU, torch.float32)
     images = prepared(bundle.frontend, *SHAPES[:3])
@@ -300,14 +303,24 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
     model.encode_image = counting
     with torch.inference_mode():
         features = ImageFeatures(model)
-        whole = features.rows(task.visual, 0, length + 2, same.CPU, tenant="a")
-        parts = [
-            features.rows(task.visual, start, min(start + 7, length + 2), same.CPU, tenant="a")
-            for start in range(0, length + 2, 7)
-        ]
+
+        def chunks(size, tenant, **fields):
+            asked = Request(
+                request_id=RequestKey("r", tenant), task=QuerySpec(question="?"), **fields
+            )
+            return [
+                features.rows(task.visual, start, min(start + size, length + 2), same.CPU, asked)
+                for start in range(0, length + 2, size)
+            ]
+
+        (whole,) = chunks(length + 2, "a")
+        parts = chunks(7, "a")
         assert encoded == [each.key for each in images]
-        features.rows(task.visual, 0, length, same.CPU, tenant="b")
+        chunks(length + 2, "b")
         assert len(encoded) == 2 * len(images)
+        for size, times in ((7, 3), (length + 2, 4)):
+            chunks(size, "b", cache_image=False)
+            assert len(encoded) == times * len(images)
     found = torch.cat([part.features_NKD for part in parts if len(part.rows_N)])
     assert torch.equal(found, whole.features_NKD)
     assert torch.equal(torch.cat([part.rope_3T for part in parts], 1), whole.rope_3T)
