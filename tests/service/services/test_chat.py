@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
-from legato_engine.errors import QueueFull
+from legato_engine.errors import ImageUndecodable, QueueFull
 from legato_engine.ipc.messages import OutputDelta
 from legato_engine.types import (
     Alternative,
@@ -38,7 +38,7 @@ from legato_service.convert import skills
 from legato_service.convert.skills import MAX_MESSAGES, MAX_TEXT_BYTES, ChatQuestion
 
 from tests.grammar import replay
-from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, solution, started
+from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, refuse, solution, started
 from tests.service.harness import image_message, refusal, running
 from tests.service.services.test_generate import request
 from tests.service.services.test_generate import resumable as detection
@@ -253,6 +253,15 @@ async def test_several_images_reach_the_engine_in_order(server):
     assert asked.task == QuerySpec(question="Which is larger?")
     assert len(answered.info.images) == 3
     assert answered.info.images[0] == answered.info.image
+
+
+async def test_an_image_that_the_engine_cannot_read_is_one_of_the_images(server):
+    """The error names their field, whether the first one is new or not."""
+    server.engine.script = refuse(ImageUndecodable("cut"))
+    query = several(None, None, question="a")
+    query.images[0].image.CopyFrom(media_pb2.Image(image_id="img_kept"))
+    failed = await refusal(server.inference.Query(query))
+    assert (failed.reason, field_of(failed)) == ("IMAGE_UNDECODABLE", "images")
 
 
 async def test_images_that_cannot_all_be_staged_leave_no_blob(server, monkeypatch):
