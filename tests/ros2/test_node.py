@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -318,7 +319,7 @@ def test_a_node_is_cleaned_up_while_it_reports(null):
     """Its diagnostics callback, in another thread, ends first: rclpy ends a node whose fails."""
     with running(null, {"cameras": ["front", "rear"]}, activate=False) as node:
         node.trigger_configure()
-        front = node._cameras["front"]
+        front: Any = node._cameras["front"]
         status, reports = front.status, threading.Event()
 
         def slow():
