@@ -27,7 +27,8 @@ from legato_client import Client, DetectTask, LegatoError, RawFrame, Session, Tr
 FIELDS = ("x", "y", "width", "height", "age", "seen")
 """Centre and size as fractions of the image, seconds since it was found, and 1 if it is tracked."""
 
-_TIMEOUT = 2.0  # seconds to open a session, in the control loop
+_TIMEOUT = 2.0  # seconds to open a session
+_RETRY = 1.0  # seconds after a session that failed
 
 
 class ObjectFeatures:
@@ -41,6 +42,8 @@ class ObjectFeatures:
             for name in names
         ]
         self._session: Session | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()  # of this thread
         self.features: dict[str, type] = {
             f"{name}.{field}": float for name in names for field in FIELDS
         }
@@ -48,40 +51,47 @@ class ObjectFeatures:
     def update(self, frame: np.ndarray[Any, Any]) -> dict[str, float]:
         """Send an RGB frame if the server has room, and return the features' values now.
 
-        They are all 0 while the server is away; the next frame opens a session again.
+        They are all 0 while no session is open; a thread opens one again.
         """
-        try:
-            session = self._open()
-            session.send(RawFrame.from_array(frame))
-            tracks = session.now()
-        except LegatoError:
-            self.close()
-            tracks = ()
+        if self._thread is None:
+            self._closed = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._closed,), daemon=True)
+            self._thread.start()
+        session = self._session
+        tracks: tuple[TrackNow, ...] = ()
+        if session is not None:
+            with contextlib.suppress(LegatoError):  # the thread opens another session
+                session.send(RawFrame.from_array(frame))
+                tracks = session.now()
         values = dict.fromkeys(self.features, 0.0)
         for track in sorted(tracks, key=lambda each: each.last.confidence or 0.0):
             values.update(_values(track))  # the most confident one is the last
         return values
 
     def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
+        """End the session; the next frame opens one again."""
+        self._closed.set()
+        session, thread = self._session, self._thread
+        if session is not None:
+            session.close()
+        if thread is not None:
+            thread.join(2 * _TIMEOUT)
+        self._thread = None
+
+    def _run(self, closed: threading.Event) -> None:
+        """Keep a session open, and read its answers, which `Session.now` remembers."""
+        while not closed.is_set():
+            with (
+                contextlib.suppress(LegatoError),
+                self._client.session(
+                    self._tasks, when_full="drop", open_timeout=_TIMEOUT, name="lerobot"
+                ) as session,
+            ):
+                self._session = session
+                if not closed.is_set():  # `close` may not have seen this session
+                    collections.deque(session, maxlen=0)
             self._session = None
-
-    def _open(self) -> Session:
-        if self._session is None:
-            session = self._client.session(
-                self._tasks, when_full="drop", open_timeout=_TIMEOUT, name="lerobot"
-            )
-            session.__enter__()
-            self._session = session
-            threading.Thread(target=_read_all, args=(session,), daemon=True).start()
-        return self._session
-
-
-def _read_all(session: Session) -> None:
-    """Read the answers, which `Session.now` remembers, until the session ends."""
-    with contextlib.suppress(LegatoError):  # the next frame reports it
-        collections.deque(session, maxlen=0)
+            closed.wait(_RETRY)
 
 
 def _values(track: TrackNow) -> dict[str, float]:

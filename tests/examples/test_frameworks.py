@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import threading
 import time
 import types
 from typing import Any
 
 import numpy as np
 import pytest
-from legato_client import Client
+from legato_client import Client, Session
 
 from examples.lerobot_perception import FIELDS, ObjectFeatures, PerceivingRobot
 from tests.e2e.scenes import overlap, two_shapes
@@ -82,11 +83,46 @@ def test_a_robot_sees_objects_by_name(client):
     assert not robot.is_connected
 
 
+class SlowToOpen(Client):
+    """A client whose sessions open late."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.may_open, self.opened = threading.Event(), False
+
+    def session(self, *arguments: Any, **options: Any) -> Session:
+        self.may_open.wait(10)
+        self.opened = True
+        return super().session(*arguments, **options)
+
+
+def test_a_session_that_opens_late_leaves_zeros(server):
+    """The control loop goes on without objects until there is a session, also a second one."""
+    client = SlowToOpen(server.address)
+    with client:
+        objects = ObjectFeatures(client, [NOUN], 60.0)
+        for _ in range(2):
+            assert objects.update(PIXELS) == dict.fromkeys(objects.features, 0.0)
+            assert not client.opened
+            client.may_open.set()
+
+            def sees() -> bool:
+                time.sleep(0.02)
+                return bool(objects.update(PIXELS)[f"{NOUN}.seen"])
+
+            until(sees)
+            client.may_open.clear()
+            objects.close()
+            client.opened = False
+        client.may_open.set()
+
+
 def test_a_server_that_is_away_leaves_zeros():
     """The control loop goes on without objects."""
     with Client("127.0.0.1:1") as nobody:
         objects = ObjectFeatures(nobody, [NOUN])
-        assert objects.update(PIXELS) == dict.fromkeys(objects.features, 0.0)
+        for _ in range(3):
+            assert objects.update(PIXELS) == dict.fromkeys(objects.features, 0.0)
         objects.close()
 
 
