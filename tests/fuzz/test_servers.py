@@ -19,6 +19,7 @@ from legato_client import LegatoError as ClientError
 from legato_client._grpc.transport import ServerStatus
 from legato_client.web import bodies, moondream_api
 from legato_client.web.bodies import Bodies
+from legato_client.web.connections import ConnectionLimits
 from legato_client.web.errors import RejectedRequest
 from legato_client.web.openai_api import ChatBody
 from legato_client.web.responses_api import ResponsesBody
@@ -319,7 +320,12 @@ def test_damaged_bodies_are_converted_or_refused():
 @pytest.fixture(scope="module", params=[False, True], ids=["http", "playground"])
 def address(request):
     """Host and port of `legato http`, or of the playground, before a scripted server."""
-    with FakeServer() as fake, http_server(fake.target, page=request.param) as url:
+    with (
+        FakeServer() as fake,
+        http_server(
+            fake.target, page=request.param, limits=ConnectionLimits(ahead_pause=0.0)
+        ) as url,
+    ):
         host, _, port = url.removeprefix("http://").partition(":")
         yield host, int(port)
 

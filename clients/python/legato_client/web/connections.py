@@ -24,7 +24,6 @@ from legato_client.web.errors import RejectedRequest, document_of, response_of
 _OTHER_DESCRIPTORS = 128  # of this process's channels, files and libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
 _DISCARD_PAUSE = 0.025  # seconds between two discarding reads of 256 KiB
-_AHEAD_PAUSE = 5.0  # seconds before a client that sent requests ahead may connect anew
 _FULL_PAUSE = 0.05  # seconds between polls of a full listener
 _GRACE = 1.0  # seconds for the first bytes, before a client counts as silent
 _LOG_PERIOD = 10.0  # seconds between two lines about failed accepts
@@ -38,14 +37,16 @@ class ConnectionLimits:
 
     `head_timeout`: for the TLS handshake, and for the whole head of a request since the connection
     was opened or the answer before it ended. `write_timeout`: how long a client may leave an
-    answer unread. `requests`: how many are answered at once; the connections above them are for
-    health checks.
+    answer unread. `ahead_pause`: how long a client that sent requests ahead waits for its
+    connection to end, so that it does not connect anew at once. `requests`: how many are answered
+    at once; the connections above them are for health checks.
     """
 
     connections: int = 1024
     requests: int = 896
     head_timeout: float = 10.0
     write_timeout: float = 60.0
+    ahead_pause: float = 5.0
 
     @classmethod
     def of_process(cls) -> ConnectionLimits:
@@ -116,7 +117,7 @@ class GuardedConnection(H11Protocol):
         elif self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self.flow.pause_reading()
             self._stop_timer()
-            self._timer = self.loop.call_later(_AHEAD_PAUSE, self._close)
+            self._timer = self.loop.call_later(self.limits.ahead_pause, self._close)
             return
         super().on_response_complete()
         self._follow()

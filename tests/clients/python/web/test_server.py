@@ -302,11 +302,11 @@ def test_requests_beyond_the_limit_come_back_later(impatient):
         pass  # until the four have left; the test's own timeout ends it
 
 
-def test_requests_sent_ahead_are_not_answered_in_one_go(web, monkeypatch):
+def test_requests_sent_ahead_are_not_answered_in_one_go():
     """One connection gets no more than its share: it is closed a while after the first answer."""
-    monkeypatch.setattr(connections, "_AHEAD_PAUSE", 0.5)
     begun = time.monotonic()
-    with open_connection(web) as connection:
+    limits = ConnectionLimits(ahead_pause=0.5)
+    with serving(limits=limits) as web, open_connection(web) as connection:
         connection.sendall((HALF + b"\r\n") * 100)
         assert connection.recv(4096).count(b"HTTP/1.1 200 ") == 1
         assert is_closed(connection)
