@@ -243,10 +243,11 @@ async def test_an_image_is_staged_for_each_engine(size):
 
         def stage(blobs=client.blobs):
             blob = blobs.put(b"x" * size)
-            return EncodedImage(blob=blob, mime_type="image/png")
+            return [EncodedImage(blob=blob, mime_type="image/png")]
 
-        stream = client.submit(request_to("pause", image=stage()), stage)
-        unable = client.submit(request_to("pause", "unable", image=stage()))
+        image, other = *stage(), *stage()
+        stream = client.submit(request_to("pause", image=image), stage)
+        unable = client.submit(request_to("pause", "unable", image=other))
         for each in (stream, unable):
             assert isinstance(await anext(each), PrefillStarted)
         running_process(client).kill()
@@ -262,7 +263,7 @@ async def test_an_engine_without_a_named_image_gets_its_bytes():
     async with running() as client:
 
         def stage(blobs):
-            return EncodedImage(blob=blobs.put(b"bytes"), mime_type="image/png")
+            return [EncodedImage(blob=blobs.put(b"bytes"), mime_type="image/png")]
 
         named = CachedImageRef(image_id="img_1")
         done = await client.submit(request_to("echo", image=named), stage).done()
