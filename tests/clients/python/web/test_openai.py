@@ -766,4 +766,4 @@ def test_bodies_are_those_of_the_code():
             assert schema["additionalProperties"] is False
     most = schemas["ChatBody"]["properties"]["max_tokens"]
     assert {"type": "integer", "minimum": 1, "maximum": 2**32 - 1} in most["anyOf"]
-    assert {"ChatChunk", "TextEvent", "BoxEvent", "PathEvent", "FinalOutline"} < set(schemas)
+    assert {"ChatChunk", "TextChunk", "BoxEvent", "PathEvent", "FinalOutline"} < set(schemas)
