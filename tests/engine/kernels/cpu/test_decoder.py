@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from legato_engine.kernels.cpu.decoder import (
     KINDS,
@@ -329,6 +329,7 @@ def packed(library, kind, weight_OI):
     threads=st.integers(1, 3),
     biased=st.booleans(),
 )
+@example(kind="bfloat16", rows=1, inputs=31, outputs=1, threads=1, biased=False)  # 15 pairs and one
 def test_products_are_those_of_the_packed_weight(
     library, kind, rows, inputs, outputs, threads, biased
 ):

@@ -79,7 +79,7 @@ using Narrow = uint16_t;
 inline void put_narrow(const float* from, long count, Narrow* to) {
     for (long i = 0; i < count; i += 32) {
         const long here = std::min<long>(32, count - i);
-        const __mmask32 wanted = here == 32 ? ~0u : (1u << here) - 1, stored = here == 32 ? ~0u : (1u << (here + 1) / 2 * 2) - 1;
+        const __mmask32 wanted = ~0u >> (32 - here), stored = ~0u >> (32 - (here + 1) / 2 * 2);
         __m512 low = _mm512_maskz_loadu_ps(__mmask16(wanted), from + i);
         __m512 high = here > 16 ? _mm512_maskz_loadu_ps(__mmask16(wanted >> 16), from + i + 16) : _mm512_setzero_ps();
         _mm512_mask_storeu_epi16(to + i, stored, _mm512_rol_epi32((__m512i)_mm512_cvtne2ps_pbh(high, low), 16));
