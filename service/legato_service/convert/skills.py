@@ -202,15 +202,16 @@ def _image_places(
     field: str,
 ) -> Iterator[ImagePlace]:
     """Yield the place of each image part of a turn, whose messages are `group`."""
-    for count, at in enumerate(group):
+    length = 0  # of the turn's text before the message
+    for at in group:
         is_kept = len(group) == 1 or bool(texts[at].strip())  # in the turn's text, by `_joined`
-        before = _joined(["", *(texts[each] for each in group[:count])])
-        offset = len(f"{before}\n\n" if before and is_kept else before)
+        offset = length + len("\n\n") * (length > 0 and is_kept)
         for index, part in enumerate(messages[at].parts):
             if part.HasField("image"):
                 shown = f"{field}[{at}].parts[{index}].image"
                 yield ImagePlace(turn=turn, offset=offset, field=shown)
             offset += len(part.text) * is_kept
+        length = offset
 
 
 def _text(message: task_pb2.ChatMessage, field: str) -> str:

@@ -245,7 +245,7 @@ async def test_an_image_is_staged_for_each_engine(size):
             blob = blobs.put(b"x" * size)
             return [EncodedImage(blob=blob, mime_type="image/png")]
 
-        image, other = *stage(), *stage()
+        (image,), (other,) = stage(), stage()
         stream = client.submit(request_to("pause", image=image), stage)
         unable = client.submit(request_to("pause", "unable", image=other))
         for each in (stream, unable):
