@@ -154,9 +154,11 @@ def text_config(config: HubConfig) -> HubConfig:
     return getattr(config, "text_config", config)
 
 
-def check_sizes(config: HubConfig, source: str) -> None:
+def check_sizes(
+    config: HubConfig, source: str, largest_sizes: Mapping[str, int] = _MAX_SIZES
+) -> None:
     """Refuse sizes that no model has, before anything is computed from them."""
-    for name, largest in _MAX_SIZES.items():
+    for name, largest in largest_sizes.items():
         value = getattr(config, name, None)
         if name == "head_dim" and value is None:
             continue  # it follows from others

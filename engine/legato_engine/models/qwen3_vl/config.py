@@ -11,6 +11,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.config import (
     DecoderConfig,
     HubConfig,
+    check_sizes,
     decoder_config,
     head_plan,
     read_json,
@@ -18,7 +19,7 @@ from legato_engine.models.decoder.config import (
 )
 
 _PREPROCESSOR = "preprocessor_config.json"
-_SIZES = {
+_MAX_SIZES = {
     "depth": 2**10,
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
@@ -99,10 +100,7 @@ def _vision(hub: HubConfig, text_dim: int, folder: Path) -> TowerConfig:
         "out_hidden_size": text_dim,
     }
     refuse_others(hub, implemented)
-    for name, largest in _SIZES.items():
-        value = getattr(hub, name)
-        if type(value) is not int or not 1 <= value <= largest:
-            raise _refused(f"{name} is {value!r}, not a whole number from 1 to {largest}")
+    check_sizes(hub, "config.json", _MAX_SIZES)
     rope = hub.rope_parameters or {}
     if rope.get("rope_theta", 10_000.0) != 10_000.0:
         raise _refused(f"rope_theta of vision is {rope['rope_theta']!r}; only 10000 is implemented")
