@@ -375,10 +375,16 @@ def _choice(layouts: Sequence[StepLayout], tokens: int, groups: int) -> int:
 
 
 class RowState:
-    """Tensors indexed by `Sequence.row`."""
+    """Tensors indexed by `Sequence.row`; rotary offsets only of a model with visual prompts."""
 
     def __init__(
-        self, num_rows: int, max_pages: int, device: torch.device, drafts: DraftState | None = None
+        self,
+        num_rows: int,
+        max_pages: int,
+        device: torch.device,
+        drafts: DraftState | None = None,
+        *,
+        has_visual_prompts: bool = False,
     ) -> None:
         rows = num_rows + 1
         self.scratch_row = num_rows
@@ -391,7 +397,9 @@ class RowState:
         self.top_k_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_R = torch.zeros(rows, device=device)
         self.top_p_R = torch.ones(rows, device=device)
-        self.rope_offset_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rope_offset_R: torch.Tensor | None = None
+        if has_visual_prompts:
+            self.rope_offset_R = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def admit(self, slot: DecodeSlot) -> None:
         """Unused prompt indices have the scratch row. Can be captured."""
@@ -403,7 +411,8 @@ class RowState:
         self.top_k_R.index_copy_(0, row_K, staged["top_k"])
         self.temperature_R.index_copy_(0, row_K, staged["temperature"])
         self.top_p_R.index_copy_(0, row_K, staged["top_p"])
-        self.rope_offset_R.index_copy_(0, row_K, staged["rope_offset"])
+        if self.rope_offset_R is not None:
+            self.rope_offset_R.index_copy_(0, row_K, staged["rope_offset"])
         if self.drafts is not None:
             self.drafts.admit(slot)
 

@@ -56,7 +56,7 @@ class DecodeStep:
             slot.staged.device["position"][:batch],
             state.page_table_RM[row_B],
             resources.adapters(state.adapter_slot_R[row_B], self._rank),
-            state.rope_offset_R[row_B] if model.has_visual_prompts else None,
+            None if state.rope_offset_R is None else state.rope_offset_R[row_B],
         )
         hidden_BD = model.decode(x_BD, decode_batch, resources.kv)
         slot.hidden_RD[:batch].copy_(hidden_BD)
