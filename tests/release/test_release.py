@@ -514,7 +514,7 @@ def test_imports_are_declared(folder, distribution):
     if distribution is SERVER:
         requirements = declared(SERVER) | declared(CLIENT)  # required with the same version
     else:
-        requirements = declared(CLIENT, "cli", "web", "mcp")
+        requirements = declared(CLIENT, "cli", "web", "mcp", "compat")
     modules = imported(ROOT / folder)
     assert len(modules) > 3
     assert undeclared(modules, requirements) == OPTIONAL[folder.rpartition("/")[2]]

@@ -396,6 +396,9 @@ class FakePreprocessor:
         image = PreparedImage(source.image_id, None, info, 48, self._chance.choice((0, 1, 3)))
         return PreprocessedImage(image, 0.0)
 
+    def start(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("`find` returns every named image")
+
     def close(self) -> None:
         pass
 
