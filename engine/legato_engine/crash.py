@@ -157,8 +157,9 @@ class FlightRecorder:
         _HEADER.pack_into(self._map, 0, _MAGIC, 0)
 
     def submitted(self, sequence: Sequence) -> None:
-        image = sequence.inputs.image
-        info = getattr(image, "info", None)
+        inputs = sequence.inputs
+        images = inputs.visual.images if inputs.visual is not None else [inputs.image]
+        info = getattr(images[0], "info", None)  # of several the first
         _REQUEST.pack_into(
             self._map,
             _REQUESTS_AT + sequence.seq_id % _REQUESTS * _REQUEST.size,

@@ -132,8 +132,10 @@ class Grammar:
 
 
 def grammar_refused(field: str, problem: str) -> InvalidField:
-    first = problem.strip().splitlines()[0] if problem.strip() else "not valid"
-    return InvalidField(first[:300], field=f"response_format.{field}")
+    """Make the error of a grammar from the compiler's first line, or its line "error: ..."."""
+    lines = [*problem.strip().splitlines(), "not valid"]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return InvalidField([*reasons, *lines][0][:300], field=f"response_format.{field}")
 
 
 def with_token(events: abc.Sequence[Event], token: TokenInfo) -> list[Event]:

@@ -26,7 +26,7 @@ from legato_engine.crash import (
 )
 from legato_engine.scheduler.batch import Launch, LaunchKind, Plan, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes, Step
-from legato_engine.sequence import HostInputs, Sequence
+from legato_engine.sequence import HostInputs, Sequence, VisualInputs, VisualPrompt
 from legato_engine.types import (
     DetectSpec,
     ImageProperties,
@@ -86,6 +86,16 @@ def step(launched):
 def path(tmp_path):
     """A recording's path."""
     return tmp_path / "recording"
+
+
+def test_the_first_of_several_images_is_recorded(path):
+    recorder = FlightRecorder(path)
+    shown = sequence(0, image=False)
+    visual = VisualInputs(VisualPrompt((), None, 0), [Prepared(), None])
+    shown.inputs = HostInputs(visual=visual)
+    recorder.submitted(shown)
+    (query,) = read(path).requests
+    assert (query.task, query.width, query.height) == ("query", 640, 480)
 
 
 def test_shapes_are_read_back(path):

@@ -198,6 +198,12 @@ def test_a_bad_format_is_refused_with_its_field(name):
     assert "\n" not in str(refused.value)
 
 
+def test_a_bad_expression_is_refused_with_the_reason():
+    for expression, reason in {"a(b": "unclosed group", "(?=x)a": "look-around"}.items():
+        with pytest.raises(InvalidField, match=f"^{reason}"):
+            COMPILER.compile(AnswerFormat(regex=expression))
+
+
 def test_a_grammar_too_complex_to_follow_ends_its_request():
     """The error comes with the token that it cannot follow, and not as a wrong answer."""
     grammar = COMPILER.compile(AnswerFormat(regex="((a{1,100}){1,100}){1,100}b"))
