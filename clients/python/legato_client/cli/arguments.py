@@ -178,13 +178,31 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **settings, "allow_abbrev": False})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Suggest the closest option for an unknown one."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        """Take options also between positional words; suggest the closest one for an unknown one.
+
+        The options are parsed first, then what they leave. argparse's own `parse_intermixed_args`
+        takes words after "--" for options.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        whole = self._actions
+        positional = [each for each in whole if not each.option_strings]
+        steps = [(whole, words)]
+        shows_help = bool({"-h", "--help"} & {*words[:end]})
+        if not (shows_help or any(each.nargs == argparse.PARSER for each in positional)):
+            options = [each for each in whole if each.option_strings]
+            steps = [(options, words[:end]), (positional, words[end:])]
+        unknown: list[str] = []
+        try:
+            for self._actions, some in steps:
+                namespace, unknown = self.parse_known_args([*unknown, *some], namespace)
+        finally:
+            self._actions = whole
         if unknown:
             known = [name for name in self._option_string_actions if name.startswith("--")]
             near = closest(unknown[0].partition("=")[0], known)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
-        return parsed
+        return namespace
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -49,6 +49,7 @@ def test_an_adapter_is_named(legato, image, server):
         (("caption", "IMAGE", "--length", "long"), "a cat"),
         (("query", "IMAGE", "how many?"), "two cats"),
         (("query", "how many?"), "two cats"),
+        (("query", "IMAGE", "--seed", "1", "how many?"), "two cats"),
     ],
 )
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])

@@ -275,10 +275,32 @@ def test_every_command_is_listed_in_one_group():
 )
 def test_examples_parse(example):
     """Each is a command line that its command takes."""
-    words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"').partition(" >>")[0])
+    words = _words_of(example)
     name = " ".join(words[1:3]) if words[1] == "token" else words[1]
     if name in COMMANDS:
         COMMANDS[name].parse_args(words[len(name.split()) + 1 :])
+
+
+def _words_of(example: str) -> list[str]:
+    return shlex.split(example.removeprefix('eval "$(').removesuffix(')"').partition(" >>")[0])
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - forward.MODULES))
+def test_options_may_stand_anywhere(name):
+    """Before, between and after the words of every command, and what follows "--" is a word."""
+    parser = COMMANDS[name]
+    words = _words_of(parser.example)[len(name.split()) + 1 :]
+    if name in ("query", "run", "demo"):  # several words, one of them after "--"
+        words += ["more", "--", "--device"]
+    expected = parser.parse_args(["--config", "a", *words])
+    options = parser._option_string_actions
+    for place in range(1, words.index("--") if "--" in words else len(words) + 1):
+        before = options.get(words[place - 1])
+        if before is None or before.nargs == 0:
+            asked = parser.parse_args([*words[:place], "--config", "a", *words[place:]])
+            assert vars(asked) == vars(expected), place
+    if name == "query":
+        assert (expected.image, expected.question) == (["street.jpg", words[1], "more"], "--device")
 
 
 def test_options_of_a_server_are_grouped():
