@@ -19,8 +19,7 @@ from legato.v1 import inference_pb2_grpc, session_pb2, session_pb2_grpc, task_pb
 from legato_client.cli import main
 from legato_client.load.plan import LoadPlan, due_times
 from legato_client.load.report import DurationHistogram, LoadResults, Meter, markdown
-from legato_client.load.run import LoadFailed, run
-from legato_client.load.sender import send
+from legato_client.load.run import LoadFailed, run, send
 
 # ---------------------------------------------------------------- figures
 # The arithmetic of a load: due times, histograms, and what counts.

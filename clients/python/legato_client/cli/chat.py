@@ -20,9 +20,8 @@ from legato_client import (
 )
 from legato_client.cli import arguments, show
 from legato_client.cli.ask import REASONING
-from legato_client.cli.hints import hint_of
 from legato_client.cli.settings import CommandError, ExitCode
-from legato_client.cli.terminal import Terminal
+from legato_client.cli.terminal import Terminal, hint_of
 
 _HELP = """\
 /image FILE   start a new conversation with this image; without FILE: without an image

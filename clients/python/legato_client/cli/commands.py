@@ -21,7 +21,6 @@ from legato_client.cli import (
     info,
     load,
     mcp,
-    metrics,
     playground,
     ros2,
     run,
@@ -34,7 +33,7 @@ from legato_client.cli import (
 from legato_client.cli.settings import CommandError
 
 _OWN = (
-    demo, ask, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
+    demo, ask, run, calibrate, watch, bag, ros2, chat, info, status, load, token, http,
     mcp, compat, playground, completion,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from legato_client.cli import arguments, forward, web
+from legato_client.cli import arguments, forward, http
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import Listen
@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
         help="read images below it, where requests name them by path; may be repeated; none "
         "without it",
     )
-    web.add_options(parser, "compat", listen=_LISTEN, aliases=False, protocol="gRPC")
+    http.add_options(parser, "compat", listen=_LISTEN, aliases=False, protocol="gRPC")
     parser.set_defaults(run=run)
 
 
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if service.reads_paths and not args.allow_path:
         problem = f"{args.mapping}: an image_form is path, so name a folder with --allow-path"
         raise CommandError(problem, ExitCode.USAGE)
-    listen = web.listen_of(args)
+    listen = http.listen_of(args)
     key, chain = listen.tls_key, listen.tls_cert
     certificate = (Path(key).read_bytes(), Path(chain).read_bytes()) if key else None
-    connect = web.connector(args, terminal, compat.token, lend=not listen.require_token)
+    connect = http.connector(args, terminal, compat.token, lend=not listen.require_token)
 
     async def serve() -> None:
         async with connect() as client:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from legato_client.cli import arguments, forward, web
+from legato_client.cli import arguments, forward, http
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from legato_client.web.mcp_server import ImageSources
     from legato_client.web.server import Backend
 
-_NEEDS = (*web.NEEDS, "mcp", "httpx2", "PIL")
+_NEEDS = (*http.NEEDS, "mcp", "httpx2", "PIL")
 
 
 def add_command(commands: Any) -> None:
@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
         help="fetch images below it, such as https://cameras.example/yard/; may be repeated; none "
         "without it",
     )
-    web.add_options(parser, "mcp", listen="", aliases=False)
+    http.add_options(parser, "mcp", listen="", aliases=False)
     parser.set_defaults(run=run)
 
 
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     with arguments.readable_options():
         sources = mcp_server.ImageSources(args.allow_path or ["."], args.allow_url)
     if args.listen:
-        web.run(args, terminal, lambda *backend: _routes(sources, *backend))
+        http.run(args, terminal, lambda *backend: _routes(sources, *backend))
         return
     # Standard output belongs to the protocol.
-    backend = web.backend_of(args, terminal.on_standard_error(), lend=True)
+    backend = http.backend_of(args, terminal.on_standard_error(), lend=True)
     asyncio.run(mcp_server.ToolServer(backend, sources).serve_standard_input())
 
 

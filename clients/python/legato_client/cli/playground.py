@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from legato_client.cli import web
+from legato_client.cli import http
 from legato_client.cli.arguments import admin_target
 from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import Listen
@@ -27,12 +27,12 @@ def add_command(commands: Any) -> None:
         "process, which the page never sees.",
         example="legato playground --server gpu-box:50051",
     )
-    web.add_options(parser, "playground", listen=_LISTEN, offer_require_token=False)
+    http.add_options(parser, "playground", listen=_LISTEN, offer_require_token=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    web.run(args, terminal, lambda *_: _routes(args), make_middleware=_middleware)
+    http.run(args, terminal, lambda *_: _routes(args), make_middleware=_middleware)
 
 
 def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:

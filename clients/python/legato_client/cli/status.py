@@ -1,4 +1,4 @@
-"""`legato status`."""
+"""`legato status` and `legato metrics`, for operators of the server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,22 @@ def add_command(commands: Any) -> None:
         example="legato status --server gpu-box:50051 --json",
     )
     arguments.add_server_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_status)
+    parser = commands.add_parser(
+        "metrics",
+        help="print the server's metrics, as Prometheus reads them",
+        description="Print the server's metrics, as Prometheus reads them. For operators of the "
+        "server.",
+        example="legato metrics --match legato_frames",
+    )
+    arguments.add_server_options(parser)
+    parser.add_argument(
+        "--match", default="", metavar="TEXT", help="print only lines with this text"
+    )
+    parser.set_defaults(run=run_metrics)
 
 
-def run(args: argparse.Namespace, terminal: Terminal) -> None:
+def run_status(args: argparse.Namespace, terminal: Terminal) -> None:
     with arguments.connect(args, as_operator=True) as client:
         load = client.load()
     terminal.heading(f"{args.server}: {load.engine_state}, {load.sessions} sessions")
@@ -42,3 +54,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         ],
     )
     terminal.document({"load": dataclasses.asdict(load)})
+
+
+def run_metrics(args: argparse.Namespace, terminal: Terminal) -> None:
+    with arguments.connect(args, as_operator=True) as client:
+        text = client.metrics()
+    lines = [line for line in text.splitlines() if args.match in line]
+    terminal.write("".join(f"{line}\n" for line in lines))
+    terminal.document({"metrics": lines})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import threading
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from legato_client import _errors
-from legato_client.cli.hints import hint_of
 from legato_client.cli.settings import CommandError, ExitCode, exit_code_of
 
 if TYPE_CHECKING:
@@ -64,6 +63,11 @@ class Terminal:
     def is_interactive(self) -> bool:
         return not self.json_output and self._out.isatty()
 
+    @property
+    def can_draw(self) -> bool:
+        """Return whether rich is installed, and `out` a terminal."""
+        return self.is_interactive and importlib.util.find_spec("rich") is not None
+
     def on_standard_error(self) -> Terminal:
         """Write to standard error: standard output belongs to another reader."""
         return Terminal(self.json_output, self._err, self._err)
@@ -99,7 +103,7 @@ class Terminal:
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if self.json_output:
             return
-        if self.is_interactive and importlib.util.find_spec("rich"):
+        if self.can_draw:
             self._rich_table(headers, rows)
             return
         widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
@@ -128,9 +132,8 @@ class Terminal:
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Any]:
         """Yield a function that changes the text."""
-        if self.is_interactive and importlib.util.find_spec("rich"):
-            console = importlib.import_module("rich.console").Console(file=self._out)
-            with console.status(printable(text)) as status:
+        if self.can_draw:
+            with self.console().status(printable(text)) as status:
                 yield status.update
             return
         self.line(text)
@@ -139,14 +142,13 @@ class Terminal:
     @contextlib.contextmanager
     def live(self) -> Iterator[Callable[[str], None]]:
         """Yield a function that shows some lines: in place of those before on a terminal."""
-        if not (self.is_interactive and importlib.util.find_spec("rich")):
+        if not self.can_draw:
             yield self.line
             return
-        from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
-        with Live(console=Console(file=self._out), auto_refresh=False) as live:
+        with Live(console=self.console(), auto_refresh=False) as live:
             yield lambda text: live.update(Text(printable(text), no_wrap=True), refresh=True)
 
     @contextlib.contextmanager
@@ -155,22 +157,29 @@ class Terminal:
 
         Without a terminal of its own, and rich, the count is a line now and then.
         """
-        if self.is_interactive and importlib.util.find_spec("rich"):
-            progress = importlib.import_module("legato_client.cli.progress_bar")
-            with progress.bar(self._out, what, total, done) as count:
-                yield count
+        if self.can_draw:
+            from rich import progress
+
+            columns = (
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(),
+            )
+            with progress.Progress(*columns, console=self.console()) as shown:
+                task = shown.add_task(what, total=total, completed=done)
+                yield lambda: shown.advance(task)
             return
         yield _LineCount(self, what, total, done)
 
     def _rich_table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         table = Table(*headers, header_style="bold", border_style="dim")
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
-        Console(file=self._out).print(table)
+        self.console().print(table)
 
 
 class _LineCount:
@@ -203,3 +212,64 @@ def _report(error: _errors.LegatoError) -> dict[str, Any]:
         "field_violations": [dataclasses.asdict(v) for v in error.field_violations],
         "retry_after": error.retry_after,
     }
+
+
+# ---------------------------------------------------------------- remedies
+
+_CONNECTION_HINTS = (  # part of gRPC's message, and what it means
+    (
+        "WRONG_VERSION_NUMBER",
+        "the server does not speak TLS: leave out --tls, --ca, --cert and --key",
+    ),
+    (
+        "http1.x server",
+        "that port speaks HTTP/1, as `legato http` and `legato playground` do: name the gRPC port",
+    ),
+    (
+        "certificate has expired",
+        "the server's certificate has expired",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the server's certificate is of an authority that is not known here: name its PEM file "
+        "with --ca",
+    ),
+    (
+        "Hostname Verification",
+        "the server's certificate is for another name or address than that of --server",
+    ),
+    (
+        "Socket closed",
+        "the server closed the connection: if it speaks TLS, add --tls or --ca, and if it asks for "
+        "a client's certificate, --cert and --key",
+    ),
+)
+_ANY_CONNECTION = "is the server running? start one with `legato serve`"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
+_TOKEN = (
+    "name a file with a token that is valid now with --token-file, or set LEGATO_TOKEN; the "
+    "server's operator makes tokens"
+)
+
+
+def hint_of(error: _errors.LegatoError) -> str:
+    """Return the hint lines to print below the error, each with its line break, or ""."""
+    lines = [
+        f"{each.field}: {each.description}"
+        for each in error.field_violations
+        if each.description not in error.message
+    ]
+    if error.retry_after is not None:
+        lines.append(f"try again in {error.retry_after:g} s")
+    if isinstance(error, _errors.Unavailable) and not error.reason:
+        found = (hint for part, hint in _CONNECTION_HINTS if part in error.message)
+        lines.append(next(found, _ANY_CONNECTION))
+        if proxy := next((name for name in _PROXIES if os.environ.get(name)), ""):
+            lines.append(f"servers on other hosts are reached through {proxy}; see no_proxy")
+    elif isinstance(error, _errors.DeadlineExceeded):
+        lines.append("--timeout allows more time")
+    elif isinstance(error, _errors.Unauthenticated):
+        lines.append(_TOKEN)
+    elif isinstance(error, _errors.PermissionDenied) and "scope" in error.metadata:
+        lines.append(f"the token needs the scope {error.metadata['scope']}")
+    return "".join(f"\n  {line}" for line in lines)

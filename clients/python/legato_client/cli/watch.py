@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import sys
 import threading
@@ -54,7 +53,7 @@ class LiveView:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LiveView:
-        if self._terminal.is_interactive and importlib.util.find_spec("rich"):
+        if self._terminal.can_draw:
             from rich.live import Live
 
             console = self._terminal.console()
@@ -259,8 +258,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     source = parse_source(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
-    with_view = terminal.is_interactive and importlib.util.find_spec("rich")
-    notices = ignore if with_view else server_notices(terminal, args.server)
+    notices = ignore if terminal.can_draw else server_notices(terminal, args.server)
     counters = FrameCounters(args.max_age, notices)
     drawings = outputs.Drawings()
     with (

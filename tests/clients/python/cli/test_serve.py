@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from legato_client.cli import commands, forward, main, web
+from legato_client.cli import commands, forward, http, main
 from legato_client.cli.demo import script_for
 from legato_client.cli.terminal import Terminal
 from PIL import Image
@@ -407,7 +407,7 @@ def test_whose_token_is_sent(tmp_path, capsys, target, caller, lend, sent):
     file.write_text("legato_own_x")
     words = ["http", "--server", target, "--token-file", str(file)]
     args = commands.make_parser().parse_args(words)
-    client = web.connector(args, Terminal(json_output=False), lambda: caller, lend=lend)()
+    client = http.connector(args, Terminal(json_output=False), lambda: caller, lend=lend)()
     metadata = client._connection.metadata()
     assert [value for key, value in metadata if key == "authorization"] == sent
     assert ("no token is passed on" in capsys.readouterr().out) == target.startswith("a.")

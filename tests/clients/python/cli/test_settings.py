@@ -21,8 +21,8 @@ from google.rpc import error_details_pb2
 from legato_client import Client, DeadlineExceeded, Unavailable
 from legato_client._grpc.channel import full_target
 from legato_client.cli import arguments, commands, forward, load, main, settings, token
-from legato_client.cli.hints import hint_of
 from legato_client.cli.settings import ExitCode
+from legato_client.cli.terminal import hint_of
 from legato_service import arguments as server
 from PIL import Image
 
