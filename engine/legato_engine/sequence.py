@@ -153,8 +153,6 @@ def tokens_of(events: Iterable[Event]) -> Iterator[TokenInfo]:
 
 # ---------------------------------------------------------------- sequence
 
-# Requests on the device.
-
 TokenKey = tuple[int, tuple[float, float]]
 """A token id with its payload; with the preceding ones it determines the KV."""
 

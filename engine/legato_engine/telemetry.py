@@ -210,17 +210,7 @@ def _events(span: LaunchSpan) -> list[TraceEvent]:
     return events
 
 
-# ---------------------------------------------------------------- steps
-
-# Statistics of decode steps, and the cost model of pipelining.
-#
-#     speedup = T_block / T_pipe * (1 - z)
-#
-# `T_block` and `T_pipe` are the periods of a step at depth 1 and 2. `z` is the zombie tax: a
-# request
-# of `L` tokens runs one more step, for a single stream one forward in `L`. In a batch a zombie is
-# one
-# more row, and costs its share of the time that the rows add to a forward.
+# ---------------------------------------------------------------- cost model
 
 
 def row_share(forward: float, forward_single: float, streams: int) -> float:

@@ -79,8 +79,6 @@ SpatialRef = ImagePoint | ImageBox
 
 # ---------------------------------------------------------------- images
 
-# Images of requests: the location of their bytes, and their properties once read.
-
 
 class PixelFormat(enum.StrEnum):
     """Layouts of raw pixels."""
@@ -261,8 +259,6 @@ SKILLS = tuple(SKILL_OF_TASK.values())
 
 # ---------------------------------------------------------------- tokens
 
-# Tokens of a prompt, and those that a model sampled.
-
 Certainty = tuple[float, float]
 """Of a token with a value: its probability against that of ending, and that of its value and the
 values close to it. (1, 1) for other tokens.
@@ -365,8 +361,6 @@ Event = TextEvent | ReasoningEvent | PointEvent | ObjectEvent | OutlineEvent | T
 
 
 # ---------------------------------------------------------------- results
-
-# End of a request: its result, usage and timings.
 
 
 class FinishReason(enum.StrEnum):
@@ -471,8 +465,6 @@ class RequestTimings(Value, frozen=True):
 
 
 # ---------------------------------------------------------------- requests
-
-# A request: one task, with its image, its sampling and what was done for it before.
 
 
 class SamplingParams(Value, frozen=True):

@@ -92,8 +92,6 @@ class StepKernels(Protocol):
 
 # ---------------------------------------------------------------- capabilities
 
-# Parts of what a model may offer beyond prefill, decode and logits.
-#
 # Shape legend: B rows, C images, P prefix positions, D text width, M pages.
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -186,8 +184,6 @@ class MaskRefiner(Protocol):
 
 # ---------------------------------------------------------------- model
 
-# The seam between the runtime and an architecture.
-#
 # Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers, N tokens
 # of an image, K features of each.
 

@@ -173,8 +173,6 @@ def _unpickled(file: Path) -> dict[str, torch.Tensor]:
 
 # ---------------------------------------------------------------- checkpoint plan
 
-# The strict match of stored tensors with parameters, from headers alone.
-
 _MAX_NAMED = 20  # problems that an error spells out; more are counted
 _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -313,8 +311,6 @@ def _summary(problems: Sequence[str]) -> str:
 
 # ---------------------------------------------------------------- checkpoint
 
-# Loading of checkpoints and of random weights into networks.
-#
 # A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
 # allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the host
 # holds little more than the weights that stay there.
@@ -474,8 +470,6 @@ def _require_finite(tensor: torch.Tensor, header: TensorHeader) -> None:
 
 
 # ---------------------------------------------------------------- GGUF
-
-# The tensors of a GGUF file by their names, shapes and order in a Hugging Face checkpoint.
 
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",

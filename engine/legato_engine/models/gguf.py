@@ -106,8 +106,6 @@ DEQUANTISE: Mapping[str, Callable[[Bytes, Numbers], None]] = {
 
 # ---------------------------------------------------------------- reader
 
-# The metadata and tensors of a GGUF file, read with the library `gguf`.
-
 SUFFIX = ".gguf"
 TYPES = (
     *("F32", "F16", "BF16"),

@@ -95,8 +95,6 @@ class PrefillSpan:
 
 # ---------------------------------------------------------------- paged attention
 
-# Positions, pages and masks of a decoder's passes.
-#
 # Shape legend: T tokens, B rows of one token, L positions, C sequences of P positions, M pages of
 # one.
 

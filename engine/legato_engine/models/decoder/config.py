@@ -98,8 +98,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- config
 
-# A text decoder's sizes, read from a Hugging Face config.json.
-#
 # Settings that are not implemented are refused with `InvalidField`.
 
 HubConfig = Any

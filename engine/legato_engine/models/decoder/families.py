@@ -208,9 +208,7 @@ def limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
     return dataclasses.replace(config, max_context=wanted)
 
 
-# ---------------------------------------------------------------- family
-
-# Llama 1 to 3 and models with its configuration.
+# ---------------- Llama 1 to 3 and models with its configuration
 
 
 def find_llama(source: ModelSource) -> ModelBundle:
@@ -226,9 +224,7 @@ def _llama_config(config: HubConfig) -> DecoderConfig:
     )
 
 
-# ---------------------------------------------------------------- family
-
-# Phi 1, 1.5 and 2 in transformers' format.
+# ---------------- Phi 1, 1.5 and 2 in transformers' format
 
 
 class PhiBlock(nn.Module):
@@ -293,9 +289,7 @@ def _phi_config(config: HubConfig) -> DecoderConfig:
     )
 
 
-# ---------------------------------------------------------------- family
-
-# Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads).
+# ---------------- Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads)
 
 _IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
 

@@ -147,8 +147,6 @@ def _read(header: TensorHeader) -> torch.Tensor:
 
 # ---------------------------------------------------------------- network
 
-# The decoder of all text families.
-#
 # Shape legend: T tokens, B rows of one token, D width, V vocabulary.
 
 
@@ -334,8 +332,6 @@ class DecoderNetwork(nn.Module):
 
 # ---------------------------------------------------------------- model
 
-# A text decoder on a device.
-#
 # Shape legend: T tokens, B rows, D text width, V vocabulary.
 
 

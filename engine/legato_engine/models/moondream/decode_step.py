@@ -128,8 +128,6 @@ def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
 
 # ---------------------------------------------------------------- step weights
 
-# Weights for the kernels of a decode step.
-
 
 def decoder_layers(text: Text) -> list[DecoderLayer]:
     return [cast(TextBlock, block).parameters_for_kernels() for block in text.blocks]
@@ -193,8 +191,6 @@ def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> Exp
 
 # ---------------------------------------------------------------- decode step
 
-# Moondream's decode step by kernels.
-#
 # Shape legend: B tokens, D text width, V vocabulary, R rows.
 
 

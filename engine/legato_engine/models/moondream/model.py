@@ -126,8 +126,6 @@ class MoondreamImageEncoder:
 
 # ---------------------------------------------------------------- model
 
-# Moondream on a device.
-#
 # Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 
 

@@ -162,8 +162,6 @@ def _arc(
 
 # ---------------------------------------------------------------- rings
 
-# Masks as rings of pixel borders, and back.
-#
 # A ring is a closed walk of unit steps along pixel borders, with the mask on its right (y points
 # down): clockwise around an island, counter-clockwise around a hole. Pixels that touch at a corner
 # are connected.

@@ -398,8 +398,6 @@ def _upsampling(dim: int) -> nn.Sequential:
 
 # ---------------------------------------------------------------- weights
 
-# Loading of a refiner's head.
-
 _KEY = "head"  # of a pickled file's dict
 _PICKLED = (".pt", ".pth")
 _DIM, _NUM_MASKS = 256, 4  # of a file without mask tokens
@@ -461,8 +459,6 @@ def _unusable(path: Path, problem: str) -> InvalidField:
 
 # ---------------------------------------------------------------- refiner
 
-# Refinement of outlines by vision features.
-#
 # Shape legend: N = 1 crop, S its side, C channels, T tokens, V vision width.
 
 

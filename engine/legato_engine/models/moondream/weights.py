@@ -115,8 +115,6 @@ def _by_rule(name: str) -> str:
 
 # ---------------------------------------------------------------- weights
 
-# Moondream's weights, from checkpoints or random.
-
 _GAINS = re.compile(r"ln\d?\.weight$")
 
 
