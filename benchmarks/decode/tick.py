@@ -14,8 +14,8 @@ from legato_engine.core.requests import RequestTable, ScheduledRequest
 from legato_engine.ipc.messages import EngineMessage, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.confidence import Calibration
-from legato_engine.models.moondream.config import SpecialTokens
-from legato_engine.models.moondream.tasks import DetectSkill, Listing, TaskSetup
+from legato_engine.models.moondream.tasks import DetectSkill
+from legato_engine.models.text import TaskSetup
 from legato_engine.scheduler.batch import Launch, LaunchKind, StepRecord
 from legato_engine.scheduler.interfaces import Clock, LaunchTimes
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
@@ -24,6 +24,7 @@ from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculation import block_sizes
 from legato_engine.types import (
     Certainty,
+    DetectSpec,
     Event,
     FinishReason,
     PromptToken,
@@ -124,20 +125,9 @@ class BareTask:
 
 def detect(max_tokens: int) -> Task:
     """Return a real task: a box every third token, without end."""
-    tokens = SpecialTokens(
-        bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
-    )
     sampling = SamplingParams(temperature=0.0, seed=0)
-    setup = TaskSetup(
-        PROMPT,
-        sampling,
-        max_tokens,
-        tokens,
-        values_in_text=False,
-        log=None,
-        calibration=Calibration(),
-    )
-    return DetectSkill(setup, Listing("thing", max_objects=max_tokens))
+    setup = TaskSetup(PROMPT, sampling, max_tokens, frozenset((0,)))
+    return DetectSkill(setup, DetectSpec(object="thing", max_objects=max_tokens), Calibration())
 
 
 TASKS: dict[str, Callable[[int], Task]] = {

@@ -34,6 +34,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __call__(self, score: float) -> float:
         return _logistic(logit(score) / self.temperature + self.offset)
 
+    def confidence(self, certainties: Iterable[Certainty | None]) -> float | None:
+        raw = score(certainties)
+        return None if raw is None else self(raw)
+
 
 class CalibrationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `confidence.json`; `skills` without an entry are uncalibrated."""

@@ -1,8 +1,10 @@
-"""Text generation: sampling defaults, token budget, detokenization, events."""
+"""Text generation: sampling defaults, token budget, detokenization, events, tasks."""
 
 from __future__ import annotations
 
+import abc
 import codecs
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,8 +12,19 @@ from typing import Protocol
 import msgspec
 
 from legato_engine.errors import InvalidField, PromptTooLong
-from legato_engine.sequence import SampledToken
-from legato_engine.types import Alternative, Event, Request, SamplingParams, TextEvent, TokenInfo
+from legato_engine.sequence import Grammar, SampledToken, with_token
+from legato_engine.types import (
+    Alternative,
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryOutput,
+    Request,
+    SamplingParams,
+    TaskOutput,
+    TextEvent,
+    TokenInfo,
+)
 
 
 def byte_of_letter() -> dict[str, int]:
@@ -242,3 +255,121 @@ class TextOutput:
     def close(self) -> list[Event]:
         text = self._stream.close()
         return [TextEvent(text=text)] if text else []
+
+
+# ---------------------------------------------------------------- tasks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context."""
+
+    prompt: tuple[PromptToken, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    eos: frozenset[int]
+    log: TokenLog | None = None
+    grammar: Grammar | None = None
+
+
+def task_setup(
+    request: Request,
+    prompt: tuple[PromptToken, ...],
+    defaults: SamplingDefaults,
+    *,
+    pieces: Pieces,
+    eos: frozenset[int],
+    max_context: int,
+    prefix_length: int = 0,
+    coord: int | None = None,
+    size: int | None = None,
+) -> TaskSetup:
+    """Set a task up without a grammar; raise as `resolve_sampling` and `token_budget`."""
+    sampling = resolve_sampling(request, defaults)
+    wanted = sampling.max_tokens or defaults.max_tokens
+    max_tokens = token_budget(wanted, prefix_length + len(prompt), max_context)
+    log = None
+    if request.return_tokens:
+        log = TokenLog(
+            pieces,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            coord=coord,
+            size=size,
+        )
+    return TaskSetup(prompt, sampling, max_tokens, eos, log)
+
+
+class GenerationTask(abc.ABC):
+    """A `Task` that ends with an EOS or its budget; `_read` may set `finish_reason`, too."""
+
+    constrained = False
+    uses_transition_table = True
+    has_payload = False
+    grammar: Grammar | None = None
+
+    def __init__(self, setup: TaskSetup) -> None:
+        self.prompt = setup.prompt
+        self.sampling = setup.sampling
+        self.max_tokens = setup.max_tokens
+        self.finish_reason: FinishReason | None = None
+        self._eos = setup.eos
+        self._log = setup.log
+        self._num_consumed = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0
+
+    def constraint(self) -> int:
+        return 0
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        self._num_consumed += 1
+        events: list[Event] = []
+        if token.token_id in self._eos:
+            self.finish_reason = FinishReason.STOP
+        else:
+            events = self._read(token)
+        if self._log is not None:
+            events = with_token(events, self._log.read(token))
+        if self.finish_reason is None:
+            if self._num_consumed < self.max_tokens:
+                return events
+            self.finish_reason = FinishReason.LENGTH
+        return events + self._close()
+
+    @abc.abstractmethod
+    def _read(self, token: SampledToken) -> list[Event]: ...
+
+    def _close(self) -> list[Event]:
+        return []
+
+    @abc.abstractmethod
+    def result(self, finish_reason: FinishReason) -> TaskOutput: ...
+
+
+class TextTask(GenerationTask):
+    """An answer in text, which a stop string or the end of a grammar may end, too."""
+
+    def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
+        super().__init__(setup)
+        self.grammar = setup.grammar
+        self.constrained = setup.grammar is not None
+        self.uses_transition_table = setup.grammar is None
+        self._answer = answer
+
+    def _read(self, token: SampledToken) -> list[Event]:
+        if self.grammar is not None:
+            self.grammar.accept(token.token_id)
+        events = self._answer.push(token.token_id)
+        if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
+            self.finish_reason = FinishReason.STOP
+        return events
+
+    def _close(self) -> list[Event]:
+        return self._answer.close()
+
+    def result(self, finish_reason: FinishReason) -> TaskOutput:
+        self._close()
+        return QueryOutput(answer=self._answer.text)

@@ -17,25 +17,20 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.grammar import GrammarCompiler, Vocabulary
 from legato_engine.models.text import (
     SamplingDefaults,
+    TaskSetup,
     TextOutput,
-    TokenLog,
-    resolve_sampling,
-    token_budget,
+    TextTask,
+    task_setup,
 )
-from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
+from legato_engine.sequence import Constraint
 from legato_engine.types import (
     SKILL_OF_TASK,
     AnswerFormat,
     CalibrationInfo,
-    Event,
-    FinishReason,
     ImageProperties,
     PromptToken,
-    QueryOutput,
     QuerySpec,
     Request,
-    SamplingParams,
-    TaskOutput,
     TaskSpec,
     Turn,
 )
@@ -206,70 +201,7 @@ def _renderer(template: str, variables: Mapping[str, str]) -> Render:
     return render
 
 
-# ---------------------------------------------------------------- task
-
-# The task of generating text.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextTaskSetup:
-    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context."""
-
-    prompt: tuple[PromptToken, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    eos: frozenset[int]
-    log: TokenLog | None = None
-    grammar: Grammar | None = None
-
-
-class TextTask:
-    """A `Task` that ends with an EOS, a stop string, the end of a grammar or its budget."""
-
-    has_payload = False
-    reasoning_tokens = 0
-
-    def __init__(self, setup: TextTaskSetup, answer: TextOutput) -> None:
-        self.prompt = setup.prompt
-        self.sampling = setup.sampling
-        self.max_tokens = setup.max_tokens
-        self.grammar = setup.grammar
-        self.constrained = setup.grammar is not None
-        self.uses_transition_table = setup.grammar is None
-        self.finish_reason: FinishReason | None = None
-        self._eos = setup.eos
-        self._answer = answer
-        self._log = setup.log
-        self._num_consumed = 0
-
-    def constraint(self) -> int:
-        return 0
-
-    def consume(self, token: SampledToken) -> list[Event]:
-        self._num_consumed += 1
-        events: list[Event] = []
-        if token.token_id in self._eos:
-            self.finish_reason = FinishReason.STOP
-        else:
-            if self.grammar is not None:
-                self.grammar.accept(token.token_id)
-            events = self._answer.push(token.token_id)
-            if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
-                self.finish_reason = FinishReason.STOP
-            elif self._num_consumed == self.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
-        if self._log is not None:
-            events = with_token(events, self._log.read(token))
-        return events if self.finish_reason is None else events + self._answer.close()
-
-    def result(self, finish_reason: FinishReason) -> TaskOutput:
-        self._answer.close()
-        return QueryOutput(answer=self._answer.text)
-
-
 # ---------------------------------------------------------------- frontend
-
-# The frontend of text models.
 
 _log = structlog.get_logger()
 
@@ -393,25 +325,16 @@ class TextFrontend:
         prompt: tuple[PromptToken, ...],
         defaults: SamplingDefaults,
         response_format: AnswerFormat | None = None,
-    ) -> TextTaskSetup:
-        setup = self._setup
-        sampling = resolve_sampling(request, defaults)
-        wanted = sampling.max_tokens or defaults.max_tokens
-        max_tokens = token_budget(wanted, len(prompt), setup.config.max_context)
-        log = None
-        if request.return_tokens:
-            log = TokenLog(
-                setup.tokenizer, logprobs=request.logprobs, top_logprobs=request.top_logprobs
-            )
-        grammar = self._grammars.compile(response_format)
-        return TextTaskSetup(
-            prompt=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
+    ) -> TaskSetup:
+        setup = task_setup(
+            request,
+            prompt,
+            defaults,
+            pieces=self._setup.tokenizer,
             eos=self._eos,
-            log=log,
-            grammar=grammar,
+            max_context=self._setup.config.max_context,
         )
+        return dataclasses.replace(setup, grammar=self._grammars.compile(response_format))
 
 
 def _no_images(skill: str) -> TaskUnsupported:

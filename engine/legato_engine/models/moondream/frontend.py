@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -24,24 +26,21 @@ from legato_engine.models.moondream.preprocess import (
 from legato_engine.models.moondream.tasks import (
     CaptionSkill,
     DetectSkill,
-    Listing,
     PointSkill,
-    QuerySkill,
     ReasonedQuerySkill,
     ReasoningOutput,
     SegmentSkill,
-    SkillTask,
-    TaskSetup,
+    TextSkill,
     constraint_table,
 )
 from legato_engine.models.moondream.tokenizer import Tokenizer
 from legato_engine.models.text import (
+    GenerationTask,
     SamplingDefaults,
+    TaskSetup,
     TextOutput,
-    TokenLog,
     max_objects,
-    resolve_sampling,
-    token_budget,
+    task_setup,
 )
 from legato_engine.types import (
     SKILL_OF_TASK,
@@ -183,15 +182,9 @@ def _unsupported(skill: str) -> TaskUnsupported:
 
 # ---------------------------------------------------------------- frontend
 
-# The Moondream frontend.
-
 
 class MoondreamFrontend:
-    """A thread-safe `ModelFrontend`.
-
-    `resize_on_device`: images stay uncropped if the device's buffers hold them. `keep_images`:
-    crops keep their image.
-    """
+    """A thread-safe `ModelFrontend`."""
 
     def __init__(
         self,
@@ -199,8 +192,6 @@ class MoondreamFrontend:
         tokenizer: Tokenizer,
         *,
         calibrations: CalibrationFile | None = None,
-        resize_on_device: bool = False,
-        keep_images: bool = False,
     ) -> None:
         self.name = config.name
         self.notice = config.notice
@@ -212,31 +203,24 @@ class MoondreamFrontend:
         self.constraints = constraint_table(config)
         self.vocab_size = config.text.vocab_size
         self._config = config
+        self._has_values = config.has_values_in_text
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, (config.tokens.eos,))
-        self._resize_on_device = resize_on_device
-        self._keep_images = keep_images
+        self._resize_on_device = False
+        self._keep_images = False
         self._calibrations = calibrations
         self.confidence = confidence_info(self.tasks, calibrations)
 
     def resizing_on_device(self) -> MoondreamFrontend:
-        return MoondreamFrontend(
-            self._config,
-            self._tokenizer,
-            calibrations=self._calibrations,
-            resize_on_device=True,
-            keep_images=self._keep_images,
-        )
+        other = copy.copy(self)
+        other._resize_on_device = True
+        return other
 
     def keeping_images(self) -> MoondreamFrontend:
-        return MoondreamFrontend(
-            self._config,
-            self._tokenizer,
-            calibrations=self._calibrations,
-            resize_on_device=self._resize_on_device,
-            keep_images=True,
-        )
+        other = copy.copy(self)
+        other._keep_images = True
+        return other
 
     def prepare_image(
         self, image_rgb: Image.Image | Pixels, key: str, info: ImageProperties
@@ -257,14 +241,14 @@ class MoondreamFrontend:
     def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         """Take an image of any size: it is resized."""
 
-    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> SkillTask:
+    def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> GenerationTask:
         match request.task:
             case QuerySpec():
                 return self._query(request, request.task)
             case CaptionSpec():
                 prompt = self._prompts.caption(request.task.length)
                 setup = self._setup(request, prompt, self._config.sampling)
-                return CaptionSkill(setup, self._answer(request))
+                return CaptionSkill(setup, self._answer(request), has_values=self._has_values)
             case DetectSpec():
                 prompt = self._prompts.detect(request.task.object)
                 return self._listing(DetectSkill, request, request.task, prompt)
@@ -274,7 +258,9 @@ class MoondreamFrontend:
             case SegmentSpec():
                 prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
                 setup = self._setup(request, prompt, SamplingDefaults())
-                return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
+                label, calibration = request.task.object.strip(), self._calibration(request)
+                tokens = self._config.tokens
+                return SegmentSkill(setup, label, self._tokenizer, tokens, calibration)
 
     def _layout(self, image_rgb: Image.Image | Pixels) -> CroppedImage | WholeImage:
         if self._resize_on_device:
@@ -288,7 +274,7 @@ class MoondreamFrontend:
             crops = dataclasses.replace(crops, original=np.asarray(image_rgb))
         return crops
 
-    def _query(self, request: Request, task: QuerySpec) -> SkillTask:
+    def _query(self, request: Request, task: QuerySpec) -> TextSkill:
         for place in task.places:
             if not place.is_first:
                 raise InvalidField(
@@ -305,12 +291,14 @@ class MoondreamFrontend:
         )
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
-        answer = self._answer(request)
         grammar = self._grammars.compile(task.response_format)
-        if not task.reasoning or self._config.templates.query is None:
-            return QuerySkill(setup, answer, grammar)
-        reasoning = ReasoningOutput(self._tokenizer, self._config.tokens)
-        return ReasonedQuerySkill(setup, answer, reasoning, self._config.num_answer_tokens, grammar)
+        setup, answer = dataclasses.replace(setup, grammar=grammar), self._answer(request)
+        config = self._config
+        if not task.reasoning or config.templates.query is None:
+            return TextSkill(setup, answer, has_values=self._has_values)
+        reasoning = ReasoningOutput(self._tokenizer, config.tokens)
+        opens = config.tokens.answer, config.num_answer_tokens
+        return ReasonedQuerySkill(setup, answer, reasoning, *opens)
 
     def _listing(
         self,
@@ -318,12 +306,13 @@ class MoondreamFrontend:
         request: Request,
         task: DetectSpec | PointSpec,
         prompt: Prompt,
-    ) -> SkillTask:
+    ) -> GenerationTask:
         limit = max_objects(task.max_objects, skill.default_max_objects)
         most = max(limit, skill.default_max_objects) if task.min_confidence else limit
-        needed = most * skill.tokens_per_object + 1  # and EOS
+        needed = most * len(skill.cycle) + 1  # and EOS
         setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
-        return skill(setup, Listing.of(task, clean(task.object, "object"), limit))
+        task = msgspec.structs.replace(task, object=task.object.strip(), max_objects=limit)
+        return skill(setup, task, self._calibration(request))
 
     def _answer(self, request: Request) -> TextOutput:
         return TextOutput(self._tokenizer, request.sampling.stop)
@@ -339,21 +328,17 @@ class MoondreamFrontend:
         has_image = request.image is not None
         if needs_image and not has_image:
             raise InvalidField("this task needs an image", field="image")
-        sampling = resolve_sampling(request, defaults)
-        max_tokens = token_budget(
-            sampling.max_tokens or defaults.max_tokens,
-            self.prefix_length(has_image) + len(prompt),
-            self._config.text.max_context,
-        )
-        config = self._config
-        return TaskSetup(
-            prompt=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            tokens=config.tokens,
-            values_in_text=config.has_values_in_text,
-            log=self._log(request),
-            calibration=self._calibration(request),
+        tokens = self._config.tokens
+        return task_setup(
+            request,
+            prompt,
+            defaults,
+            pieces=self._tokenizer,
+            eos=frozenset((tokens.eos,)),
+            max_context=self._config.text.max_context,
+            prefix_length=self.prefix_length(has_image),
+            coord=tokens.coord,
+            size=tokens.size,
         )
 
     def _calibration(self, request: Request) -> Calibration:
@@ -362,15 +347,3 @@ class MoondreamFrontend:
             return Calibration()
         skill = SKILL_OF_TASK[type(request.task)]
         return self._calibrations.skills.get(skill, Calibration())
-
-    def _log(self, request: Request) -> TokenLog | None:
-        if not request.return_tokens:
-            return None
-        tokens = self._config.tokens
-        return TokenLog(
-            self._tokenizer,
-            logprobs=request.logprobs,
-            top_logprobs=request.top_logprobs,
-            coord=tokens.coord,
-            size=tokens.size,
-        )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import enum
 import re
-from collections.abc import Iterable
 from typing import ClassVar, Generic, TypeVar
 
-from legato_engine.models.confidence import Calibration, score
+from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
-from legato_engine.models.text import Detokenizer, TextOutput, TokenLog
-from legato_engine.sequence import Constraint, Grammar, SampledToken, with_token
+from legato_engine.models.text import (
+    Detokenizer,
+    GenerationTask,
+    TaskSetup,
+    TextOutput,
+    TextTask,
+)
+from legato_engine.sequence import Constraint, SampledToken
 from legato_engine.types import (
     CaptionOutput,
     Certainty,
@@ -31,12 +35,9 @@ from legato_engine.types import (
     PointEvent,
     PointOutput,
     PointSpec,
-    PromptToken,
     QueryOutput,
     ReasoningEvent,
-    SamplingParams,
     SegmentOutput,
-    TaskOutput,
 )
 
 
@@ -75,80 +76,7 @@ def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
     )
 
 
-# ---------------------------------------------------------------- skill task
-
-# The task of a skill.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TaskSetup:
-    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context.
-
-    `values_in_text`: answers may hold coords and sizes.
-    """
-
-    prompt: tuple[PromptToken, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    tokens: SpecialTokens
-    values_in_text: bool
-    log: TokenLog | None
-    calibration: Calibration
-
-
-class SkillTask(abc.ABC):
-    """A `Task`; skills read a token in `_read`, which may set `finish_reason`."""
-
-    constrained = False
-    uses_transition_table = True
-    has_payload = False
-    grammar: Grammar | None = None
-
-    def __init__(self, setup: TaskSetup) -> None:
-        self.prompt = setup.prompt
-        self.sampling = setup.sampling
-        self.max_tokens = setup.max_tokens
-        self.finish_reason: FinishReason | None = None
-        self._tokens = setup.tokens
-        self._log = setup.log
-        self._calibration = setup.calibration
-        self._num_consumed = 0
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return 0
-
-    def consume(self, token: SampledToken) -> list[Event]:
-        self._num_consumed += 1
-        events = self._read(token)
-        if self._log is not None:
-            events = with_token(events, self._log.read(token))
-        if self.finish_reason is None:
-            if self._num_consumed < self.max_tokens:
-                return events
-            self.finish_reason = FinishReason.LENGTH
-        return events + self._close()
-
-    @abc.abstractmethod
-    def constraint(self) -> int: ...
-
-    @abc.abstractmethod
-    def _read(self, token: SampledToken) -> list[Event]: ...
-
-    def _close(self) -> list[Event]:
-        return []
-
-    def _confidence(self, certainties: Iterable[Certainty | None]) -> float | None:
-        raw = score(certainties)
-        return None if raw is None else self._calibration(raw)
-
-    @abc.abstractmethod
-    def result(self, finish_reason: FinishReason) -> TaskOutput: ...
-
-
 # ---------------------------------------------------------------- reasoning
-
-# Reasoning and its grounding.
 
 
 class ReasoningOutput:
@@ -199,46 +127,19 @@ class ReasoningOutput:
 
 # ---------------------------------------------------------------- text skill
 
-# Skills that answer in plain text.
-
 # Ints here and below, because enum lookup is slow.
 _TEXT, _FORMATTED = int(Allow.TEXT), int(Allow.FORMATTED)
 
 
-class TextSkill(SkillTask):
-    """Text until EOS, a stop string or the end of a `grammar`."""
+class TextSkill(TextTask):
+    """An answer in text; with `has_values` it may hold coords and sizes."""
 
-    def __init__(
-        self, setup: TaskSetup, answer: TextOutput, grammar: Grammar | None = None
-    ) -> None:
-        super().__init__(setup)
-        self.has_payload = setup.values_in_text
-        self._answer = answer
-        if grammar is not None:
-            self.constrained, self.uses_transition_table = True, False
-            self.grammar = grammar
+    def __init__(self, setup: TaskSetup, answer: TextOutput, *, has_values: bool) -> None:
+        super().__init__(setup, answer)
+        self.has_payload = has_values
 
     def constraint(self) -> int:
         return _TEXT if self.grammar is None else _FORMATTED
-
-    def _read(self, token: SampledToken) -> list[Event]:
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
-            return []
-        if self.grammar is not None:
-            self.grammar.accept(token.token_id)
-        events = self._answer.push(token.token_id)
-        if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
-            self.finish_reason = FinishReason.STOP
-        return events
-
-    def _close(self) -> list[Event]:
-        return self._answer.close()
-
-
-# ---------------------------------------------------------------- caption
-
-# The caption skill.
 
 
 class CaptionSkill(TextSkill):
@@ -249,48 +150,37 @@ class CaptionSkill(TextSkill):
         return CaptionOutput(caption=self._answer.text)
 
 
-# ---------------------------------------------------------------- query
-
-# The query skill.
-
 _REASONING, _ANSWER = int(Allow.REASONING), int(Allow.ANSWER)
 
 
-class QuerySkill(TextSkill):
-    """An answer without reasoning."""
-
-    def result(self, finish_reason: FinishReason) -> QueryOutput:
-        self._close()
-        return QueryOutput(answer=self._answer.text)
-
-
-class ReasonedQuerySkill(QuerySkill):
+class ReasonedQuerySkill(TextSkill):
     """Reasoning, `num_answer_tokens` answer tokens, then the answer, in one budget.
 
     The model samples the first answer token; others are forced. EOS ends the task.
     """
-
-    constrained = True
 
     def __init__(
         self,
         setup: TaskSetup,
         answer: TextOutput,
         reasoning: ReasoningOutput,
+        answer_token: int,
         num_answer_tokens: int,
-        grammar: Grammar | None = None,
     ) -> None:
-        super().__init__(setup, answer, grammar)
-        self.grammar, self._answer_grammar = None, grammar
-        self.has_payload = True  # reasoning points at objects
+        super().__init__(setup, answer, has_values=True)  # reasoning points at objects
+        self.grammar, self.constrained = None, True
+        self._answer_grammar = setup.grammar
         self._reasoning = reasoning
+        self._answer_token = answer_token
         self._num_answer_tokens = num_answer_tokens
         self._num_opened = 0  # answer tokens so far
-        self._num_before_answer = 0
+        self._num_before_answer: int | None = None  # None before the answer
 
     @property
     def reasoning_tokens(self) -> int:
-        """Answer tokens included."""
+        """Answer tokens and an EOS instead of them included."""
+        if self._num_before_answer is None:
+            return self._num_consumed
         return self._num_before_answer
 
     def constraint(self) -> int:
@@ -301,128 +191,96 @@ class ReasonedQuerySkill(QuerySkill):
         return _ANSWER + self._num_opened - 1
 
     def result(self, finish_reason: FinishReason) -> QueryOutput:
-        answer = super().result(finish_reason).answer
+        self._close()
         return QueryOutput(
-            answer=answer, reasoning=self._reasoning.text, grounding=self._reasoning.grounding
+            answer=self._answer.text,
+            reasoning=self._reasoning.text,
+            grounding=self._reasoning.grounding,
         )
 
     def _read(self, token: SampledToken) -> list[Event]:
         if self._num_opened == self._num_answer_tokens:
             return super()._read(token)
-        self._num_before_answer += 1
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
-            return []
-        if token.token_id == self._tokens.answer:
-            self._num_opened += 1
-            if self._num_opened == self._num_answer_tokens:
-                self.grammar = self._answer_grammar
-            return []
-        return self._reasoning.push(token)
+        if token.token_id != self._answer_token:
+            return self._reasoning.push(token)
+        self._num_opened += 1
+        if self._num_opened == self._num_answer_tokens:
+            self._num_before_answer, self.grammar = self._num_consumed, self._answer_grammar
+        return []
 
 
 # ---------------------------------------------------------------- object list
 
-# Skills that list instances.
-
 InstanceT = TypeVar("InstanceT", ObjectEvent, PointEvent)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
-    """Selection and order of listed objects."""
+class ObjectListSkill(GenerationTask, Generic[InstanceT]):
+    """Instances of `task.object`, until EOS or `task.max_objects`.
 
-    label: str
-    max_objects: int
-    min_confidence: float = 0.0
-    order: ObjectOrder = ObjectOrder.MODEL
-
-    @classmethod
-    def of(cls, task: DetectSpec | PointSpec, label: str, max_objects: int) -> Listing:
-        return cls(label, max_objects, task.min_confidence, task.order)
-
-
-class ObjectListSkill(SkillTask, Generic[InstanceT]):
-    """Instances of `tokens_per_object` tokens, until EOS or `max_objects`."""
+    An instance is a token for each constraint of `cycle`.
+    """
 
     constrained = True
     has_payload = True
-    tokens_per_object: ClassVar[int]
+    cycle: ClassVar[tuple[int, ...]]
     default_max_objects: ClassVar[int]
 
-    def __init__(self, setup: TaskSetup, listing: Listing) -> None:
+    def __init__(
+        self, setup: TaskSetup, task: DetectSpec | PointSpec, calibration: Calibration
+    ) -> None:
         super().__init__(setup)
-        self._label = listing.label
-        self._listing = listing
+        self._task = task
+        self._calibration = calibration
         self._found: list[InstanceT] = []
-        self._certainties: list[Certainty | None] = []  # of the object that is being read
+        self._partial: list[SampledToken] = []  # of the object that is being read
+
+    def constraint(self) -> int:
+        return self.cycle[len(self._partial)]
 
     def _read(self, token: SampledToken) -> list[Event]:
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
+        self._partial.append(token)
+        if len(self._partial) < len(self.cycle):
             return []
-        self._certainties.append(token.certainty)
-        if len(self._certainties) < self.tokens_per_object:
-            self._begin(token.payload)
-            return []
-        confidence = self._confidence(self._certainties)
-        self._certainties = []
-        instance = self._complete(token.payload, confidence)
-        if confidence is not None and confidence < self._listing.min_confidence:
+        tokens, self._partial = self._partial, []
+        confidence = self._calibration.confidence([each.certainty for each in tokens])
+        instance = self._instance([each.payload for each in tokens], confidence)
+        if confidence is not None and confidence < self._task.min_confidence:
             return []
         self._found.append(instance)
-        if len(self._found) == self._listing.max_objects:
+        if len(self._found) == self._task.max_objects:
             self.finish_reason = FinishReason.MAX_OBJECTS
         return [instance]
 
     def _ordered(self) -> tuple[InstanceT, ...]:
-        if self._listing.order is ObjectOrder.MODEL:
+        if self._task.order is ObjectOrder.MODEL:
             return tuple(self._found)
         return tuple(sorted(self._found, key=_rank))
 
     @abc.abstractmethod
-    def _begin(self, payload: tuple[float, float]) -> None:
-        """Read a value that completes nothing."""
-
-    @abc.abstractmethod
-    def _complete(self, payload: tuple[float, float], confidence: float | None) -> InstanceT: ...
+    def _instance(
+        self, payloads: list[tuple[float, float]], confidence: float | None
+    ) -> InstanceT: ...
 
 
 def _rank(instance: ObjectEvent | PointEvent) -> float:
     return 1.0 if instance.confidence is None else -instance.confidence
 
 
-# ---------------------------------------------------------------- detect
-
-# The detect skill.
-
-# Ints, because enum lookup is slow.
-_CYCLE = (int(Allow.DETECT_X), int(Allow.DETECT_Y), int(Allow.DETECT_SIZE))
-
-
 class DetectSkill(ObjectListSkill[ObjectEvent]):
     """Boxes: x, y and size of each, then EOS."""
 
-    tokens_per_object = 3
+    cycle = (int(Allow.DETECT_X), int(Allow.DETECT_Y), int(Allow.DETECT_SIZE))
     default_max_objects = 50
-
-    def __init__(self, setup: TaskSetup, listing: Listing) -> None:
-        super().__init__(setup, listing)
-        self._centre: list[float] = []
-
-    def constraint(self) -> int:
-        return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectOutput:
         return DetectOutput(objects=self._ordered())
 
-    def _begin(self, payload: tuple[float, float]) -> None:
-        self._centre.append(payload[0])
-
-    def _complete(self, payload: tuple[float, float], confidence: float | None) -> ObjectEvent:
-        box = centred_box((self._centre[0], self._centre[1]), payload)
-        self._centre = []
-        return ObjectEvent(box=box, label=self._label, confidence=confidence)
+    def _instance(
+        self, payloads: list[tuple[float, float]], confidence: float | None
+    ) -> ObjectEvent:
+        (x, _), (y, _), size = payloads
+        box = centred_box((x, y), size)
+        return ObjectEvent(box=box, label=self._task.object, confidence=confidence)
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> ImageBox:
@@ -436,41 +294,24 @@ def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Image
     )
 
 
-# ---------------------------------------------------------------- point
-
-# The point skill.
-
-# Ints, because enum lookup is slow.
-_X, _Y = int(Allow.POINT_X), int(Allow.POINT_Y)
-
-
 class PointSkill(ObjectListSkill[PointEvent]):
     """Points: x and y of each, then EOS."""
 
-    tokens_per_object = 2
+    cycle = (int(Allow.POINT_X), int(Allow.POINT_Y))
     default_max_objects = 150
-
-    def __init__(self, setup: TaskSetup, listing: Listing) -> None:
-        super().__init__(setup, listing)
-        self._x = 0.0
-
-    def constraint(self) -> int:
-        return _Y if self._certainties else _X
 
     def result(self, finish_reason: FinishReason) -> PointOutput:
         return PointOutput(points=self._ordered())
 
-    def _begin(self, payload: tuple[float, float]) -> None:
-        self._x = payload[0]
-
-    def _complete(self, payload: tuple[float, float], confidence: float | None) -> PointEvent:
-        point = ImagePoint(x=self._x, y=payload[0])
-        return PointEvent(point=point, label=self._label, confidence=confidence)
+    def _instance(
+        self, payloads: list[tuple[float, float]], confidence: float | None
+    ) -> PointEvent:
+        (x, _), (y, _) = payloads
+        point = ImagePoint(x=x, y=y)
+        return PointEvent(point=point, label=self._task.object, confidence=confidence)
 
 
 # ---------------------------------------------------------------- svg path
-
-# An SVG path in the unit square of a box, from the model's text.
 
 _VIEWBOX = 960
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -549,12 +390,8 @@ def _scaled(value: int) -> str:
 
 # ---------------------------------------------------------------- segment
 
-# The segment skill.
 
-_FREE = int(Allow.FREE)  # an int, because enum lookup is slow
-
-
-class SegmentSkill(SkillTask):
+class SegmentSkill(GenerationTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
     The first two coords and size make the box; earlier path text is emitted with it. No token is
@@ -565,18 +402,24 @@ class SegmentSkill(SkillTask):
 
     has_payload = True
 
-    def __init__(self, setup: TaskSetup, label: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        setup: TaskSetup,
+        label: str,
+        tokenizer: Tokenizer,
+        tokens: SpecialTokens,
+        calibration: Calibration,
+    ) -> None:
         super().__init__(setup)
         self._label = label
+        self._tokens = tokens
+        self._calibration = calibration
         self._tokenizer = tokenizer
         self._coords: list[float] = []
         self._size: tuple[float, float] | None = None
         self._certainties: list[Certainty | None] = []  # of the box's tokens
         self._box: ImageBox | None = None
         self._path = SvgPath()
-
-    def constraint(self) -> int:
-        return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentOutput:
         """No outline without a box; an empty path if the text is invalid."""
@@ -586,14 +429,11 @@ class SegmentSkill(SkillTask):
             path=self._path.text,
             box=self._box,
             label=self._label,
-            confidence=self._confidence(self._certainties),
+            confidence=self._calibration.confidence(self._certainties),
         )
         return SegmentOutput(segments=(outline,))
 
     def _read(self, token: SampledToken) -> list[Event]:
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
-            return []
         if token.token_id in (self._tokens.coord, self._tokens.size):
             return self._read_region(token)
         if token.token_id < NUM_SPECIAL:

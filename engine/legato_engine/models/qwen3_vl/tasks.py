@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from legato_engine.models.decoder.frontend import TextTask, TextTaskSetup
-from legato_engine.models.text import Pieces, TextOutput
+from legato_engine.models.text import Pieces, TaskSetup, TextOutput, TextTask
 from legato_engine.sequence import SampledToken, VisualInputs, VisualTask
 from legato_engine.types import (
     AnswerFormat,
@@ -28,9 +27,7 @@ from legato_engine.types import (
 class VisualTextTask(VisualTask, TextTask):
     """A `TextTask` whose prompt may hold images."""
 
-    def __init__(
-        self, setup: TextTaskSetup, answer: TextOutput, visual: VisualInputs | None
-    ) -> None:
+    def __init__(self, setup: TaskSetup, answer: TextOutput, visual: VisualInputs | None) -> None:
         super().__init__(setup, answer)
         self.visual = visual
 
@@ -104,9 +101,7 @@ def _event(numbers: Sequence[int], label: str) -> ObjectEvent | PointEvent:
 class ObjectTask(VisualTextTask):
     """A list of boxes, until its end or `max_objects`."""
 
-    def __init__(
-        self, setup: TextTaskSetup, answer: ObjectText, visual: VisualInputs | None
-    ) -> None:
+    def __init__(self, setup: TaskSetup, answer: ObjectText, visual: VisualInputs | None) -> None:
         super().__init__(setup, answer, visual)
         self._objects = answer
 
@@ -140,7 +135,7 @@ class JsonListing:
     key: str
     num_coordinates: int
     default_max_objects: int
-    task: Callable[[TextTaskSetup, ObjectText, VisualInputs | None], ObjectTask]
+    task: Callable[[TaskSetup, ObjectText, VisualInputs | None], ObjectTask]
 
     def question(self, label: str) -> str:
         return self.asks.replace("%", label)

@@ -569,7 +569,7 @@ def test_the_device_is_told_to_make_the_same_crops(noise_image, size):
 
 def test_an_image_for_the_device_stays_whole(noise_image):
     """The host cuts nothing, and `num_bytes` is that of the image's own pixels."""
-    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer()).resizing_on_device()
     pixels_HWC = np.asarray(noise_image(850, 600))
     image = frontend.prepare_image(pixels_HWC, "key", INFO)
     assert isinstance(image.pixels, WholeImage)
@@ -581,7 +581,7 @@ def test_an_image_for_the_device_stays_whole(noise_image):
 
 def test_an_image_without_room_on_the_device_is_cut_on_the_host():
     """An image beyond the device's buffers becomes crops."""
-    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer()).resizing_on_device()
     image = frontend.prepare_image(np.zeros((20, 900_000, 3), np.uint8), "key", INFO)
     assert isinstance(image.pixels, CroppedImage)
     assert image.num_bytes == 378 * 378 * 3
@@ -589,7 +589,7 @@ def test_an_image_without_room_on_the_device_is_cut_on_the_host():
 
 def test_an_image_of_too_many_crops_is_cut_on_the_host():
     """Thin images may have more tiles than the device's buffers; others stay whole."""
-    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer()).resizing_on_device()
     thin = frontend.prepare_image(np.zeros((430, 20_000, 3), np.uint8), "key", INFO)
     assert isinstance(thin.pixels, CroppedImage)
     assert len(thin.pixels.pixels_NHWC) > 1 + VISION.max_crops
