@@ -227,7 +227,8 @@ def text_cost(weights: Path, form: str) -> TextCost:
 def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     """Load a model in a form, and the tokens of the text."""
     import torch
-    from legato_engine.kernels.step import KINDS, StepMap
+    from legato_engine.kernels.map_codes import KINDS
+    from legato_engine.kernels.step import StepMap
     from legato_engine.layers.linear import Linear
     from legato_engine.models.decoder.families import DecoderBundle
     from legato_engine.models.decoder.gguf import gguf_tokenizer

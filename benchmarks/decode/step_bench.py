@@ -13,7 +13,7 @@ import torch
 from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
-from legato_engine.kernels.step import KINDS
+from legato_engine.kernels.map_codes import KINDS
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig

@@ -23,7 +23,7 @@ from legato_engine.kernels.cuda.attention import (
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MOST_TOKENS, LayerBoundary
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
-from legato_engine.kernels.cuda.skinny_gemm import WeightKind
+from legato_engine.kernels.map_codes import WeightKind
 from legato_engine.kernels.proposer import UNKNOWN, LookupProposer
 from legato_engine.models.moondream.presets import legato_tiny_config
 from legato_engine.speculation import TokenBudgetPolicy

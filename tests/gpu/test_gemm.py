@@ -17,7 +17,8 @@ from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import gemm
 from legato_engine.kernels.cuda.gemm import LibraryLauncher
-from legato_engine.kernels.step import KINDS, StepMap, WeightKind, has_step_kernels
+from legato_engine.kernels.map_codes import KINDS, WeightKind
+from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers import fp8
 from legato_engine.layers.fp8 import Fp8Linear
 from legato_engine.layers.linear import Linear

@@ -22,8 +22,8 @@ from legato_engine.kernels.cuda import grouped, module
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.decoder import MOST_TOKENS, LayerBoundary
+from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.parameters import ExpertWeights, Routes
-from legato_engine.kernels.step import KINDS
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import (

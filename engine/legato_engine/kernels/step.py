@@ -37,8 +37,6 @@ from legato_engine.kernels.cuda.packed_layers import (
     quantised_head,
     quantised_layer,
 )
-from legato_engine.kernels.cuda.skinny_gemm import GROUP as GROUP_INPUTS
-from legato_engine.kernels.cuda.skinny_gemm import KINDS, MapCodes, WeightKind
 from legato_engine.kernels.cuda.tau_decoder import (
     ExpertLowRank,
     ExpertSizes,
@@ -51,9 +49,7 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, ExpertSlots, 
 __all__ = [
     "DEFAULT_STAGES",
     "GROUP",
-    "GROUP_INPUTS",
     "HEAD_DIM",
-    "KINDS",
     "MAX_TOKENS",
     "AdapterStep",
     "DecoderSizes",
@@ -62,7 +58,6 @@ __all__ = [
     "ExpertSlotSet",
     "FoldedCodes",
     "LayerCodes",
-    "MapCodes",
     "Part",
     "QuantisedHead",
     "QuantisedLayer",
@@ -72,7 +67,6 @@ __all__ = [
     "StepMap",
     "StepPositions",
     "TauSizes",
-    "WeightKind",
     "has_resident_kernel",
     "has_step_kernels",
     "head_codes",

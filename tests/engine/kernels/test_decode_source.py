@@ -37,7 +37,7 @@ from legato_engine.kernels.cuda.decoder import (
 from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
 from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.cuda.sampling import sampling_defines
-from legato_engine.kernels.cuda.skinny_gemm import WeightKind, unpack_defines
+from legato_engine.kernels.cuda.skinny_gemm import unpack_defines
 from legato_engine.kernels.cuda.tau_decoder import (
     TauRows,
     expert_adapter_defines,
@@ -49,6 +49,7 @@ from legato_engine.kernels.cuda.value_heads import (
     value_argmax_defines,
     value_bins_defines,
 )
+from legato_engine.kernels.map_codes import WeightKind
 from legato_engine.speculation import (
     NO_COSTS,
     AdaptiveBlockPolicy,

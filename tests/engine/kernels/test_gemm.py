@@ -21,9 +21,16 @@ from legato_engine.kernels.cuda.decoder import (
     fitting_stages,
     out_shared,
 )
-from legato_engine.kernels.cuda.skinny_gemm import KINDS, fold_norm, pack, packed_map, pair_rotated
+from legato_engine.kernels.cuda.skinny_gemm import (
+    fold_norm,
+    pack,
+    pack_codes,
+    packed_map,
+    pair_rotated,
+)
 from legato_engine.kernels.cuda.tau_decoder import TauSizes
 from legato_engine.kernels.cuda.value_heads import ValueSizes, value_stages
+from legato_engine.kernels.map_codes import GROUP, KINDS, format_of, map_codes
 from legato_engine.models.moondream.decode_step import tau_sizes, value_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
@@ -219,7 +226,7 @@ def test_the_header_has_the_same_numbers():
     header = constants("stage_ring.cuh")
     assert header["WARPS"] == skinny_gemm.WARPS
     assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
-    assert header["GROUP"] == skinny_gemm.GROUP
+    assert header["GROUP"] == GROUP
     assert header["PAD"] == skinny_gemm.PAD
     assert header["INPUT_BARRIERS"] == skinny_gemm.INPUT_BARRIERS
     header = constants("block_map.cuh")
@@ -359,3 +366,16 @@ def test_quantised_maps_are_near_their_weights(name, most, parts):
     assert packed.data.nbytes <= weights_OI.nbytes * packed.kind.stage_bytes(64) // 2048
     rows, columns = slice(0, 48), slice(64, 192)
     assert torch.equal(packed.part(rows, columns), read_OI[:, columns].bfloat16())
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_groups_of_more_inputs_are_packed_with_their_values(group):
+    """A scale of 128 inputs is that of each 64 of them, in any order of rows."""
+    generator = torch.Generator().manual_seed(5)
+    weights_OI = torch.randn(48, 384, generator=generator)
+    codes = map_codes(weights_OI, KINDS["int4"], group)
+    assert codes.scales.shape == (48, 384 // group)
+    assert format_of(codes.kind, group).is_packable
+    for order_O in (None, torch.randperm(48, generator=generator)):
+        packed = pack_codes(codes, order_O=order_O)
+        assert torch.equal(packed.dequantised(), codes.dequantised())

@@ -13,24 +13,40 @@ import torch
 
 from legato_engine.kernels.cpu import library as native
 from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.map_codes import MapCodes, WeightKind
 from legato_engine.kernels.parameters import AdapterRows
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KINDS = {
+    "float32": 0,
+    "bfloat16": 1,
+    "int8": 2,
+    "int4": 3,
+    "int8_single": 6,
+    "int4_single": 7,
+}
+"""Formats of panels; those of integers have scales of 16 bits, or float32 ones (`single`)."""
+
 _ALIGNMENT = 64
+_BLOCK = 32
+_LARGEST_HALF = 65504.0
 
 
 class PanelWeight:
     """A `PackedWeight` of a kind of `KINDS`; a row's bits depend on that row only."""
 
-    def __init__(self, library: Library, weight_OI: torch.Tensor, kind: str) -> None:
-        self.out_features, self.in_features = weight_OI.shape
+    def __init__(self, library: Library, weight: torch.Tensor | MapCodes, kind: str) -> None:
+        """Round a weight to its kind, or pack codes, whose `panel_kind` it is."""
+        self.out_features, self.in_features = weight.shape
         self.kind = kind
         self._library = library
         described = self.described(None)
         size = library.packed_bytes(ctypes.byref(described))
         memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         self._data = memory[-memory.data_ptr() % _ALIGNMENT :][:size]
-        weight_OI = weight_OI.detach().contiguous()
+        if isinstance(weight, MapCodes):
+            self._pack_codes(weight, described)
+            return
+        weight_OI = weight.detach().contiguous()
         if weight_OI.dtype is not torch.bfloat16:
             weight_OI = weight_OI.float()
         library.pack(
@@ -39,6 +55,24 @@ class PanelWeight:
             weight_OI.data_ptr(),
             weight_OI.dtype is torch.bfloat16,
             self._data.data_ptr(),
+        )
+
+    def _pack_codes(self, codes: MapCodes, described: native.LinearStruct) -> None:
+        assert codes.scales is not None, "only floats have no scales"
+        values_OI, scales = codes.values().contiguous(), codes.scales.float().contiguous()
+        minima = codes.minima
+        if codes.kind is WeightKind.INT4:
+            minima = -8.0 * scales if minima is None else minima.float().contiguous()
+        groups = scales[0].numel()
+        stored = native.CodesStruct(
+            values_OI.data_ptr(),
+            scales.data_ptr(),
+            None if minima is None else minima.data_ptr(),
+            *(self.in_features // groups, groups, self.in_features, self.out_features),
+        )
+        library = self._library
+        library.pack_codes(
+            library.pool(), *map(ctypes.byref, (described, stored)), self._data.data_ptr()
         )
 
     @property
@@ -73,6 +107,22 @@ class PanelWeight:
         described = ctypes.byref(self.described(None))
         self._library.unpack(described, outputs_T.data_ptr(), len(outputs_T), rows_TI.data_ptr())
         return rows_TI
+
+
+def panel_kind(codes: MapCodes) -> str | None:
+    """Return the kind of panels that keep the values of codes, or None."""
+    if codes.scales is None or codes.kind not in (WeightKind.INT8, WeightKind.INT4):
+        return None
+    if codes.scales.dim() > 1 and codes.shape[1] // codes.scales.shape[1] % _BLOCK:
+        return None
+    if codes.kind is WeightKind.INT8:
+        if codes.minima is not None:
+            return None
+        return "int8" if codes.scales.dtype is torch.float16 else "int8_single"
+    is_half = codes.scales.dtype is torch.float16
+    if is_half and codes.minima is None:  # which are -8 times the scales
+        is_half = bool(codes.scales.float().abs().max() <= _LARGEST_HALF / 8)
+    return "int4" if is_half else "int4_single"
 
 
 # ---------------------------------------------------------------- decoder

@@ -31,6 +31,16 @@ class LinearStruct(ctypes.Structure):
     )
 
 
+class CodesStruct(ctypes.Structure):
+    """A quantised weight, a byte for each value."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("values", "scales", "minima")),
+        *((name, ctypes.c_int64) for name in ("group", "groups")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs")),
+    )
+
+
 class NormStruct(ctypes.Structure):
     """An RMS norm, with a bias a layer norm; none without a weight."""
 
@@ -119,6 +129,9 @@ class Library:
         rows = ctypes.c_int64
         self.pack = _procedure(
             library.legato_pack, _Pointer, _Pointer, _Pointer, ctypes.c_int32, _Pointer
+        )
+        self.pack_codes = _procedure(
+            library.legato_pack_codes, _Pointer, _Pointer, _Pointer, _Pointer
         )
         self.unpack = _procedure(library.legato_unpack, _Pointer, _Pointer, rows, _Pointer)
         self.multiply = _procedure(

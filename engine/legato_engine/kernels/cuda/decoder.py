@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda.attention import (
 )
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Kernel, Module
-from legato_engine.kernels.cuda.skinny_gemm import WeightKind
+from legato_engine.kernels.map_codes import GROUP, WeightKind
 from legato_engine.kernels.parameters import LayerWeights
 
 
@@ -369,8 +369,8 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
         and runs(Kernels.STEPS, device)
         and sizes.dim == sizes.num_heads * HEAD_DIM
         and sizes.rotary_dim == _ROTARY_DIM
-        and sizes.dim % skinny_gemm.GROUP == 0
-        and sizes.ff_dim % skinny_gemm.GROUP == 0
+        and sizes.dim % GROUP == 0
+        and sizes.ff_dim % GROUP == 0
         and sizes.vocab_size % 16 == 0
         and sizes.page_size % TILE == 0
         and sizes.page_size * sizes.max_pages <= MAX_CONTEXT

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 
 from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights
 from legato_engine.kernels.cuda.skinny_gemm import (
-    MapCodes,
     PackedMap,
-    WeightKind,
     fold_norm,
     linear_kernels,
-    map_codes,
     num_parts,
     pack,
     pack_codes,
@@ -23,6 +20,7 @@ from legato_engine.kernels.cuda.skinny_gemm import (
     pair_rotated,
 )
 from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, TauLayer
+from legato_engine.kernels.map_codes import MapCodes, WeightKind, map_codes
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp, LayerWeights
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Mapping
 
@@ -12,32 +11,7 @@ import torch
 from legato_engine.kernels.cuda import capability
 from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.module import Kernel, Module
-
-
-class WeightKind(enum.IntEnum):
-    """Packing of a map's weights; the values are those of `stage_ring.cuh`.
-
-    e4m3 and int8 have a float32 scale for each row, int4 a bf16 scale for each 64 inputs of a row.
-    """
-
-    BF16 = 0
-    E4M3 = 1
-    INT8 = 2
-    INT4 = 3
-
-    @property
-    def bits(self) -> int:
-        return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
-
-    def stage_bytes(self, chunk: int) -> int:
-        """Bytes of 16 rows of `chunk` inputs."""
-        scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0
-        return 16 * chunk * self.bits // 8 + scales
-
-    def span(self, chunks: int) -> int:
-        """Chunks of a stage of the ring, of as many that follow each other."""
-        return 1 if self is WeightKind.BF16 else min(chunks, 2)
-
+from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, map_codes
 
 WARPS = 8
 WORKERS = 32 * WARPS
@@ -51,8 +25,6 @@ TILES = (1, 2, 3, 4)
 INPUT_STAGES = {1: 4, 2: 4, 3: 3, 4: 2}
 """Stages of the ring of inputs, by tiles."""
 
-GROUP = 64
-"""Inputs of a stage that one warp takes."""
 PAD = 32
 """Padding elements after each token's inputs."""
 
@@ -228,64 +200,6 @@ def _barriers(stages: int) -> int:
 #
 # Shape legend: O outputs, I inputs, G groups of 64 inputs.
 
-_GROUP = GROUP
-_E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
-_LEAST_SCALE = 1e-12
-_CODES = {
-    WeightKind.BF16: torch.bfloat16,
-    WeightKind.E4M3: torch.float8_e4m3fn,
-    WeightKind.INT8: torch.int8,
-}
-_INT4_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of the scale that reaches a group's largest weight; the one with the least error."""
-
-
-KINDS = {
-    "packed": WeightKind.BF16,
-    "fp8": WeightKind.E4M3,
-    "int8": WeightKind.INT8,
-    "int4": WeightKind.INT4,
-}
-"""By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MapCodes:
-    """A quantised map row by row, as no kernel reads it.
-
-    Codes are bf16, e4m3 or int8 [O, I], or 4 bits, 8 above the value, [O, I / 2] bytes with the
-    input of even index in the low half. Scales are as `WeightKind` says: [O], or [O, G] of int4.
-    """
-
-    kind: WeightKind
-    codes: torch.Tensor
-    scales: torch.Tensor | None
-
-    @staticmethod
-    def empty(kind: WeightKind, outputs: int, inputs: int, device: torch.device) -> MapCodes:
-        if kind is WeightKind.INT4:
-            codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device)
-            shape, dtype = (outputs, inputs // _GROUP), torch.bfloat16
-            return MapCodes(kind, codes, torch.empty(shape, dtype=dtype, device=device))
-        codes = torch.empty(outputs, inputs, dtype=_CODES[kind], device=device)
-        return MapCodes(kind, codes, torch.empty(outputs, device=device))
-
-    def values(self) -> torch.Tensor:
-        """Return one code for each input, [O, I]."""
-        if self.kind is not WeightKind.INT4:
-            return self.codes
-        return torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
-
-    def dequantised(self) -> torch.Tensor:
-        """Return the map in float32, [O, I]."""
-        values_OI = self.values().float()
-        if self.scales is None:
-            return values_OI
-        if self.kind is WeightKind.INT4:
-            groups_OGE = torch.unflatten(values_OI - 8.0, 1, (-1, _GROUP))
-            return (groups_OGE * self.scales.float()[..., None]).flatten(1)
-        return values_OI * self.scales[:, None]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PackedMap:
@@ -323,12 +237,12 @@ class PackedMap:
             codes = stages[..., : 8 * self.chunk]
             codes = torch.stack([codes & 15, codes >> 4], dim=-1)
             scales = stages[..., 8 * self.chunk :].contiguous().view(torch.bfloat16)
-            scales = scales.view(*stages.shape[:2], self.chunk // _GROUP, 8, 2)
+            scales = scales.view(*stages.shape[:2], self.chunk // GROUP, 8, 2)
             scale_OG = self._own(scales.permute(0, 4, 3, 1, 2).reshape(self.outputs, -1).float())
             exact_OI = self._ordered(codes).float() - 8.0
-            return (torch.unflatten(exact_OI, 1, (-1, _GROUP)) * scale_OG[..., None]).flatten(1)
+            return (torch.unflatten(exact_OI, 1, (-1, GROUP)) * scale_OG[..., None]).flatten(1)
         assert self.scale_O is not None, "8 bits have scales"
-        return self._ordered(stages).view(_CODES[self.kind]).float() * self.scale_O[:, None]
+        return self._ordered(stages).view(self.kind.code_dtype).float() * self.scale_O[:, None]
 
     def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
         """Return fragments as [O, I]."""
@@ -359,17 +273,7 @@ find them."""
 
 def _fragments(outputs: int, inputs: int, chunk: int) -> tuple[int, ...]:
     """Split a map by block, rows 8 apart, row, stage, warp, half, lane of a row, value and bits."""
-    return (outputs // 16, 2, 8, inputs // chunk, chunk // _GROUP, 2, 4, 2, 2, 2)
-
-
-def map_codes(weights_OI: torch.Tensor, kind: WeightKind) -> MapCodes:
-    """Quantise a map; every device gives the same bits."""
-    if kind is WeightKind.BF16:
-        return MapCodes(kind, weights_OI, None)
-    if kind is WeightKind.INT4:
-        values_OI, scale_OG = _int4(weights_OI)
-        return MapCodes(kind, values_OI[:, ::2] | values_OI[:, 1::2] << 4, scale_OG)
-    return MapCodes(kind, *_eight_bits(weights_OI, kind))
+    return (outputs // 16, 2, 8, inputs // chunk, chunk // GROUP, 2, 4, 2, 2, 2)
 
 
 def pack_codes(
@@ -377,8 +281,9 @@ def pack_codes(
 ) -> PackedMap:
     """Pack a map whose inputs the kernel cuts into `parts`.
 
-    Packed row r is its row `order_O[r]`.
+    Packed row r is its row `order_O[r]`. Scales of more inputs than `GROUP` are repeated.
     """
+    assert quantised.minima is None, "no kernel adds minima"
     kind, codes_OI, scales = quantised.kind, quantised.values(), quantised.scales
     if kind is not WeightKind.BF16:
         codes_OI = codes_OI.view(torch.uint8)
@@ -390,8 +295,9 @@ def pack_codes(
     if kind is WeightKind.INT4:
         assert scales is not None, "4 bits have scales"
         scale_OG = scales if order_O is None else scales[order_O.long()]
+        scale_OG = scale_OG.repeat_interleave(inputs // GROUP // scale_OG.shape[1], dim=1)
         data = (data[..., 0] | data[..., 1] << 4).reshape(outputs // 16, inputs // width, -1)
-        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // _GROUP)
+        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // GROUP)
         bytes_of = of.permute(0, 3, 4, 2, 1).contiguous().view(torch.uint8)
         data = torch.cat([data, bytes_of.reshape(*data.shape[:2], -1)], dim=2)
         scales = None
@@ -411,39 +317,6 @@ def packed_map(
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Pack a map in bf16."""
     return packed_map(weights_OI, WeightKind.BF16, parts).data
-
-
-def _eight_bits(weights_OI: torch.Tensor, kind: WeightKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and float32 scales [O] that reach each row's largest weight."""
-    most = _E4M3_MOST if kind is WeightKind.E4M3 else _INT8_MOST
-    scale_O = weights_OI.float().abs().amax(1).clamp_min(_LEAST_SCALE) / most
-    exact_OI = (weights_OI.float() / scale_O[:, None]).clamp(-most, most)
-    codes_OI = exact_OI if kind is WeightKind.E4M3 else exact_OI.round()
-    return codes_OI.to(_CODES[kind]), scale_O
-
-
-def _int4(weights_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes 0 to 15, 8 above the value, and the bf16 scales [O, G] of the least error."""
-    groups_OGE = torch.unflatten(weights_OI.float(), 1, (-1, _GROUP))
-    largest_OG = groups_OGE.abs().amax(2).clamp_min(_LEAST_SCALE)
-    best_OG = torch.full_like(largest_OG, torch.inf)
-    scale_OG = torch.zeros_like(largest_OG, dtype=torch.bfloat16)
-    for shrink in _INT4_SHRINKS:
-        tried_OG = (largest_OG * (shrink / _INT4_MOST)).bfloat16()
-        values_OGE = _rounded4(groups_OGE, tried_OG)
-        error_OGE = (values_OGE * tried_OG.float()[..., None] - groups_OGE) ** 2
-        while error_OGE.shape[2] > 1:  # in an order that no device chooses for itself
-            half = error_OGE.shape[2] // 2
-            error_OGE = error_OGE[..., :half] + error_OGE[..., half:]
-        error_OG = error_OGE[..., 0]
-        is_better_OG = error_OG < best_OG
-        best_OG = torch.where(is_better_OG, error_OG, best_OG)
-        scale_OG = torch.where(is_better_OG, tried_OG, scale_OG)
-    return (_rounded4(groups_OGE, scale_OG) + 8.0).to(torch.uint8).flatten(1), scale_OG
-
-
-def _rounded4(groups_OGE: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
-    return (groups_OGE / scale_OG.float()[..., None]).round().clamp(-8.0, 7.0)
 
 
 def _unpacked(packed: PackedMap, rows: slice, columns: slice) -> torch.Tensor:

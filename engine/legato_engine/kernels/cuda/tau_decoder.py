@@ -20,6 +20,7 @@ from legato_engine.kernels.cuda.decoder import (
     fitting_stages,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.map_codes import GROUP
 from legato_engine.kernels.parameters import (
     ExpertMap,
     ExpertSlots,
@@ -65,7 +66,7 @@ def supported(tau: TauSizes) -> bool:
         sizes.num_experts % 16 == 0
         and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
         and sizes.num_active <= MAX_ACTIVE
-        and sizes.inner_dim % skinny_gemm.GROUP == 0
+        and sizes.inner_dim % GROUP == 0
         and max_tokens(tau) > 0
     )
 
@@ -79,8 +80,8 @@ class TauRows:
 
     @property
     def chunk(self) -> int:
-        most = 2048 // self.size // skinny_gemm.GROUP
-        return next(g * skinny_gemm.GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
+        most = 2048 // self.size // GROUP
+        return next(g * GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
 
     @property
     def together(self) -> int:

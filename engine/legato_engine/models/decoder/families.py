@@ -13,8 +13,8 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import library
+from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
-from legato_engine.kernels.step import KINDS
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.mlp import MLP

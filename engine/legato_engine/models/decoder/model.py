@@ -19,9 +19,10 @@ from legato_engine.kernels import ops, packed_weights
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.decoder import PanelWeight
 from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.map_codes import GROUP, WeightKind
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
-from legato_engine.kernels.step import GROUP_INPUTS, StepMap, WeightKind, has_step_kernels
+from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.linear import Linear, PackedLinear, pack_linears
@@ -250,8 +251,8 @@ class DecoderNetwork(nn.Module):
         if dtype is not torch.bfloat16:
             return f"computes in bf16, not in {dtype}".replace("torch.", "")
         maps = [each for each in self._maps() if isinstance(each, Linear)]
-        if any(each.in_features % GROUP_INPUTS or each.out_features % 16 for each in maps):
-            return f"takes maps of a multiple of {GROUP_INPUTS} inputs and of 16 outputs"
+        if any(each.in_features % GROUP or each.out_features % 16 for each in maps):
+            return f"takes maps of a multiple of {GROUP} inputs and of 16 outputs"
         return None
 
     def quantise(self, kind: WeightKind) -> None:

@@ -95,12 +95,8 @@ def _packs(weight_dtype: str, network: Network, device: torch.device) -> str | N
     time. They are a second copy: where the kernel does not run, or where the GPU has little memory,
     it is not worth its memory.
     """
-    from legato_engine.kernels.step import (
-        KINDS,
-        has_resident_kernel,
-        has_step_kernels,
-        total_memory,
-    )
+    from legato_engine.kernels.map_codes import KINDS
+    from legato_engine.kernels.step import has_resident_kernel, has_step_kernels, total_memory
 
     if weight_dtype in KINDS:
         return weight_dtype

@@ -17,9 +17,9 @@ from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
 from legato_engine.kernels.images import MAX_WORDS
+from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.proposer import Proposer
 from legato_engine.kernels.reference import existence
-from legato_engine.kernels.step import KINDS
 from legato_engine.layers.linear import pack_linears
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import (

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
-from legato_engine.kernels.step import KINDS, FoldedCodes, MapCodes
+from legato_engine.kernels.map_codes import KINDS, MapCodes
+from legato_engine.kernels.step import FoldedCodes
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import Destination, TensorHeader
 from legato_engine.models.moondream.config import MoondreamConfig

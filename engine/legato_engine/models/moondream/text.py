@@ -16,6 +16,7 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, format_of
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
 from legato_engine.kernels.parameters import (
     Affine,
@@ -25,14 +26,11 @@ from legato_engine.kernels.parameters import (
     TauWeights,
 )
 from legato_engine.kernels.step import (
-    GROUP_INPUTS,
     HEAD_DIM,
     FoldedCodes,
     LayerCodes,
-    MapCodes,
     QuantisedHead,
     QuantisedLayer,
-    WeightKind,
     has_step_kernels,
     head_codes,
     layer_codes,
@@ -82,7 +80,7 @@ class StoredMap(nn.Module):
         super().__init__()
         self._kind = kind
         has_norm = outputs == sum(each.out_features for each in maps)
-        empty = MapCodes.empty(kind, outputs, inputs, maps[0].weight.device)
+        empty = format_of(kind).empty(outputs, inputs, maps[0].weight.device)
         assert empty.scales is not None, "only bf16 has no scales"
         self.register_buffer("codes", empty.codes)
         self.register_buffer("scales", empty.scales)
@@ -322,7 +320,7 @@ class Text(nn.Module):
         dim, dtype = self.wte.shape[1], self.wte.dtype
         if dtype is not torch.bfloat16:
             return f"computes in bf16, not in {dtype}".replace("torch.", "")
-        if dim != self._num_heads * HEAD_DIM or dim % GROUP_INPUTS:
+        if dim != self._num_heads * HEAD_DIM or dim % GROUP:
             return f"takes heads of {HEAD_DIM} dimensions"
         return None
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.step import GROUP_INPUTS, KINDS, WeightKind
+from legato_engine.kernels.map_codes import GROUP, KINDS, WeightKind
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import (
     Destination,
@@ -285,5 +285,5 @@ def quantisation_recipe(kind: str, source: dict[str, str], legato: str) -> Recip
     names = {value: name for name, value in KINDS.items()}
     of_head = names[head_kind(KINDS[kind])]
     maps = {"text.blocks.*.qkv_fc1": kind, "text.blocks.*.fc2_proj": kind, "text.head": of_head}
-    group = GROUP_INPUTS if kind == "int4" else 0
+    group = GROUP if kind == "int4" else 0
     return Recipe(_VERSION, kind, group, maps, True, source, legato)

@@ -56,7 +56,7 @@ void print(const std::string& name, const std::vector<float>& values) {
     std::printf("%-60s %016llx %.6g\n", name.c_str(), hash.value(), values[values.size() / 2]);
 }
 
-const char* const KINDS[] = {"float32", "bfloat16", "int8", "int4"};
+const char* const KINDS[] = {"float32", "bfloat16", "int8", "int4", nullptr, nullptr, "int8_single", "int4_single"};
 
 std::vector<Pool*>& pools() {
     static std::vector<Pool*> made;
@@ -184,7 +184,7 @@ class Model {
 
 int main() {
     std::fprintf(stderr, "%s\n", legato_instructions());
-    for (int kind = 0; kind < 4; ++kind) {
+    for (int kind : {FLOAT32, BFLOAT16, INT8, INT4, INT8_SINGLE, INT4_SINGLE}) {
         products(kind, 590, 200);
         products(kind, 33, 7);
     }

@@ -21,7 +21,9 @@ from legato_engine.kernels.cpu.decoder import (
     CpuRows,
     CpuSizes,
     PanelWeight,
+    panel_kind,
 )
+from legato_engine.kernels.map_codes import CodeFormat, WeightKind
 from legato_engine.kernels.parameters import AdapterRows
 
 DIM, INNER, SLOTS, PAGES, LAYERS = 50, 70, 6, 40, 2
@@ -424,6 +426,58 @@ def test_weights_of_a_gguf_file_keep_their_values(library):
         weight_OI = (values_OKG * scale_OK1 + low).flatten(1)
         found_OI = PanelWeight(library, weight_OI, kind).rows(torch.arange(64))
         torch.testing.assert_close(found_OI, weight_OI, rtol=0, atol=1e-8)
+
+
+FORMATS = {
+    "int8, a scale a row": CodeFormat(WeightKind.INT8),
+    "int4, a scale for 64": CodeFormat(WeightKind.INT4, 64, torch.bfloat16),
+    "int4, a scale for 128": CodeFormat(WeightKind.INT4, 128, torch.bfloat16),
+    "Q8_0": CodeFormat(WeightKind.INT8, 32, torch.float16),
+    "Q4_0": CodeFormat(WeightKind.INT4, 32, torch.float16),
+    "Q4_0 with large scales": CodeFormat(WeightKind.INT4, 32, torch.float16),
+    "Q4_1": CodeFormat(WeightKind.INT4, 32, torch.float16, has_minima=True),
+    "Q4_K": CodeFormat(WeightKind.INT4, 32, torch.float32, has_minima=True),
+}
+
+
+def random_codes(name, outputs, inputs):
+    """Any codes; scales of Q4_K have as many bits as a half times 6 bits."""
+    codes = FORMATS[name].empty(outputs, inputs, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    codes.codes.view(torch.uint8).random_(0, 256, generator=generator)
+    factor = 7e4 / 8 if "large" in name else 0.01
+    for seed, part in enumerate((codes.scales, codes.minima)):
+        if part is None:
+            continue
+        halves = random(1, part.numel(), seed).mul(factor).clamp(-6e4, 6e4).half().float()
+        six = torch.randint(0, 64, halves.shape, generator=generator) if name == "Q4_K" else 1
+        part.copy_((halves * six).view(part.shape))
+    return codes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_keep_their_values(library, name):
+    """Of each format a panel has the bits that dequantisation gives, and products are near."""
+    codes = random_codes(name, 50, 384)
+    kind = panel_kind(codes)
+    assert kind is not None
+    assert kind.endswith("single") == (FORMATS[name].scales is not torch.float16 or "large" in name)
+    weight, exact_OI = PanelWeight(library, codes, kind), codes.dequantised()
+    assert torch.equal(weight.rows(torch.arange(50)), exact_OI)
+    x_TI = random(9, 384)
+    whole_TO, expected_TO = weight.multiply(x_TI, None), F.linear(x_TI.double(), exact_OI.double())
+    size = x_TI.double().norm(dim=1, keepdim=True) * exact_OI.double().norm(dim=1) + 1.0
+    assert ((whole_TO - expected_TO).abs() / size).max() < 1e-4
+    assert all(
+        torch.equal(weight.multiply(x_TI[i : i + 1], None), whole_TO[i, None]) for i in (0, 8)
+    )
+
+
+def test_codes_without_panels_are_known():
+    """Those of e4m3, and scales that a block of inputs does not share."""
+    cpu = torch.device("cpu")
+    others = (CodeFormat(WeightKind.E4M3), CodeFormat(WeightKind.INT8, 16, torch.float16))
+    assert [panel_kind(each.empty(16, 64, cpu)) for each in others] == [None, None]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -9,7 +9,10 @@ namespace legato {
 constexpr int WIDTH = 16;  // outputs of a panel
 constexpr int BLOCK = 32;  // inputs that share a scale
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, SINGLE = 4, INT8_SINGLE = 6, INT4_SINGLE = 7 };
+
+// The integers of a kind, whose scales are halves, or floats with SINGLE.
+constexpr int integers(int kind) { return kind & ~SINGLE; }
 
 }  // namespace legato
 

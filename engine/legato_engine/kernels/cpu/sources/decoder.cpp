@@ -213,6 +213,13 @@ void legato_pack(Pool* pool, const Linear* linear, const void* values, int32_t b
     });
 }
 
+// The same of codes, for a kind of integers.
+void legato_pack_codes(Pool* pool, const Linear* linear, const Coded* codes, uint8_t* data) {
+    pool->run([] {}, [&](Thread&) {
+        pool->share(linear->panels(), [&](long panel) { pack_blocks(*codes, *linear, panel, data); });
+    });
+}
+
 void legato_unpack(const Linear* linear, const int64_t* outputs, int64_t count, float* to) {
     for (int64_t i = 0; i < count; ++i) unpack_row(*linear, outputs[i], to + i * linear->inputs);
 }

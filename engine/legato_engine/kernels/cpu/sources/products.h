@@ -153,6 +153,12 @@ inline void add_pairs(const Across& panels, const Narrow* x, long stride, long c
     put<ROWS, COUNT>(panels, acc);
 }
 
+template <int KIND>
+inline Sixteen load_scales(const uint8_t* from) {
+    if constexpr ((KIND & SINGLE) != 0) return load16(reinterpret_cast<const float*>(from));
+    else return load_half16(from);
+}
+
 // Add the products of `count` blocks. `wide`: their values unpacked, instead of those in `weights`.
 template <int ROWS, int COUNT, int KIND, bool WIDE>
 inline void add_blocks(Across panels, const Wide* wide, const Inputs& x, long first, long count) {
@@ -166,20 +172,20 @@ inline void add_blocks(Across panels, const Wide* wide, const Inputs& x, long fi
             unpacked[p] = WIDE ? wide + p * SLAB + block * BLOCK * WIDTH : nullptr;
         }
         Ints16 acc[COUNT][ROWS];
-        multiply_blocks<ROWS, COUNT, KIND, WIDE>(blocks, unpacked, values, stride, acc);
+        multiply_blocks<ROWS, COUNT, integers(KIND), WIDE>(blocks, unpacked, values, stride, acc);
 #pragma GCC unroll 2
         for (int p = 0; p < COUNT; ++p) {
             const uint8_t* scales = panels.weights + p * panels.stride;
-            const Sixteen scale = load_half16(scales);
+            const Sixteen scale = load_scales<KIND>(scales);
             Sixteen minimum = all16(0.0f);
-            if constexpr (KIND == INT4) minimum = load_half16(scales + 2 * WIDTH);
+            if constexpr (integers(KIND) == INT4) minimum = load_scales<KIND>(scales + column_bytes(KIND));
 #pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row) {
                 long at = row * x.blocks + first + block;
                 float* to = panels.sums[p * panels.sums_stride + row];
                 Sixteen factor = scale * all16(x.scales[at]);
                 Sixteen next = fma(to_floats(acc[p][row]), factor, load16(to));
-                if constexpr (KIND == INT4) next = fma(minimum, all16(x.totals[at]), next);
+                if constexpr (integers(KIND) == INT4) next = fma(minimum, all16(x.totals[at]), next);
                 store(to, next);
             }
         }
@@ -192,6 +198,8 @@ inline void add(const Linear& w, const Across& panel, const Inputs& x) {
         case FLOAT32: return add_floats<ROWS, 1>(panel, x.floats, x.stride, w.inputs);
         case BFLOAT16: return add_pairs<ROWS, 1>(panel, x.narrow, x.narrow_stride, w.pairs());
         case INT8: return add_blocks<ROWS, 1, INT8, false>(panel, nullptr, x, 0, w.blocks());
+        case INT8_SINGLE: return add_blocks<ROWS, 1, INT8_SINGLE, false>(panel, nullptr, x, 0, w.blocks());
+        case INT4_SINGLE: return add_blocks<ROWS, 1, INT4_SINGLE, false>(panel, nullptr, x, 0, w.blocks());
         default: return add_blocks<ROWS, 1, INT4, false>(panel, nullptr, x, 0, w.blocks());
     }
 }
@@ -230,7 +238,7 @@ inline Slab unpack(const Linear& w, long panel, long panels, long input, long de
     for (long p = 0; p < panels; ++p) {
         const uint8_t* from = start + p * w.panel_bytes() + scale_bytes(w.kind);
         for (long block = 0; block < blocks; ++block)
-            widen(w.kind, from + block * block_bytes(w.kind), to + p * SLAB + block * BLOCK * WIDTH);
+            widen(integers(w.kind), from + block * block_bytes(w.kind), to + p * SLAB + block * BLOCK * WIDTH);
     }
     return {start, w.panel_bytes(), to, first, blocks};
 }
@@ -247,6 +255,10 @@ inline void add_slab(const Linear& w, const Slab& slab, const Inputs& x, Sums* s
         case BFLOAT16: return add_floats<ROWS, COUNT>(panels, x.narrow + slab.first, x.narrow_stride, slab.count);
 #endif
         case INT8: return add_blocks<ROWS, COUNT, INT8, true>(panels, slab.wide, x, slab.first, slab.count);
+        case INT8_SINGLE:
+            return add_blocks<ROWS, COUNT, INT8_SINGLE, true>(panels, slab.wide, x, slab.first, slab.count);
+        case INT4_SINGLE:
+            return add_blocks<ROWS, COUNT, INT4_SINGLE, true>(panels, slab.wide, x, slab.first, slab.count);
         default: return add_blocks<ROWS, COUNT, INT4, true>(panels, slab.wide, x, slab.first, slab.count);
     }
 }

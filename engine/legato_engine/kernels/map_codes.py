@@ -1,0 +1,188 @@
+"""Quantised linear maps row by row, as checkpoints store them and before kernels pack them.
+
+Shape legend: O outputs, I inputs, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import torch
+
+GROUP = 64
+"""Inputs of a row that share a scale of int4 in a GPU's kernels."""
+
+_E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
+_LEAST_SCALE = 1e-12
+_INT4_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Fractions of the scale that reaches a group's largest weight; the one with the least error."""
+
+
+class WeightKind(enum.IntEnum):
+    """Number format of a map's weights; the values are those of `stage_ring.cuh`.
+
+    In a GPU's kernels e4m3 and int8 have a float32 scale for each row, int4 a bf16 scale for each
+    64 inputs of a row.
+    """
+
+    BF16 = 0
+    E4M3 = 1
+    INT8 = 2
+    INT4 = 3
+
+    @property
+    def bits(self) -> int:
+        return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return _DTYPES[self]
+
+    def stage_bytes(self, chunk: int) -> int:
+        """Bytes of 16 rows of `chunk` inputs."""
+        scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0
+        return 16 * chunk * self.bits // 8 + scales
+
+    def span(self, chunks: int) -> int:
+        """Chunks of a stage of the ring, of as many that follow each other."""
+        return 1 if self is WeightKind.BF16 else min(chunks, 2)
+
+
+_DTYPES = {
+    WeightKind.BF16: torch.bfloat16,
+    WeightKind.E4M3: torch.float8_e4m3fn,
+    WeightKind.INT8: torch.int8,
+    WeightKind.INT4: torch.uint8,
+}
+
+KINDS = {
+    "packed": WeightKind.BF16,
+    "fp8": WeightKind.E4M3,
+    "int8": WeightKind.INT8,
+    "int4": WeightKind.INT4,
+}
+"""By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
+
+
+class CodeFormat(NamedTuple):
+    """Format of a quantised map: `group` inputs share a scale (0: all of a row), and a minimum.
+
+    A value is code * scale, of int4 (code - 8) * scale, and with minima code * scale + minimum.
+    """
+
+    kind: WeightKind
+    group: int = 0
+    scales: torch.dtype = torch.float32
+    has_minima: bool = False
+
+    @property
+    def is_packable(self) -> bool:
+        """Return whether a GPU's kernels read such scales."""
+        group = self.group % GROUP == 0 if self.kind is WeightKind.INT4 else self.group == 0
+        return group and not self.has_minima
+
+    def divides(self, inputs: int) -> bool:
+        """Return whether rows of so many inputs can have this format."""
+        return inputs % max(self.group, 2 if self.kind is WeightKind.INT4 else 1) == 0
+
+    def empty(self, outputs: int, inputs: int, device: torch.device) -> MapCodes:
+        """Return the tensors of a map, which are to be filled."""
+        width = inputs // 2 if self.kind is WeightKind.INT4 else inputs
+        shape = (outputs, inputs // self.group) if self.group else (outputs,)
+        return MapCodes(
+            self.kind,
+            torch.empty(outputs, width, dtype=self.kind.code_dtype, device=device),
+            torch.empty(shape, dtype=self.scales, device=device),
+            torch.empty(shape, dtype=self.scales, device=device) if self.has_minima else None,
+        )
+
+
+def format_of(kind: WeightKind, group: int = GROUP) -> CodeFormat:
+    """Return the format of `map_codes`; only int4 has groups."""
+    if kind is WeightKind.INT4:
+        return CodeFormat(kind, group, torch.bfloat16)
+    return CodeFormat(kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MapCodes:
+    """A quantised map row by row, as no kernel reads it.
+
+    Codes are bf16, e4m3 or int8 [O, I], or 4 bits [O, I / 2] bytes with the input of even index in
+    the low half. Scales and minima are as `CodeFormat` says, [O] or [O, G].
+    """
+
+    kind: WeightKind
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    minima: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, width = self.codes.shape
+        return outputs, width * 2 if self.kind is WeightKind.INT4 else width
+
+    def values(self) -> torch.Tensor:
+        """Return one code for each input, [O, I]."""
+        if self.kind is not WeightKind.INT4:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the map in float32, [O, I]."""
+        values_OI = self.values().float()
+        if self.scales is None:
+            return values_OI
+        if self.kind is WeightKind.INT4 and self.minima is None:
+            values_OI -= 8.0
+        groups = self.scales[0].numel()
+        groups_OGE = torch.unflatten(values_OI, 1, (groups, -1))
+        exact_OGE = groups_OGE * self.scales.float().view(-1, groups, 1)
+        if self.minima is not None:
+            exact_OGE += self.minima.float().view(-1, groups, 1)
+        return exact_OGE.flatten(1)
+
+
+def map_codes(weights_OI: torch.Tensor, kind: WeightKind, group: int = GROUP) -> MapCodes:
+    """Quantise a map to `format_of` it; every device gives the same bits."""
+    if kind is WeightKind.BF16:
+        return MapCodes(kind, weights_OI, None)
+    if kind is WeightKind.INT4:
+        values_OI, scale_OG = _int4(weights_OI, group)
+        return MapCodes(kind, values_OI[:, ::2] | values_OI[:, 1::2] << 4, scale_OG)
+    return MapCodes(kind, *_eight_bits(weights_OI, kind))
+
+
+def _eight_bits(weights_OI: torch.Tensor, kind: WeightKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and float32 scales [O] that reach each row's largest weight."""
+    most = _E4M3_MOST if kind is WeightKind.E4M3 else _INT8_MOST
+    scale_O = weights_OI.float().abs().amax(1).clamp_min(_LEAST_SCALE) / most
+    exact_OI = (weights_OI.float() / scale_O[:, None]).clamp(-most, most)
+    codes_OI = exact_OI if kind is WeightKind.E4M3 else exact_OI.round()
+    return codes_OI.to(kind.code_dtype), scale_O
+
+
+def _int4(weights_OI: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes 0 to 15, 8 above the value, and the bf16 scales [O, G] of the least error."""
+    groups_OGE = torch.unflatten(weights_OI.float(), 1, (-1, group))
+    largest_OG = groups_OGE.abs().amax(2).clamp_min(_LEAST_SCALE)
+    best_OG = torch.full_like(largest_OG, torch.inf)
+    scale_OG = torch.zeros_like(largest_OG, dtype=torch.bfloat16)
+    for shrink in _INT4_SHRINKS:
+        tried_OG = (largest_OG * (shrink / _INT4_MOST)).bfloat16()
+        values_OGE = _rounded4(groups_OGE, tried_OG)
+        error_OGE = (values_OGE * tried_OG.float()[..., None] - groups_OGE) ** 2
+        while error_OGE.shape[2] > 1:  # in an order that no device chooses for itself
+            half = error_OGE.shape[2] // 2
+            error_OGE = error_OGE[..., :half] + error_OGE[..., half:]
+        error_OG = error_OGE[..., 0]
+        is_better_OG = error_OG < best_OG
+        best_OG = torch.where(is_better_OG, error_OG, best_OG)
+        scale_OG = torch.where(is_better_OG, tried_OG, scale_OG)
+    return (_rounded4(groups_OGE, scale_OG) + 8.0).to(torch.uint8).flatten(1), scale_OG
+
+
+def _rounded4(groups_OGE: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
+    return (groups_OGE / scale_OG.float()[..., None]).round().clamp(-8.0, 7.0)
