@@ -11,18 +11,6 @@ ADMIN_SAME = "same"
 """AdminService on the main listener."""
 ADMIN_OFF = "off"
 
-_POSITIVE = (
-    "access_interval",
-    "unary_deadline",
-    "stream_deadline",
-    "stall_timeout",
-    "max_request_bytes",
-    "max_image_bytes",
-    "image_ttl",
-    "max_sessions",
-    "max_session_age",
-)
-
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the service processes, in seconds and bytes."""
@@ -91,29 +79,21 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(config: ServiceConfig) -> None:
-    """Check the settings.
+    """Check what the types of the options do not: addresses, and settings that belong together.
 
     Raises:
-        ValueError: a setting is out of range or unsafe.
+        ValueError: a setting is malformed or unsafe.
     """
     _check_listeners(config)
     if config.metrics_listen:  # nothing but counts; a scraper is mostly another machine
         addresses.check("--metrics-listen", config.metrics_listen, unix=False)
-    for name in _POSITIVE:
-        if (value := getattr(config, name)) <= 0:
-            raise ValueError(f"{name} must be above 0, and is {value:g}")
     if config.image_ttl > config.image_max_ttl:
         raise ValueError(
             f"--image-ttl must be at most --image-max-ttl, {config.image_max_ttl:g} s, and is "
             f"{config.image_ttl:g} s"
         )
-    if config.processes < 1:
-        raise ValueError(f"--processes must be at least 1, and is {config.processes}")
     if (rank := config.engine.max_adapter_rank) > MAX_ADAPTER_RANK:
         raise ValueError(f"--max-adapter-rank must be at most {MAX_ADAPTER_RANK}, and is {rank}")
-    for name in ("drain_delay", "drain_grace"):
-        if (value := getattr(config, name)) < 0:
-            raise ValueError(f"{name} must not be negative, and is {value:g}")
 
 
 def _check_listeners(config: ServiceConfig) -> None:
