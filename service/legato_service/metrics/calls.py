@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_engine.ipc.messages import SECONDS_BOUNDS
 from legato_engine.types import SKILL_OF_RESULT
 
-from legato_service.metrics.catalogue import CALL_BOUNDS, TOKEN_BOUNDS
+from legato_service.metrics.catalogue import CALL_BOUNDS, REQUESTS
 from legato_service.metrics.snapshot import Histogram, Snapshot
 from legato_service.rpc.call_log import EndedCall, EndedRequest
 
@@ -45,53 +44,44 @@ class _RequestSeries:
     """The requests of one skill and tenant."""
 
     def __init__(self) -> None:
-        self.image = Histogram(CALL_BOUNDS)
-        self.queue = Histogram(CALL_BOUNDS)
-        self.prefill = Histogram(CALL_BOUNDS)
-        self.first_token = Histogram(CALL_BOUNDS)
-        self.decode = Histogram(CALL_BOUNDS)
-        self.token = Histogram(SECONDS_BOUNDS)
-        self.whole = Histogram(CALL_BOUNDS)
-        self.prompt = Histogram(TOKEN_BOUNDS)
-        self.output = Histogram(TOKEN_BOUNDS)
-        self.cached_tokens = 0
-        self.finish_reasons: dict[str, int] = {}
+        self._histograms = {
+            metric.name: Histogram(metric.bounds)
+            for metric in REQUESTS
+            if metric.name.startswith("legato_request_")
+        }
+        self._cached_tokens = 0
+        self._finish_reasons: dict[str, int] = {}
 
     def add(self, request: EndedRequest) -> None:
         timings, usage = request.timings, request.usage
-        self.queue.add(timings.queue)
-        self.prefill.add(timings.prefill)
-        self.first_token.add(timings.first_token)
-        self.decode.add(timings.decode)
-        self.whole.add(timings.total)
-        self.prompt.add(usage.input_tokens)
-        self.output.add(usage.output_tokens)
-        self.cached_tokens += usage.cached_tokens
+        observed = {
+            "queue_seconds": timings.queue,
+            "prefill_seconds": timings.prefill,
+            "first_token_seconds": timings.first_token,
+            "decode_seconds": timings.decode,
+            "seconds": timings.total,
+            "prompt_size_tokens": usage.input_tokens,
+            "output_size_tokens": usage.output_tokens,
+        }
         if timings.image:
-            self.image.add(timings.image)
+            observed["image_seconds"] = timings.image
         if usage.output_tokens > 1:
-            self.token.add(timings.decode / (usage.output_tokens - 1))
+            observed["token_seconds"] = timings.decode / (usage.output_tokens - 1)
+        for name, value in observed.items():
+            self._histograms[f"legato_request_{name}"].add(value)
+        self._cached_tokens += usage.cached_tokens
         reason = request.finish_reason
-        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+        self._finish_reasons[reason] = self._finish_reasons.get(reason, 0) + 1
 
     def write(self, snapshot: Snapshot, *labels: str) -> None:
-        for reason, count in self.finish_reasons.items():
+        for reason, count in self._finish_reasons.items():
             snapshot.add("legato_requests", count, *labels, reason)
-        snapshot.add("legato_prompt_tokens", self.prompt.total, *labels)
-        snapshot.add("legato_cached_tokens", self.cached_tokens, *labels)
-        snapshot.add("legato_output_tokens", self.output.total, *labels)
-        for name, histogram in (
-            ("image_seconds", self.image),
-            ("queue_seconds", self.queue),
-            ("prefill_seconds", self.prefill),
-            ("first_token_seconds", self.first_token),
-            ("decode_seconds", self.decode),
-            ("token_seconds", self.token),
-            ("seconds", self.whole),
-            ("prompt_size_tokens", self.prompt),
-            ("output_size_tokens", self.output),
-        ):
-            snapshot.add_histogram(f"legato_request_{name}", histogram, *labels)
+        snapshot.add("legato_cached_tokens", self._cached_tokens, *labels)
+        for kind in ("prompt", "output"):
+            sizes = self._histograms[f"legato_request_{kind}_size_tokens"]
+            snapshot.add(f"legato_{kind}_tokens", sizes.total, *labels)
+        for name, histogram in self._histograms.items():
+            snapshot.add_histogram(name, histogram, *labels)
 
 
 class CallMetrics:

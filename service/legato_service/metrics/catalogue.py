@@ -46,226 +46,186 @@ TOKEN_BOUNDS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 768.0, 1024.0, 2048.0
 LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Seconds."""
 
-_REQUEST = ("skill", "tenant")
-_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.COUNTER, help, labels)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.GAUGE, help, labels)
+
+
+def _histogram(
+    name: str, help: str, *labels: str, bounds: tuple[float, ...] = CALL_BOUNDS
+) -> Metric:
+    return Metric(name, MetricKind.HISTOGRAM, help, labels, bounds)
+
+
+def _by(labels: tuple[str, ...], *metrics: Metric) -> tuple[Metric, ...]:
+    """Return the metrics with these labels before their own."""
+    return tuple(each._replace(labels=(*labels, *each.labels)) for each in metrics)
+
 
 CALLS = (
-    Metric("grpc_server_call_started", _C, "RPCs that began.", ("grpc_method",)),
-    Metric(
+    _counter("grpc_server_call_started", "RPCs that began.", "grpc_method"),
+    _histogram(
         "grpc_server_call_duration_seconds",
-        _H,
         "Time of RPCs in the server.",
-        ("grpc_method", "grpc_status"),
-        CALL_BOUNDS,
+        *("grpc_method", "grpc_status"),
     ),
-    Metric("legato_rpcs", _C, "RPCs that ended.", ("method", "code", "reason")),
-    Metric(
+    _counter("legato_rpcs", "RPCs that ended.", "method", "code", "reason"),
+    _counter(
         "legato_admission_rejections",
-        _C,
         "RPCs refused before any work, by the reason of the error.",
-        ("reason",),
+        "reason",
     ),
 )
 REQUESTS = (
-    Metric(
-        "legato_requests",
-        _C,
-        "Requests that the engine finished; RunTasks and sessions have several in one RPC.",
-        (*_REQUEST, "finish_reason"),
+    *_by(
+        ("skill", "tenant"),
+        _counter(
+            "legato_requests",
+            "Requests that the engine finished; RunTasks and sessions have several in one RPC.",
+            "finish_reason",
+        ),
+        _counter("legato_prompt_tokens", "Prompt and image tokens of requests."),
+        _counter("legato_cached_tokens", "Of them, from the prefix cache."),
+        _counter("legato_output_tokens", "Tokens generated for requests."),
+        _histogram("legato_request_image_seconds", "Time to decode and prepare a request's image."),
+        _histogram("legato_request_queue_seconds", "Time in the queue."),
+        _histogram(
+            "legato_request_prefill_seconds",
+            "Time from the launch of the prefill to the first token.",
+        ),
+        _histogram(
+            "legato_request_first_token_seconds",
+            "Time from arrival at the engine to the first token.",
+        ),
+        _histogram("legato_request_decode_seconds", "Time from the first token to the last."),
+        _histogram(
+            "legato_request_token_seconds",
+            "Mean time between the tokens of a request of at least two.",
+            bounds=SECONDS_BOUNDS,
+        ),
+        _histogram("legato_request_seconds", "Time in the engine."),
+        _histogram(
+            "legato_request_prompt_size_tokens",
+            "Prompt and image tokens of a request.",
+            bounds=TOKEN_BOUNDS,
+        ),
+        _histogram(
+            "legato_request_output_size_tokens",
+            "Tokens generated for a request.",
+            bounds=TOKEN_BOUNDS,
+        ),
     ),
-    Metric("legato_prompt_tokens", _C, "Prompt and image tokens of requests.", _REQUEST),
-    Metric("legato_cached_tokens", _C, "Of them, from the prefix cache.", _REQUEST),
-    Metric("legato_output_tokens", _C, "Tokens generated for requests.", _REQUEST),
-    Metric(
-        "legato_request_image_seconds",
-        _H,
-        "Time to decode and prepare a request's image.",
-        _REQUEST,
-        CALL_BOUNDS,
-    ),
-    Metric("legato_request_queue_seconds", _H, "Time in the queue.", _REQUEST, CALL_BOUNDS),
-    Metric(
-        "legato_request_prefill_seconds",
-        _H,
-        "Time from the launch of the prefill to the first token.",
-        _REQUEST,
-        CALL_BOUNDS,
-    ),
-    Metric(
-        "legato_request_first_token_seconds",
-        _H,
-        "Time from arrival at the engine to the first token.",
-        _REQUEST,
-        CALL_BOUNDS,
-    ),
-    Metric(
-        "legato_request_decode_seconds",
-        _H,
-        "Time from the first token to the last.",
-        _REQUEST,
-        CALL_BOUNDS,
-    ),
-    Metric(
-        "legato_request_token_seconds",
-        _H,
-        "Mean time between the tokens of a request of at least two.",
-        _REQUEST,
-        SECONDS_BOUNDS,
-    ),
-    Metric("legato_request_seconds", _H, "Time in the engine.", _REQUEST, CALL_BOUNDS),
-    Metric(
-        "legato_request_prompt_size_tokens",
-        _H,
-        "Prompt and image tokens of a request.",
-        _REQUEST,
-        TOKEN_BOUNDS,
-    ),
-    Metric(
-        "legato_request_output_size_tokens",
-        _H,
-        "Tokens generated for a request.",
-        _REQUEST,
-        TOKEN_BOUNDS,
-    ),
-    Metric(
+    _histogram(
         "legato_wait_estimate_error_seconds",
-        _H,
         "Difference of the wait estimated at admission and the time in the queue.",
-        (),
-        CALL_BOUNDS,
     ),
 )
 PROCESSES = (
-    Metric("legato_requests_in_flight", _G, "Requests that service processes have open."),
-    Metric("legato_requests_resumed", _C, "Times that requests went on with another engine."),
-    Metric("legato_requests_poisoned", _C, "Requests that ended because they end engines."),
-    Metric("legato_sessions_open", _G, "Sessions that are open."),
-    Metric(
-        "legato_sessions_waiting_for_credits", _G, "Sessions whose results wait for the client."
-    ),
-    Metric("legato_session_frames", _C, "Frames that sessions received."),
-    Metric("legato_session_frames_dropped", _C, "Frames dropped, by reason.", ("reason",)),
-    Metric(
-        "legato_session_frame_age_seconds",
-        _H,
-        "Age of a frame when its last result was sent.",
-        (),
-        CALL_BOUNDS,
-    ),
-    Metric(
+    _gauge("legato_requests_in_flight", "Requests that service processes have open."),
+    _counter("legato_requests_resumed", "Times that requests went on with another engine."),
+    _counter("legato_requests_poisoned", "Requests that ended because they end engines."),
+    _gauge("legato_sessions_open", "Sessions that are open."),
+    _gauge("legato_sessions_waiting_for_credits", "Sessions whose results wait for the client."),
+    _counter("legato_session_frames", "Frames that sessions received."),
+    _counter("legato_session_frames_dropped", "Frames dropped, by reason.", "reason"),
+    _histogram("legato_session_frame_age_seconds", "Age of a frame when its last result was sent."),
+    _histogram(
         "legato_event_loop_lag_seconds",
-        _H,
         "Delay of a timer on a service process's event loop.",
-        (),
-        LAG_BOUNDS,
+        bounds=LAG_BOUNDS,
     ),
-    Metric(
+    _gauge(
         "legato_event_loop_longest_stall_seconds",
-        _G,
         "Longest stall of a service process's event loop in about the last minute.",
-        ("process",),
+        "process",
     ),
-    Metric("legato_log_lines_dropped", _C, "Log lines that could not be written."),
-    Metric(
+    _counter("legato_log_lines_dropped", "Log lines that could not be written."),
+    _counter(
         "legato_access_reload_failures",
-        _C,
         "Changed files of certificates or credentials that were rejected.",
-        ("files",),
+        "files",
     ),
-    Metric(
-        "legato_process_resident_memory_bytes", _G, "Resident memory of a process.", ("process",)
-    ),
-    Metric("legato_process_cpu_seconds", _C, "CPU time of a process.", ("process",)),
-    Metric("legato_process_open_fds", _G, "Open files of a process.", ("process",)),
+    _gauge("legato_process_resident_memory_bytes", "Resident memory of a process.", "process"),
+    _counter("legato_process_cpu_seconds", "CPU time of a process.", "process"),
+    _gauge("legato_process_open_fds", "Open files of a process.", "process"),
 )
-
-
-def _engine(
-    name: str,
-    kind: MetricKind,
-    help: str,
-    labels: tuple[str, ...] = (),
-    bounds: tuple[float, ...] = (),
-) -> Metric:
-    return Metric(name, kind, help, ("engine", *labels), bounds)
-
-
 ENGINE = (
     Metric("legato_build", MetricKind.INFO, "The server.", ("version", "python", "processes")),
-    _engine(
-        "legato_model",
-        MetricKind.INFO,
-        "The served model.",
-        ("model", "device", "dtype", "kv_dtype"),
+    *_by(
+        ("engine",),
+        Metric(
+            "legato_model",
+            MetricKind.INFO,
+            "The served model.",
+            ("model", "device", "dtype", "kv_dtype"),
+        ),
+        _gauge("legato_engine_state", "1 for the engine's state, else 0.", "state"),
+        _counter("legato_engine_restarts", "Engines started after one was lost."),
+        _gauge("legato_engine_heartbeat_age_seconds", "Time since the engine's last heartbeat."),
+        _gauge("legato_engine_requests_running", "Requests that decode."),
+        _gauge("legato_engine_requests_waiting", "Requests that wait."),
+        _gauge("legato_engine_requests_limit", "Requests that may decode at a time."),
+        _gauge("legato_engine_queue_limit", "Requests that may wait."),
+        _gauge("legato_engine_launches_in_flight", "Launches not yet committed."),
+        _gauge("legato_engine_estimated_wait_seconds", "Time that a new request would wait."),
+        _counter("legato_engine_steps", "Launches committed since the engine started."),
+        _counter("legato_engine_launches", "Launches committed, by kind.", "kind"),
+        _counter("legato_engine_tokens", "Tokens generated."),
+        _gauge("legato_kv_pages_used", "KV pages of live requests."),
+        _gauge("legato_kv_pages_cached", "KV pages of the prefix cache that may be evicted."),
+        _gauge("legato_kv_pages_limit", "KV pages of the pool."),
+        _counter("legato_prefix_cache_queries", "Prompt positions looked up in the prefix cache."),
+        _counter("legato_prefix_cache_hits", "Of them, found."),
+        _counter("legato_image_cache_queries", "Images looked up in the image cache."),
+        _counter("legato_image_cache_hits", "Of them, found."),
+        _counter("legato_images_decoded", "Images decoded."),
+        _gauge("legato_image_cache_bytes", "Prepared images in the cache, without held ones."),
+        _gauge("legato_image_held_bytes", "Prepared images held for their owners."),
+        _gauge("legato_images_cached", "Prepared images, held ones included."),
+        _gauge("legato_adapter_slots_used", "Adapter slots of live requests."),
+        _counter("legato_preemptions", "Requests preempted to free KV pages for others."),
+        _counter("legato_recomputed_tokens", "Positions computed again after preemptions."),
+        _histogram(
+            "legato_engine_step_seconds",
+            "Time of a decode step after a decode step; those of a loop share its time.",
+            bounds=SECONDS_BOUNDS,
+        ),
+        _histogram(
+            "legato_inter_token_seconds",
+            "Time between two tokens of one request.",
+            bounds=SECONDS_BOUNDS,
+        ),
+        _gauge(
+            "legato_engine_step_part_seconds",
+            "Median part of the latest single decode steps, decode loops left out.",
+            "part",
+        ),
+        _counter(
+            "legato_engine_decode_seconds", "Time of all decode steps and loops after others."
+        ),
+        _counter("legato_engine_device_idle_seconds", "Of it, while the device had no work."),
+        _gauge(
+            "legato_engine_batch_rows",
+            "Mean number of requests in the latest single decode steps, decode loops left out.",
+        ),
+        _gauge(
+            "legato_pipeline_predicted_gain_ratio",
+            "Throughput gained by pipelining single steps, decode loops left out, from their "
+            "parts; 0.1 is a tenth more.",
+        ),
+        _gauge(
+            "legato_pipeline_observed_gain_ratio",
+            "Throughput gained by pipelining single steps, decode loops left out, from the time "
+            "of the latest and an estimate of the blocking loop's.",
+        ),
+        _counter("legato_draft_tokens", "Draft tokens verified."),
+        _counter("legato_draft_tokens_accepted", "Of them, accepted."),
+        _counter("legato_draft_blocks", "Blocks of draft tokens, by size.", "size"),
     ),
-    _engine("legato_engine_state", _G, "1 for the engine's state, else 0.", ("state",)),
-    _engine("legato_engine_restarts", _C, "Engines started after one was lost."),
-    _engine("legato_engine_heartbeat_age_seconds", _G, "Time since the engine's last heartbeat."),
-    _engine("legato_engine_requests_running", _G, "Requests that decode."),
-    _engine("legato_engine_requests_waiting", _G, "Requests that wait."),
-    _engine("legato_engine_requests_limit", _G, "Requests that may decode at a time."),
-    _engine("legato_engine_queue_limit", _G, "Requests that may wait."),
-    _engine("legato_engine_launches_in_flight", _G, "Launches not yet committed."),
-    _engine("legato_engine_estimated_wait_seconds", _G, "Time that a new request would wait."),
-    _engine("legato_engine_steps", _C, "Launches committed since the engine started."),
-    _engine("legato_engine_launches", _C, "Launches committed, by kind.", ("kind",)),
-    _engine("legato_engine_tokens", _C, "Tokens generated."),
-    _engine("legato_kv_pages_used", _G, "KV pages of live requests."),
-    _engine("legato_kv_pages_cached", _G, "KV pages of the prefix cache that may be evicted."),
-    _engine("legato_kv_pages_limit", _G, "KV pages of the pool."),
-    _engine("legato_prefix_cache_queries", _C, "Prompt positions looked up in the prefix cache."),
-    _engine("legato_prefix_cache_hits", _C, "Of them, found."),
-    _engine("legato_image_cache_queries", _C, "Images looked up in the image cache."),
-    _engine("legato_image_cache_hits", _C, "Of them, found."),
-    _engine("legato_images_decoded", _C, "Images decoded."),
-    _engine("legato_image_cache_bytes", _G, "Prepared images in the cache, without held ones."),
-    _engine("legato_image_held_bytes", _G, "Prepared images held for their owners."),
-    _engine("legato_images_cached", _G, "Prepared images, held ones included."),
-    _engine("legato_adapter_slots_used", _G, "Adapter slots of live requests."),
-    _engine("legato_preemptions", _C, "Requests preempted to free KV pages for others."),
-    _engine("legato_recomputed_tokens", _C, "Positions computed again after preemptions."),
-    _engine(
-        "legato_engine_step_seconds",
-        _H,
-        "Time of a decode step after a decode step; those of a loop share its time.",
-        (),
-        SECONDS_BOUNDS,
-    ),
-    _engine(
-        "legato_inter_token_seconds",
-        _H,
-        "Time between two tokens of one request.",
-        (),
-        SECONDS_BOUNDS,
-    ),
-    _engine(
-        "legato_engine_step_part_seconds",
-        _G,
-        "Median part of the latest single decode steps, decode loops left out.",
-        ("part",),
-    ),
-    _engine("legato_engine_decode_seconds", _C, "Time of all decode steps and loops after others."),
-    _engine("legato_engine_device_idle_seconds", _C, "Of it, while the device had no work."),
-    _engine(
-        "legato_engine_batch_rows",
-        _G,
-        "Mean number of requests in the latest single decode steps, decode loops left out.",
-    ),
-    _engine(
-        "legato_pipeline_predicted_gain_ratio",
-        _G,
-        "Throughput gained by pipelining single steps, decode loops left out, from their parts; "
-        "0.1 is a tenth more.",
-    ),
-    _engine(
-        "legato_pipeline_observed_gain_ratio",
-        _G,
-        "Throughput gained by pipelining single steps, decode loops left out, from the time of the "
-        "latest and an estimate of the blocking loop's.",
-    ),
-    _engine("legato_draft_tokens", _C, "Draft tokens verified."),
-    _engine("legato_draft_tokens_accepted", _C, "Of them, accepted."),
-    _engine("legato_draft_blocks", _C, "Blocks of draft tokens, by size.", ("size",)),
 )
 _GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 _VLLM_LABELS = ("model_name", "engine")
@@ -273,7 +233,7 @@ _VLLM_LABELS = ("model_name", "engine")
 
 def _gen_ai(name: str, repeats: str) -> Metric:
     full = f"gen_ai_server_{name}"
-    return Metric(full, _H, f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
+    return Metric(full, MetricKind.HISTOGRAM, f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
 
 
 def _vllm(name: str, kind: MetricKind, repeats: str) -> Metric:
@@ -285,15 +245,15 @@ GEN_AI = (
     _gen_ai("time_to_first_token_seconds", "legato_request_first_token_seconds"),
     _gen_ai("time_per_output_token_seconds", "legato_request_token_seconds"),
 )
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 VLLM = (
     _vllm("num_requests_running", _G, "legato_engine_requests_running"),
     _vllm("num_requests_waiting", _G, "legato_engine_requests_waiting"),
-    Metric("vllm:kv_cache_usage_perc", _G, "Share of KV pages in use, 0 to 1.", _VLLM_LABELS),
-    Metric(
+    _gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", *_VLLM_LABELS),
+    _gauge(
         "vllm:cache_config_info",
-        _G,
         "Pages of the KV cache, and the positions of one.",
-        ("block_size", "num_gpu_blocks", "engine"),
+        *("block_size", "num_gpu_blocks", "engine"),
     ),
     _vllm("prompt_tokens", _C, "legato_prompt_tokens"),
     _vllm("generation_tokens", _C, "legato_output_tokens"),
@@ -302,12 +262,9 @@ VLLM = (
     _vllm("prefix_cache_hits", _C, "legato_prefix_cache_hits"),
     _vllm("mm_cache_queries", _C, "legato_image_cache_queries"),
     _vllm("mm_cache_hits", _C, "legato_image_cache_hits"),
-    Metric("vllm:corrupted_requests", _C, "legato_rpcs of reason NUMERIC.", _VLLM_LABELS),
-    Metric(
-        "vllm:request_success",
-        _C,
-        "Finished requests, by reason.",
-        (*_VLLM_LABELS, "finished_reason"),
+    _counter("vllm:corrupted_requests", "legato_rpcs of reason NUMERIC.", *_VLLM_LABELS),
+    _counter(
+        "vllm:request_success", "Finished requests, by reason.", *_VLLM_LABELS, "finished_reason"
     ),
     _vllm("time_to_first_token_seconds", _H, "legato_request_first_token_seconds"),
     _vllm("inter_token_latency_seconds", _H, "legato_inter_token_seconds"),
