@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 
 from legato_ray.application import directory
-from legato_ray.writer import EndpointWriter
+from legato_ray.endpoints import EndpointWriter
 
 _ANSWER = 2.0  # seconds for the directory
 

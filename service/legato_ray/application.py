@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from legato_ray.autoscaling import BUSY, QUEUE_SECONDS
-from legato_ray.directory import Directory
+from legato_ray.endpoints import Directory
 from legato_ray.settings import Settings
 from legato_ray.unit import Unit
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc
 
-from legato_ray import health
+INFERENCE = "legato.v1.InferenceService"
+LIVENESS = ""  # SERVING while the service process answers
 
 _POLL = 0.05  # seconds
 _ANSWER = 2.0  # seconds for a server that does not hang to say anything
@@ -97,14 +99,14 @@ class Unit:
             time.sleep(_POLL)
 
     def is_serving(self) -> bool:
-        return self._is_known() and health.serves(self.health_address, health.INFERENCE, _ANSWER)
+        return self._is_known() and serves(self.health_address, _ANSWER)
 
     def is_alive(self) -> bool:
         """Its service process runs and answers; its engine may be lost, which it replaces."""
         return (
             self._process.poll() is None
             and self._is_known()
-            and health.serves(self.health_address, health.LIVENESS, _ANSWER)
+            and serves(self.health_address, _ANSWER, LIVENESS)
         )
 
     def load(self) -> Load:
@@ -149,3 +151,22 @@ class Unit:
 
 def _any_port(host: str) -> str:
     return f"[{host}]:0" if ":" in host else f"{host}:0"
+
+
+# ---------------------------------------------------------------- health
+
+
+def serves(address: str, timeout: float, service: str = INFERENCE) -> bool:
+    """Return whether the server at HOST:PORT says SERVING within `timeout` seconds."""
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),  # so that an old connection says nothing
+        ("grpc.enable_http_proxy", 0),
+    ]
+    with grpc.insecure_channel(address, options) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            response = stub.Check(request, timeout=timeout)
+        except grpc.RpcError:
+            return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -15,14 +15,17 @@ from typing import Any
 import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_ray import health
 from legato_ray.autoscaling import QueueSecondsPolicy, replicas_needed
-from legato_ray.directory import MAX_AGE, Directory
-from legato_ray.endpoints import EmptyEndpoints, EndpointFile
-from legato_ray.membership import Membership
+from legato_ray.endpoints import (
+    MAX_AGE,
+    Directory,
+    EmptyEndpoints,
+    EndpointFile,
+    EndpointWriter,
+    Membership,
+)
 from legato_ray.settings import InvalidSettings, Settings
-from legato_ray.unit import StartFailed, Unit
-from legato_ray.writer import EndpointWriter
+from legato_ray.unit import StartFailed, Unit, serves
 
 from tests.e2e.server import exists, until
 
@@ -77,7 +80,7 @@ def test_a_unit_leaves_with_its_replica(started: Unit) -> None:
     """The end of the pipe between them drains it, as when Ray kills the replica."""
     assert started._process.stdin is not None
     started._process.stdin.close()
-    until(lambda: not health.serves(started.health_address, health.INFERENCE, 1))
+    until(lambda: not serves(started.health_address, 1))
     assert exists(started.pid), "it serves on for a while"
     until(lambda: started._process.poll() is not None)
     assert started._process.returncode == 0
