@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from legato.v1 import inference_pb2, media_pb2, server_pb2, session_pb2, task_pb2
+from legato.v1 import (
+    admin_pb2,
+    geometry_pb2,
+    inference_pb2,
+    media_pb2,
+    server_pb2,
+    session_pb2,
+    task_pb2,
+)
 from legato.v1 import inference_pb2 as pb
 from legato_client import (
     Aborted,
@@ -24,13 +32,21 @@ from legato_client import (
     DuplicateRequest,
     FailedPrecondition,
     FieldViolation,
+    FrameDropped,
     ImageNotFound,
     InternalError,
     InvalidArgument,
     LegatoError,
+    Load,
+    ModelInfo,
+    Motion,
     NotFound,
     Options,
+    Outline,
+    OutlineDelta,
     PermissionDenied,
+    Point,
+    PointedObject,
     Preempted,
     QueryResult,
     QuotaExceeded,
@@ -38,8 +54,12 @@ from legato_client import (
     ResponseInfo,
     Sampling,
     SegmentTask,
+    ServerInfo,
     SessionProtocol,
+    SessionTerms,
     SharedMemoryRefused,
+    Started,
+    Token,
     Unauthenticated,
     Unavailable,
     Unimplemented,
@@ -145,6 +165,31 @@ def test_a_task_is_the_same_in_a_call_of_its_own_and_in_one_of_several(name):
     for field, value in among.ListFields():
         assert getattr(alone, field.name) == value
     assert alone.sampling.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "given"),
+    [
+        *((each, getattr(geometry_pb2, each.__name__), ()) for each in (Box, Point, Motion)),
+        (Detection, geometry_pb2.DetectedObject, ()),
+        (PointedObject, geometry_pb2.PointedObject, ()),
+        (Outline, geometry_pb2.Outline, ()),
+        (ResponseInfo, inference_pb2.ResponseInfo, ()),
+        (Token, inference_pb2.Token, ()),
+        (Started, inference_pb2.Started, ()),
+        (OutlineDelta, inference_pb2.OutlineDelta, ()),
+        (ServerInfo, server_pb2.GetServerInfoResponse, ()),
+        (ModelInfo, server_pb2.Model, ()),
+        (Load, admin_pb2.GetLoadResponse, ()),
+        (SessionTerms, session_pb2.SessionOpened, ()),
+        (FrameDropped, session_pb2.FrameDropped, ()),
+        *((each.result, each.response, ("info", "task_id")) for each in skills.SKILLS),
+    ],
+)
+def test_values_have_the_names_of_their_messages_fields(kind, message, given):
+    """All fields are read from those of the same names, so none is left at its default."""
+    names = {each.name for each in dataclasses.fields(kind)} - {*given}
+    assert names <= set(message.DESCRIPTOR.fields_by_name)
 
 
 def test_a_subject_that_a_skill_cannot_have_is_refused():

@@ -12,13 +12,13 @@ come back.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.resources
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -26,7 +26,9 @@ from google.protobuf.message import DecodeError, Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, session_pb2
 
 from legato_client._errors import Busy, InternalError, InvalidArgument
-from legato_client._proto import pieces, responses, skills
+from legato_client._proto import responses, skills
+from legato_client._proto.pieces import read
+from legato_client._types import results, server
 from legato_client._version import CONTRACT_REVISION, version
 
 _FILE = "service_config.json"
@@ -289,7 +291,11 @@ def message_of(kind: type[ResponseT], data: bytes) -> ResponseT:
 
 
 def _answer(skill: skills.AnySkill, response: Any) -> Any:
-    return skill.read(response, pieces.info(response.info), "")
+    return skill.read(response, read(results.ResponseInfo, response.info))
+
+
+def _nothing(_response: Message) -> None:
+    pass
 
 
 _INFERENCE = "/legato.v1.InferenceService/"
@@ -303,7 +309,7 @@ OF_SKILLS: Mapping[str, StubMethod[Any, Any]] = {
     skill.name: StubMethod(
         f"{_INFERENCE}{skill.name.capitalize()}",
         skill.response,
-        functools.partial(_answer, skill),
+        partial(_answer, skill),
     )
     for skill in skills.SKILLS
 }
@@ -311,18 +317,20 @@ OF_SKILLS: Mapping[str, StubMethod[Any, Any]] = {
 RUN_TASKS = StubMethod(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
 GENERATE = StubMethod(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event_of)
 PUT_IMAGE = StubMethod(_IMAGE + "PutImage", image_pb2.PutImageResponse, responses.held_image)
-DELETE_IMAGE = StubMethod(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, responses.no_image)
+DELETE_IMAGE = StubMethod(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, _nothing)
 GET_SERVER_INFO = StubMethod(
-    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, responses.server_info
+    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, partial(read, server.ServerInfo)
 )
 LIST_MODELS = StubMethod(_SERVER + "ListModels", server_pb2.ListModelsResponse, responses.models)
-GET_LOAD = StubMethod(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, responses.load)
-ABORT = StubMethod(_ADMIN + "Abort", admin_pb2.AbortResponse, responses.abort_count)
-GET_METRICS = StubMethod(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, responses.metrics)
+GET_LOAD = StubMethod(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, partial(read, server.Load))
+ABORT = StubMethod(_ADMIN + "Abort", admin_pb2.AbortResponse, partial(read, server.AbortCount))
+GET_METRICS = StubMethod(
+    _ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, lambda each: each.text
+)
 WATCH_TIMELINE = StubMethod(
     _ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, responses.timeline
 )
 SET_PIPELINE_DEPTH = StubMethod(
-    _ADMIN + "SetPipelineDepth", admin_pb2.SetPipelineDepthResponse, responses.no_depth
+    _ADMIN + "SetPipelineDepth", admin_pb2.SetPipelineDepthResponse, _nothing
 )
-DRAIN = StubMethod(_ADMIN + "Drain", admin_pb2.DrainResponse, responses.unfinished)
+DRAIN = StubMethod(_ADMIN + "Drain", admin_pb2.DrainResponse, partial(read, server.Unfinished))

@@ -1,120 +1,72 @@
-"""Parts of messages that are values of Python, both ways."""
+"""Messages to values of Python by the names of their fields, and times, enums and places."""
 
 from __future__ import annotations
 
+import datetime
 import functools
-from collections.abc import Iterable
+import operator
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, TypeVar
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from google.protobuf.descriptor import EnumDescriptor
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+from legato.v1 import geometry_pb2, media_pb2
 
 from legato_client._errors import InternalError
 from legato_client._types import results
-from legato_client._types.results import BoxAxes, Motion
 from legato_client._types.tasks import SpatialRef
 
-_FINISH_REASONS: EnumDescriptor = task_pb2.FinishReason.DESCRIPTOR
+ValueT = TypeVar("ValueT")
+Getter = Callable[[Any], Any]
 
 
-def box(message: geometry_pb2.Box) -> results.Box:
-    return results.Box(message.x_min, message.y_min, message.x_max, message.y_max)
+def read(kind: type[ValueT], message: Message, **given: Any) -> ValueT:
+    """Build a dataclass from the message's fields of the same names, and from those `given`.
+
+    An absent message, number or text is None where the dataclass allows it. Times are in seconds,
+    moments in UTC, and the values of enums are their words.
+    """
+    make: Any = kind  # to mypy a type variable's class is not hashable
+    value: ValueT = _reader(make, message.DESCRIPTOR, *given)(message, **given)
+    return value
 
 
-def point(message: geometry_pb2.Point) -> results.Point:
-    return results.Point(message.x, message.y)
+@functools.cache  # the dataclasses of this package
+def _reader(kind: Any, message: Descriptor, *given: str) -> Callable[..., Any]:
+    known, hints = message.fields_by_name, typing.get_type_hints(kind)
+    names = [name for name in hints if name in known and name not in given]
+    getters = [_getter(known[name], hints[name]) for name in names]
+    if names != list(hints)[: len(names)]:
+        return lambda message, **given: kind(
+            **{name: get(message) for name, get in zip(names, getters, strict=True)}, **given
+        )
+    return lambda message, **given: kind(*[get(message) for get in getters], **given)
 
 
-def detection(message: geometry_pb2.DetectedObject) -> results.Detection:
-    confidence = message.confidence if message.HasField("confidence") else None
-    return results.Detection(
-        box=box(message.box),
-        label=message.label,
-        confidence=confidence,
-        track_id=message.track_id,
-        motion=_motion(message.motion) if message.HasField("motion") else None,
-    )
+def _getter(field: FieldDescriptor, hint: Any) -> Getter:
+    """Return how to get a field's value, of the type `hint`, from a message."""
+    name, get = field.name, operator.attrgetter(field.name)
+    kinds = typing.get_args(hint) if field.is_repeated or isinstance(hint, UnionType) else (hint,)
+    value = get if (convert := _converter(field, kinds[0])) is None else _composed(convert, get)
+    if field.is_repeated:
+        return (lambda m: tuple(map(convert, get(m)))) if convert else _composed(tuple, get)
+    return (lambda m: value(m) if m.HasField(name) else None) if NoneType in kinds else value
 
 
-def _motion(message: geometry_pb2.Motion) -> Motion:
-    return Motion(
-        position=_axes(message.position),
-        velocity=_axes(message.velocity),
-        acceleration=_axes(message.acceleration),
-        position_deviation=_axes(message.position_deviation),
-        velocity_deviation=_axes(message.velocity_deviation),
-        acceleration_deviation=_axes(message.acceleration_deviation),
-    )
+def _composed(convert: Getter, get: Getter) -> Getter:
+    return lambda message: convert(get(message))
 
 
-def _axes(message: geometry_pb2.BoxAxes) -> BoxAxes:
-    return BoxAxes(message.center_x, message.center_y, message.width, message.height)
-
-
-def pointed(message: geometry_pb2.PointedObject) -> results.PointedObject:
-    confidence = message.confidence if message.HasField("confidence") else None
-    return results.PointedObject(point(message.point), message.label, confidence)
-
-
-def outline(message: geometry_pb2.Outline) -> results.Outline:
-    confidence = message.confidence if message.HasField("confidence") else None
-    return results.Outline(
-        message.path, box(message.box), message.label, confidence, message.coarse
-    )
-
-
-def tokens(messages: Iterable[inference_pb2.Token]) -> tuple[results.Token, ...]:
-    return tuple(map(_token, messages))
-
-
-def _token(message: inference_pb2.Token) -> results.Token:
-    kind = message.WhichOneof("value")
-    return results.Token(
-        token_id=message.token_id,
-        text=message.text,
-        logprob=message.logprob if message.HasField("logprob") else None,
-        coordinate=message.coordinate if kind == "coordinate" else None,
-        size=(message.size.width, message.size.height) if kind == "size" else None,
-        alternatives=tuple(map(_alternative, message.alternatives)),
-        certainty=_certainty(message.certainty) if message.HasField("certainty") else None,
-        bytes=message.bytes,
-    )
-
-
-def _alternative(message: inference_pb2.TokenAlternative) -> results.TokenAlternative:
-    return results.TokenAlternative(message.token_id, message.text, message.logprob, message.bytes)
-
-
-def _certainty(message: inference_pb2.TokenCertainty) -> results.TokenCertainty:
-    return results.TokenCertainty(message.existence, message.concentration)
-
-
-def grounding(message: task_pb2.Grounding) -> results.Grounding:
-    points = tuple(map(point, message.points))
-    return results.Grounding(message.start_index, message.end_index, points)
-
-
-def reasoning(message: task_pb2.Reasoning) -> results.Reasoning:
-    return results.Reasoning(message.text, tuple(map(grounding, message.grounding)))
-
-
-def info(message: inference_pb2.ResponseInfo) -> results.ResponseInfo:
-    return results.ResponseInfo(
-        request_id=message.request_id,
-        model=message.model,
-        finish_reason=finish_reason(message.finish_reason),
-        usage=usage(message.usage) if message.HasField("usage") else None,
-        timings=timings(message.timings) if message.HasField("timings") else None,
-        image=image_info(message.image) if message.HasField("image") else None,
-        stamp=stamp(message.stamp) if message.HasField("stamp") else None,
-        tokens=tokens(message.tokens),
-        resumptions=message.resumptions,
-        images=tuple(map(image_info, message.images)),
-    )
-
-
-def finish_reason(number: int) -> str:
-    return enum_word(_FINISH_REASONS, number)
+def _converter(field: FieldDescriptor, kind: Any) -> Getter | None:
+    """Return what makes a value of that type of a field's; None: it is one."""
+    if field.enum_type is not None:
+        return functools.partial(enum_word, field.enum_type)
+    if field.message_type is None:
+        return None
+    return _CONVERTERS.get(field.message_type.full_name) or _reader(kind, field.message_type)
 
 
 @functools.lru_cache(256)  # every answer names one, always of the same few
@@ -125,31 +77,6 @@ def enum_word(enum: EnumDescriptor, number: int) -> str:
         return "unspecified"
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return value.name.removeprefix(prefix).lower()
-
-
-def usage(message: task_pb2.Usage) -> results.Usage:
-    return results.Usage(
-        input_tokens=message.input_tokens,
-        output_tokens=message.output_tokens,
-        cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
-        image_tokens=message.image_tokens if message.HasField("image_tokens") else None,
-        reasoning_tokens=message.reasoning_tokens if message.HasField("reasoning_tokens") else None,
-    )
-
-
-def timings(message: task_pb2.Timings) -> results.Timings:
-    return results.Timings(
-        queue=seconds(message.queue),
-        image=seconds(message.image),
-        prefill=seconds(message.prefill),
-        first_token=seconds(message.first_token),
-        decode=seconds(message.decode),
-        total=seconds(message.total),
-    )
-
-
-def image_info(message: media_pb2.ImageInfo) -> results.ImageInfo:
-    return results.ImageInfo(message.image_id, message.width, message.height, message.cache_hit)
 
 
 def moment(message: timestamp_pb2.Timestamp) -> timestamp_pb2.Timestamp:
@@ -165,6 +92,10 @@ def moment(message: timestamp_pb2.Timestamp) -> timestamp_pb2.Timestamp:
     return message
 
 
+def utc(message: timestamp_pb2.Timestamp) -> datetime.datetime:
+    return moment(message).ToDatetime(datetime.UTC)
+
+
 def stamp(message: media_pb2.FrameStamp) -> results.FrameStamp:
     capture_time = message.capture_time if message.HasField("capture_time") else None
     return results.FrameStamp(
@@ -177,6 +108,14 @@ def stamp(message: media_pb2.FrameStamp) -> results.FrameStamp:
 def seconds(duration: duration_pb2.Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
+
+_CONVERTERS: dict[str, Getter] = {
+    "google.protobuf.Duration": seconds,
+    "google.protobuf.Timestamp": utc,
+    "legato.v1.FrameStamp": stamp,
+    "legato.v1.Size": operator.attrgetter("width", "height"),
+}
+"""Converters of messages that are no dataclass of the same fields."""
 
 MAX_SECONDS = 315_576_000_000
 """Maximum of protobuf's Duration: 10,000 years."""
@@ -200,3 +139,37 @@ def to_refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
         )
         for ref in refs
     ]
+
+
+def fill(message: Any, value: Any, converters: Mapping[str, Getter] = MappingProxyType({})) -> None:
+    """Set a message's fields to those of the same names of a dataclass, converted by name.
+
+    None, and what a field without presence has anyway, leave the message as it is.
+    """
+    for name, is_always_set, put in _setters(message.DESCRIPTOR, value.__class__):
+        given = getattr(value, name)
+        if given is not None and name in converters:
+            given = converters[name](given)
+        if given or (given is not None and is_always_set):
+            put(message, given)
+
+
+@functools.cache  # the dataclasses of this package
+def _setters(
+    message: Descriptor, kind: Any
+) -> tuple[tuple[str, bool, Callable[[Any, Any], None]], ...]:
+    fields = message.fields_by_name
+    return tuple(
+        (name, fields[name].has_presence, _setter(fields[name]))
+        for name in kind.__dataclass_fields__
+        if name in fields
+    )
+
+
+def _setter(field: FieldDescriptor) -> Callable[[Any, Any], None]:
+    name = field.name
+    if field.is_repeated:
+        return lambda message, value: getattr(message, name).extend(value)
+    if field.message_type is not None:
+        return lambda message, value: getattr(message, name).CopyFrom(value)
+    return lambda message, value: setattr(message, name, value)

@@ -11,10 +11,10 @@ from google.protobuf import timestamp_pb2
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, task_pb2
 
 from legato_client._proto import skills
-from legato_client._proto.pieces import duration
+from legato_client._proto.pieces import duration, fill
 from legato_client._proto.skills import refuse_images
 from legato_client._types.results import FrameStamp
-from legato_client._types.tasks import Options, Sampling, Task
+from legato_client._types.tasks import Options, Task
 
 RequestT = TypeVar("RequestT", bound=Any)  # requests share fields, not a class
 
@@ -23,10 +23,8 @@ _MAX_TASK_ID = 64  # characters that the contract allows
 
 def question(image: media_pb2.Image | None, task: Task, options: Options) -> Any:
     """Build the request of the skill's own call."""
-    skill = skills.of(task)
-    request: Any = skill.request()
-    skill.write(task, request)
-    _set_sampling(request.sampling, task.sampling)
+    request: Any = skills.of(task).request()
+    skills.write(task, request)
     return _asking(request, options, image)
 
 
@@ -65,7 +63,7 @@ def drain(grace: float | None) -> admin_pb2.DrainRequest:
 
 
 def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
-    _set_options(request.options, options)
+    fill(request.options, options)
     if options.stamp is not None:
         request.stamp.CopyFrom(stamp_message(options.stamp))
     if image is not None:  # copied so it shares the bytes, where a constructor encodes them
@@ -95,44 +93,12 @@ def session_tasks(asked: Sequence[Task]) -> list[task_pb2.Task]:
 
 
 def task_message(asked: Task) -> task_pb2.Task:
-    message = task_pb2.Task(task_id=asked.task_id)
-    _set_sampling(message.sampling, asked.sampling)
-    skill = skills.of(asked)
-    own = getattr(message, skill.name)
+    message = task_pb2.Task()
+    skills.write(asked, message)
+    own = getattr(message, skills.of(asked).name)
     own.SetInParent()
-    skill.write(asked, own)
+    skills.write(asked, own)
     return message
-
-
-def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
-    """Set the sampling message; defaults leave no message at all."""
-    if sampling.temperature is not None:
-        message.temperature = sampling.temperature
-    if sampling.top_p is not None:
-        message.top_p = sampling.top_p
-    if sampling.top_k is not None:
-        message.top_k = sampling.top_k
-    if sampling.max_tokens is not None:
-        message.max_tokens = sampling.max_tokens
-    if sampling.seed is not None:
-        message.seed = sampling.seed
-    if sampling.stop:
-        message.stop.extend(sampling.stop)
-
-
-def _set_options(message: inference_pb2.RequestOptions, options: Options) -> None:
-    if options.request_id:
-        message.request_id = options.request_id
-    if options.model:
-        message.model = options.model
-    if options.adapter:
-        message.adapter = options.adapter
-    if options.cache_image is not None:
-        message.cache_image = options.cache_image
-    if options.return_tokens:
-        message.return_tokens = True
-    if options.top_logprobs is not None:
-        message.top_logprobs = options.top_logprobs
 
 
 def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:

@@ -26,6 +26,7 @@ from legato_client._types.tasks import (
     Sampling,
     SegmentTask,
     Task,
+    Tracking,
 )
 
 _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
@@ -107,25 +108,37 @@ _ORDERS: dict[str, task_pb2.ObjectOrder.ValueType] = {
 class Skill(Generic[TaskT, ResultT]):
     """Description of a skill; other differences follow from the fields of its values.
 
-    `name` is its field in the contract's Task and TaskResult, and its command. `write` fills the
-    task's own message or the request of the call that is named after the skill: both have these
-    fields. So have the result's message and the call's response, which `read` takes.
+    `name` is its field in the contract's Task and TaskResult, its command, and its call. The
+    task's own message and the call's request have the fields of `task`, and the result's message
+    and the call's response those of `result`.
     """
 
     name: str
     help: str
     task: type[TaskT]
     result: type[ResultT]
-    request: type[ProtoMessage]
-    response: type[ProtoMessage]
-    write: Callable[[TaskT, Any], None]
-    read: Callable[[Any, results.ResponseInfo, str], ResultT]
     subject: str
     """Task field that a command-line word sets."""
     choices: tuple[str, ...] = ()
     """Allowed subjects; empty: any."""
     places: Literal["", "boxes", "points"] = ""
     """Kind of places in its result; an outline has a box."""
+
+    @property
+    def request(self) -> type[ProtoMessage]:
+        """Return the request of its call."""
+        kind: type[ProtoMessage] = getattr(inference_pb2, f"{self.name.capitalize()}Request")
+        return kind
+
+    @property
+    def response(self) -> type[ProtoMessage]:
+        """Return the response of its call."""
+        kind: type[ProtoMessage] = getattr(inference_pb2, f"{self.name.capitalize()}Response")
+        return kind
+
+    def read(self, message: ProtoMessage, info: results.ResponseInfo, task_id: str = "") -> ResultT:
+        """Convert the result's message, or the call's response."""
+        return pieces.read(self.result, message, info=info, task_id=task_id)
 
     @property
     def usage(self) -> str:
@@ -155,157 +168,88 @@ class Skill(Generic[TaskT, ResultT]):
         return make(**given, sampling=sampling)
 
 
-def _write_object(task: DetectTask | PointTask | SegmentTask, message: Any) -> None:
-    message.object = task.object
-
-
-def _write_limits(task: DetectTask | PointTask, message: Any) -> None:
-    if task.max_objects is not None:
-        message.max_objects = task.max_objects
-    if task.min_confidence is not None:
-        message.min_confidence = task.min_confidence
-    if task.order not in _ORDERS:
-        raise ValueError(f"an order is one of {sorted(_ORDERS)}, got {task.order!r}")
-    message.order = _ORDERS[task.order]
-
-
-# ---------------------------------------------------------------- detect
-
-
-def _write_detect(task: DetectTask, message: Any) -> None:
-    """Write the task; only a session's task is tracked."""
-    _write_object(task, message)
-    _write_limits(task, message)
-    if task.tracking is not None and isinstance(message, task_pb2.DetectTask):
-        message.tracking.SetInParent()
-        if task.tracking.max_unseen is not None:
-            message.tracking.max_unseen.CopyFrom(pieces.duration(task.tracking.max_unseen))
-
-
-def _read_detect(
-    message: task_pb2.DetectResult | inference_pb2.DetectResponse,
-    info: results.ResponseInfo,
-    task_id: str = "",
-) -> results.DetectResult:
-    return results.DetectResult(tuple(map(pieces.detection, message.objects)), info, task_id)
-
-
 DETECT = Skill(
-    name="detect",
-    help="box every instance of an object",
-    task=DetectTask,
-    result=results.DetectResult,
-    request=inference_pb2.DetectRequest,
-    response=inference_pb2.DetectResponse,
-    write=_write_detect,
-    read=_read_detect,
-    subject="object",
+    "detect",
+    "box every instance of an object",
+    DetectTask,
+    results.DetectResult,
+    "object",
     places="boxes",
 )
-
-
-# ---------------------------------------------------------------- point
-
-
-def _write_point(task: PointTask, message: Any) -> None:
-    _write_object(task, message)
-    _write_limits(task, message)
-    message.spatial_refs.extend(pieces.to_refs(task.spatial_refs))
-
-
-def _read_point(
-    message: task_pb2.PointResult | inference_pb2.PointResponse,
-    info: results.ResponseInfo,
-    task_id: str = "",
-) -> results.PointResult:
-    return results.PointResult(tuple(map(pieces.pointed, message.points)), info, task_id)
-
-
 POINT = Skill(
-    name="point",
-    help="point at every instance of an object",
-    task=PointTask,
-    result=results.PointResult,
-    request=inference_pb2.PointRequest,
-    response=inference_pb2.PointResponse,
-    write=_write_point,
-    read=_read_point,
-    subject="object",
+    "point",
+    "point at every instance of an object",
+    PointTask,
+    results.PointResult,
+    "object",
     places="points",
 )
-
-
-# ---------------------------------------------------------------- segment
-
-
-def _write_segment(task: SegmentTask, message: Any) -> None:
-    _write_object(task, message)
-    message.spatial_refs.extend(pieces.to_refs(task.spatial_refs))
-
-
-def _read_segment(
-    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse,
-    info: results.ResponseInfo,
-    task_id: str = "",
-) -> results.SegmentResult:
-    return results.SegmentResult(tuple(map(pieces.outline, message.segments)), info, task_id)
-
-
 SEGMENT = Skill(
-    name="segment",
-    help="outline an object",
-    task=SegmentTask,
-    result=results.SegmentResult,
-    request=inference_pb2.SegmentRequest,
-    response=inference_pb2.SegmentResponse,
-    write=_write_segment,
-    read=_read_segment,
-    subject="object",
-    places="boxes",
+    "segment", "outline an object", SegmentTask, results.SegmentResult, "object", places="boxes"
 )
-
-
-# ---------------------------------------------------------------- caption
-
-
-def _write_caption(task: CaptionTask, message: Any) -> None:
-    if task.length not in _LENGTHS:
-        raise ValueError(f"caption length must be one of {sorted(_LENGTHS)}, got {task.length!r}")
-    message.length = _LENGTHS[task.length]
-
-
-def _read_caption(
-    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse,
-    info: results.ResponseInfo,
-    task_id: str = "",
-) -> results.CaptionResult:
-    return results.CaptionResult(message.caption, info, task_id)
-
-
 CAPTION = Skill(
-    name="caption",
-    help="describe the image",
-    task=CaptionTask,
-    result=results.CaptionResult,
-    request=inference_pb2.CaptionRequest,
-    response=inference_pb2.CaptionResponse,
-    write=_write_caption,
-    read=_read_caption,
-    subject="length",
+    "caption",
+    "describe the image",
+    CaptionTask,
+    results.CaptionResult,
+    "length",
     choices=get_args(CaptionLength),
 )
+QUERY = Skill(
+    "query",
+    "answer a question, with or without an image",
+    QueryTask,
+    results.QueryResult,
+    "question",
+)
+
+AnySkill = Skill[Any, Any]
+
+SKILLS: tuple[AnySkill, ...] = (DETECT, POINT, SEGMENT, CAPTION, QUERY)
+BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}
+_BY_VALUE: Mapping[type, AnySkill] = {
+    cls: skill for skill in SKILLS for cls in (skill.task, skill.result)
+}
 
 
-# ---------------------------------------------------------------- query
+def of(value: Task | results.Result) -> AnySkill:
+    """Return the skill of a task or of a result."""
+    return _BY_VALUE[type(value)]
 
 
-def _write_query(task: QueryTask, message: Any) -> None:
-    message.question = task.question
-    message.reasoning = task.reasoning
-    message.spatial_refs.extend(pieces.to_refs(task.spatial_refs))
-    message.messages.extend(to_messages(task.messages))
-    if task.response_format is not None:
-        message.response_format.CopyFrom(to_response_format(task.response_format))
+# ---------------------------------------------------------------- tasks as messages
+
+
+def write(task: Task, message: ProtoMessage) -> None:
+    """Fill the task's own message, the request of its call, or the contract's Task.
+
+    Raises ValueError for a word that the contract lacks.
+    """
+    pieces.fill(message, task, _CONVERTERS)
+
+
+def to_sampling(sampling: Sampling) -> task_pb2.Sampling | None:
+    """Convert sampling parameters; defaults are no message at all."""
+    message = task_pb2.Sampling()
+    pieces.fill(message, sampling)
+    return message if message.ListFields() else None
+
+
+def _to_length(length: str) -> int:
+    if length not in _LENGTHS:
+        raise ValueError(f"caption length must be one of {sorted(_LENGTHS)}, got {length!r}")
+    return _LENGTHS[length]
+
+
+def _to_order(order: str) -> int:
+    if order not in _ORDERS:
+        raise ValueError(f"an order is one of {sorted(_ORDERS)}, got {order!r}")
+    return _ORDERS[order]
+
+
+def _to_tracking(tracking: Tracking) -> task_pb2.Tracking:
+    waits = tracking.max_unseen
+    return task_pb2.Tracking(max_unseen=None if waits is None else pieces.duration(waits))
 
 
 def to_response_format(wanted: ResponseFormat) -> task_pb2.ResponseFormat:
@@ -326,39 +270,13 @@ def to_response_format(wanted: ResponseFormat) -> task_pb2.ResponseFormat:
     return task_pb2.ResponseFormat(**fields)
 
 
-def _read_query(
-    message: task_pb2.QueryResult | inference_pb2.QueryResponse,
-    info: results.ResponseInfo,
-    task_id: str = "",
-) -> results.QueryResult:
-    thought = pieces.reasoning(message.reasoning) if message.HasField("reasoning") else None
-    return results.QueryResult(message.answer, thought, info, task_id)
-
-
-QUERY = Skill(
-    name="query",
-    help="answer a question, with or without an image",
-    task=QueryTask,
-    result=results.QueryResult,
-    request=inference_pb2.QueryRequest,
-    response=inference_pb2.QueryResponse,
-    write=_write_query,
-    read=_read_query,
-    subject="question",
-)
-
-
-# ---------------------------------------------------------------- the table
-
-AnySkill = Skill[Any, Any]
-
-SKILLS: tuple[AnySkill, ...] = (DETECT, POINT, SEGMENT, CAPTION, QUERY)
-BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}
-_BY_VALUE: Mapping[type, AnySkill] = {
-    cls: skill for skill in SKILLS for cls in (skill.task, skill.result)
+_CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
+    "length": _to_length,
+    "order": _to_order,
+    "tracking": _to_tracking,  # of a session's task; no request has it
+    "spatial_refs": pieces.to_refs,
+    "messages": to_messages,
+    "response_format": to_response_format,
+    "sampling": to_sampling,
 }
-
-
-def of(value: Task | results.Result) -> AnySkill:
-    """Return the skill of a task or of a result."""
-    return _BY_VALUE[type(value)]
+"""Converters of a task's fields that are not the contract's own values."""

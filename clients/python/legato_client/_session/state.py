@@ -587,12 +587,12 @@ class SessionState:
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
         self._credits = opened.frame_credits
-        self.terms = responses.terms(opened)
+        self.terms = pieces.read(SessionTerms, opened)
 
     def _dropped(self, dropped: session_pb2.FrameDropped) -> FrameDropped:
         self._credits = dropped.frame_credits
         self._server_drops = dropped.dropped_total
-        return self._drop(dropped.sequence, responses.dropped(dropped).reason)
+        return self._drop(dropped.sequence, pieces.read(FrameDropped, dropped).reason)
 
     def _drop(self, sequence: int, reason: str) -> FrameDropped:
         if sequence in self._open:
