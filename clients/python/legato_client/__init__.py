@@ -57,8 +57,7 @@ from legato_client._images.sources import (
     SlotsBusy,
     shm_namespace,
 )
-from legato_client._session.async_session import AsyncSession
-from legato_client._session.blocking_session import Session
+from legato_client._session.sessions import AsyncSession, Session
 from legato_client._types.results import (
     Box,
     BoxAxes,

@@ -12,7 +12,7 @@ from legato_client._grpc.settings import ClientSettings, ConfiguredClient
 from legato_client._grpc.transport import AsyncTransport
 from legato_client._images.sources import ImageInput
 from legato_client._proto import skills
-from legato_client._session.async_session import AsyncSession
+from legato_client._session.sessions import AsyncSession
 from legato_client._session.state import SessionPlan, plan, show_as_method
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from legato_client._client_methods import ClientMethods
 from legato_client._grpc.settings import ClientSettings, ConfiguredClient
 from legato_client._grpc.transport import BlockingTransport, run
-from legato_client._session.blocking_session import Session
+from legato_client._session.sessions import Session
 from legato_client._session.state import SessionPlan, plan, show_as_method
 
 P = ParamSpec("P")

@@ -20,7 +20,7 @@ from legato_client._errors import (
     ResourceExhausted,
     Unavailable,
 )
-from legato_client._session.blocking_session import Session
+from legato_client._session.sessions import Session
 from legato_client._types.results import (
     Box,
     Detection,

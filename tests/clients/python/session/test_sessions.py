@@ -43,7 +43,7 @@ from legato_client import (
     Unavailable,
 )
 from legato_client._grpc.channel import COMMON_REQUEST_BYTES
-from legato_client._session import blocking_session
+from legato_client._session import sessions
 
 from tests.clients.python.face import until
 from tests.clients.python.fake_server import CAT, Conversation, Failure, failure, ignore
@@ -747,7 +747,7 @@ def test_closing_does_not_wait_for_a_call_that_stays(server, monkeypatch):
     call = importlib.import_module("grpc._channel")._MultiThreadedRendezvous
     cancel = call.cancel
     monkeypatch.setattr(call, "cancel", lambda own: left.append(own))  # noqa: PLW0108 - given the call
-    monkeypatch.setattr(blocking_session, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sessions, "_END_TIMEOUT_S", 0.2)
     with (
         Client(server.target) as client,
         pytest.raises(DeadlineExceeded, match="not opened within"),

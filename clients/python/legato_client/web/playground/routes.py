@@ -35,7 +35,7 @@ from legato_client._errors import (
 from legato_client._images.sources import CachedImage
 from legato_client._proto import skills
 from legato_client._proto.pieces import MAX_SECONDS
-from legato_client._session.async_session import AsyncSession
+from legato_client._session.sessions import AsyncSession
 from legato_client._types.results import (
     Detection,
     Event,
