@@ -196,7 +196,7 @@ class FlightRecorder:
         )
         offset += _LAUNCH.size
         pack, size = _ROW.pack_into, _ROW.size
-        for sequence, position, num_tokens, _, num_drafts, slack in plan.rows[:_ROWS]:
+        for sequence, position, num_tokens, _, num_drafts, slack, _ in plan.rows[:_ROWS]:
             pack(self._map, offset, sequence.seq_id, position, num_tokens, num_drafts, slack)
             offset += size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import abc
+from collections import abc, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -97,26 +97,58 @@ class Constraint(NamedTuple):
 class Grammar:
     """State of an answer that must match, advanced token by token.
 
+    Where the grammar permits only one text, its tokens are forced: those into which the tokenizer
+    itself splits that text, and the mask allows no other. The matcher may be ahead of the accepted
+    tokens by forced ones.
+
     Shape legend: W words of 32 tokens.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, field: str) -> None:
         self._matcher = matcher
         self._field = field
+        self._ahead = deque[int]()  # forced, consumed by the matcher and not accepted yet
+        self._run: tuple[int, ...] | None = None  # forced after the matcher's state; None: unknown
 
     @property
     def is_complete(self) -> bool:
         """Return whether the answer matches and nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        stopped = bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return stopped and not self._ahead
 
-    def fill(self, words_W: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may follow, and clear all others.
+    def forced(self, num_inflight: int) -> tuple[int, ...]:
+        """Return the tokens that are certain after the next `num_inflight` tokens.
+
+        There are none if one of those is not forced itself.
+        """
+        return (*self._ahead, *self._forced_run())[num_inflight:]
+
+    def fill(self, words_W: npt.NDArray[np.int32], forced: abc.Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come after `forced` ones, and clear all others.
 
         A grammar that turns out to be too complex sets all; `accept` then raises.
         """
-        self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+        for token_id in forced:
+            self._consume(token_id)
+            self._ahead.append(token_id)
+        if run := self._forced_run():
+            words_W.fill(0)
+            words_W.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
+        else:
+            self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
         if self._matcher.is_error():
             words_W.fill(-1)
+
+    def _forced_run(self) -> tuple[int, ...]:
+        if self._run is None:
+            self._run = tuple(self._matcher.compute_ff_tokens())
+        return self._run
+
+    def _consume(self, token_id: int) -> bool:
+        run, self._run = self._run, None
+        if run and run[0] == token_id:
+            self._run = run[1:] or None
+        return self._matcher.consume_token(token_id)
 
     def allows(self, token_id: int) -> bool:
         return bool(self._matcher.validate_tokens([token_id]) == 1)
@@ -127,7 +159,10 @@ class Grammar:
         Raises:
             InvalidField: The grammar is too complex to go on.
         """
-        if not self._matcher.consume_token(token_id):
+        if self._ahead and not self._matcher.is_error():
+            forced = self._ahead.popleft()
+            assert token_id == forced, f"token {token_id} where the grammar forces {forced}"
+        elif not self._consume(token_id):
             raise grammar_refused(self._field, self._matcher.get_error())
 
 
@@ -260,9 +295,9 @@ class SequencePages:
 class Progress:
     """Decoding progress, written by the scheduler.
 
-    `num_launched` counts tokens certain to be sampled: one per single-step launch, one per step
-    read from a loop (a loop may abort), and accepted draft tokens. Launches in flight may accept
-    `inflight_drafts` more.
+    `num_launched` counts tokens certain to be committed: one per single-step launch and its forced
+    ones, one per step read from a loop (a loop may abort), and accepted draft tokens. Launches in
+    flight may accept `inflight_drafts` more.
     """
 
     num_launched: int = 0
@@ -282,7 +317,7 @@ class Descriptor(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-    """Accepted draft tokens, then the model's next token.
+    """Accepted draft tokens or forced ones, then the model's next token.
 
     Empty for a zombie whose last token came with an earlier launch.
     """
@@ -366,7 +401,7 @@ class Sequence:
 
     @property
     def num_committed(self) -> int:
-        """Return the committed tokens, at most 2 fewer than `progress.num_launched`."""
+        """Return the committed tokens; `progress.num_launched` counts those in flight, too."""
         return len(self.tokens) - len(self.prompt)
 
     @property

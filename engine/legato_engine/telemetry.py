@@ -410,7 +410,7 @@ class StepCounter:
         self._blocks: collections.Counter[int] = collections.Counter()
         self._step_times = _Histogram()
         self._token_gaps = _Histogram()
-        self._tokens = self._drafted = self._accepted = 0
+        self._tokens = self._forced = self._drafted = self._accepted = 0
         self._decode_ns = self._idle_ns = 0
         self._previous: Step | None = None
         self._tokens_at = 0  # the commit from which the next token's time counts, in nanoseconds
@@ -420,6 +420,7 @@ class StepCounter:
         previous, self._previous = self._previous, step
         self._launches[plan.kind.value] += 1
         self._tokens += record.tokens
+        self._forced += record.forced
         if record.drafted:
             self._drafted += record.drafted
             self._accepted += record.accepted
@@ -463,6 +464,7 @@ class StepCounter:
             idle_seconds=self._idle_ns * _NS,
             drafted=self._drafted,
             accepted=self._accepted,
+            forced=self._forced,
             blocks=dict(self._blocks),
         )
 

@@ -1,5 +1,6 @@
 """Answers with a grammar: masks, refusals, and the engine that samples under them."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,8 @@ from legato_engine.core.requests import make_sequence, replay
 from legato_engine.errors import InvalidField
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
+from legato_engine.scheduler.batch import LaunchKind, StepRecord
+from legato_engine.sequence import Grammar
 from legato_engine.types import (
     AnswerFormat,
     FinishReason,
@@ -43,10 +46,10 @@ OBJECT: dict[str, Any] = {
 }
 
 
-def allowed(grammar):
-    """Tokens that may follow."""
+def allowed(grammar, forced=()):
+    """Tokens that may follow, after forced ones."""
     words = np.zeros(-(-NUM_IDS // 32), np.int32)
-    grammar.fill(words)
+    grammar.fill(words, forced)
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
@@ -213,6 +216,46 @@ def test_a_grammar_too_complex_to_follow_ends_its_request():
     assert refused.value.metadata["field"] == "response_format.regex"
 
 
+def compiled(wanted):
+    """The start of a text that matches."""
+    grammar = COMPILER.compile(wanted)
+    assert grammar is not None
+    return grammar
+
+
+def after(wanted, tokens):
+    """Tokens that may follow others, by a grammar that has computed no mask and no forced run."""
+    grammar = compiled(wanted)
+    for token in tokens:
+        grammar.accept(token)
+    return allowed(grammar)
+
+
+@settings(max_examples=30, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
+def test_a_forced_token_is_the_only_one_allowed(schema, seed):
+    """So it is certain; masks ahead of the accepted tokens are those of a grammar that is not."""
+    wanted = AnswerFormat(json_schema=json.dumps(schema))
+    grammar, draw, text = compiled(wanted), np.random.default_rng(seed), list[int]()
+    while not grammar.is_complete and len(text) < 40:
+        run = grammar.forced(0)
+        for count, token in enumerate(run):
+            assert after(wanted, [*text, *run[:count]]).tolist() == [token]
+        forced = run[: draw.integers(0, len(run) + 1)]
+        tokens = allowed(grammar, forced)
+        assert tokens.tolist() == after(wanted, [*text, *forced]).tolist()
+        assert not forced or not grammar.is_complete
+        assert grammar.forced(len(forced) + 1) == run[len(forced) + 1 :]
+        chosen = int(draw.choice(tokens))
+        if chosen == EOS:
+            break
+        for token in (*forced, chosen):
+            grammar.accept(token)
+            text.append(token)
+            if grammar.is_complete:
+                break
+
+
 # ---------------------------------------------------------------- engine
 
 
@@ -262,6 +305,69 @@ def conforms_to_object(value):
     )
 
 
+LISTED = asked(
+    grammar='start: ITEM ("," ITEM){0,2}\n'
+    'ITEM: /\\{"bbox_2d": \\[[0-9]{1,3}, [0-9]{1,3}\\], "label": "cat"\\}/'
+)
+WITH_RUNS = [*TASKS, LISTED, asked(regex="The answer is [0-9]{2}, and no more\\.")]
+
+
+def without_forced(engine, monkeypatch, *arguments, **options):
+    """Answers whose forced tokens are sampled one by one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammar, "forced", lambda self, num_inflight: ())
+        return engine.ask(*arguments, **options)
+
+
+PLAIN = pytest.mark.parametrize("engine", ["off"], indirect=True)  # drafting rows have no forced
+
+
+def num_decodes(steps):
+    """Count the decodes among launches."""
+    return sum(step.launch.plan.kind is LaunchKind.DECODE for step in steps)
+
+
+@PLAIN
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
+    """Tokens, log-probabilities and alternatives are those of single steps, in fewer steps."""
+    options = {"logprobs": True, "max_tokens": 120, "temperature": temperature, "seed": 3}
+    singly = list[StepRecord]()
+    expected = without_forced(engine, monkeypatch, WITH_RUNS, steps=singly, **options)
+    for depth, together in ((1, True), (2, True), (2, False)):
+        steps = list[StepRecord]()
+        answers = engine.ask(WITH_RUNS, depth, together, steps=steps, **options)
+        assert answers.told == expected.told
+        assert (answers.results, answers.reasons) == (expected.results, expected.reasons)
+        forced = sum(step.forced for step in steps)
+        assert forced > sum(map(len, answers.told.values())) / 4
+        if together:
+            assert num_decodes(steps) < 0.75 * num_decodes(singly)
+
+
+@PLAIN
+def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
+    """At max_tokens or a stop string, wherever in a run that is, as if it came token by token."""
+    tasks = WITH_RUNS[-2:]
+    for most in range(1, 12):
+        expected = without_forced(engine, monkeypatch, tasks, max_tokens=most)
+        answers = engine.ask(tasks, max_tokens=most)
+        assert (answers.told, answers.reasons) == (expected.told, expected.reasons)
+    for stop in ("box", "d", ", ", "more", "ns"):
+        expected = without_forced(engine, monkeypatch, tasks, max_tokens=40, stop=(stop,))
+        answers = engine.ask(tasks, max_tokens=40, stop=(stop,))
+        assert (answers.told, answers.results) == (expected.told, expected.results)
+
+
+@PLAIN
+def test_a_mask_before_forced_tokens_is_noticed(engine, monkeypatch):
+    """A mask of the state before them would let the first be sampled again, which is refused."""
+    fill = Grammar.fill
+    monkeypatch.setattr(Grammar, "fill", lambda self, words, forced=(): fill(self, words))
+    with pytest.raises((InvalidField, AssertionError)):
+        engine.ask(WITH_RUNS[-1:], max_tokens=40)
+
+
 def test_a_neighbour_does_not_change_a_free_answer(engine):
     """Requests without a grammar answer as they do where no request has one."""
     free = [task for task in TASKS if task.response_format is None]
@@ -286,3 +392,18 @@ def test_a_resumed_answer_must_match(engine):
     with pytest.raises(InvalidField) as refused:
         replay(sequence, Resumed(token_ids=(wrong,), arrival=0.0), engine.assembly.frontend)
     assert refused.value.metadata["field"] == "resume_from.token_ids[0]"
+
+
+@PLAIN
+def test_forced_tokens_survive_preemption(engine, monkeypatch):
+    """Answers are the same where pages do not last for all requests."""
+    tasks, steps = [TASKS[0], LISTED] * 4, list[StepRecord]()
+    options = {"max_tokens": 80, "temperature": 1.0, "seed": 11}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "assembly", dataclasses.replace(engine.assembly, num_pages=10))
+        answers = engine.ask(tasks, steps=steps, **options)
+    rows = (row for step in steps for row in step.launch.plan.rows)
+    assert any(row.sequence.pages.num_preemptions for row in rows)
+    assert any(step.forced for step in steps)
+    expected = without_forced(engine, monkeypatch, tasks, depth=1, together=False, **options)
+    assert answers.tokens == expected.tokens

@@ -127,6 +127,7 @@ async def test_the_engine_tells_by_its_heartbeats():
     engine.step_totals = StepTotals(
         launches={"decode": 40, "prefill": 1},
         tokens=99,
+        forced=5,
         step_times=Durations(counts, 0.001),
         drafted=8,
         accepted=6,
@@ -151,6 +152,7 @@ async def test_the_engine_tells_by_its_heartbeats():
         ("legato_image_held_bytes", 50),
         ("legato_engine_tokens_total", 99),
         ("legato_engine_step_seconds_count", 1),
+        ("legato_forced_tokens_total", 5),
         ("legato_draft_tokens_total", 8),
         ("legato_draft_tokens_accepted_total", 6),
         ("vllm:num_requests_running", 3),

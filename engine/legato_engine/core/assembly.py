@@ -167,6 +167,7 @@ class Assembly:
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
             limits=self.runner.limits if shares else ALONE,
+            max_decode_tokens=self.runner.limits.sampled,
             block_sizes=block_sizes(self.config.speculation),
             loops=self.runner if self.runner.decodes_by_loops else None,
             pause=pause,

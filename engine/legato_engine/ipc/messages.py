@@ -104,6 +104,7 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     idle_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    forced: int = 0  # of `tokens`, by grammars, beside a sampled one
     blocks: dict[int, int] = {}  # rows with draft tokens, by their number
 
 

@@ -46,8 +46,8 @@ class StepBackend(Protocol):
         """Capture or run every shape, so that no launch is the first of its shape."""
         ...
 
-    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """Enqueue a forward with adapters up to `rank` (0: none); `num_rows` affects speed only."""
+    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
+        """Enqueue a forward of `num_tokens` with adapters up to `rank` (0: none)."""
         ...
 
     def prepare(self, slot: int, changes: Changes) -> None:
@@ -134,6 +134,14 @@ def sampled_tokens(
         _alternatives(slot, count) if needs.alternatives else repeat(()),
     ]
     return list(map(SampledToken._make, zip(*fields, strict=False)))
+
+
+def forced_tokens(token_ids: Iterable[int], needs: Needs) -> Iterable[SampledToken]:
+    """Return tokens that a grammar forced, as if they were sampled, each the only one allowed."""
+    logprob = 0.0 if needs.logprobs else None
+    for token_id in token_ids:
+        alternatives = ((token_id, 0.0),) if needs.alternatives else ()
+        yield SampledToken(token_id, NO_PAYLOAD, logprob, alternatives=alternatives)
 
 
 def drafted_tokens(

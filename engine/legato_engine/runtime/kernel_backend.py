@@ -317,11 +317,11 @@ class KernelBackend:
             for adapted in adapters:
                 self._graphs.run(self._works.drafting, slot, adapted)
 
-    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
         if self._state.drafts is not None:
             self._graphs.run(self._works.drafting, slot, rank > 0)
         else:
-            self._forward(slot, bucket, num_rows, adapted=rank > 0)
+            self._forward(slot, bucket, num_tokens, adapted=rank > 0)
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """Return a step's work; `sampled` is unused, as a row's state tells the kernel."""

@@ -19,6 +19,7 @@ from legato_engine.runtime.backend import (
     Needs,
     Outputs,
     drafted_tokens,
+    forced_tokens,
     have_common_pages,
     needs_of,
     sampled_tokens,
@@ -314,7 +315,8 @@ class ModelRunner:
             upload_step(slot, changes, compute)
             self._backend.prepare(launch.slot, changes)
             if not launch.plan.is_loop:  # else its steps begin when the constraints are there
-                self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
+                num_tokens = sum(row.num_tokens for row in rows)
+                self._backend.decode(launch.slot, bucket, self._rank(rows), num_tokens)
         else:
             events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
@@ -405,13 +407,17 @@ class ModelRunner:
         return self._sampled(self._slots[launch.slot].outputs.host, launch)
 
     def _sampled(self, outputs: Outputs, launch: Launch) -> list[RowTokens]:
-        """One token of each row, with speculation the accepted ones, too."""
+        """Return a token of each row, after its forced ones or its accepted draft tokens."""
         slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
-        num_rows = len(launch.plan.sampled_rows)
+        rows = launch.plan.sampled_rows
+        num_rows = len(rows)
         if self._drafts is not None:
             return drafted_tokens(outputs, slot, num_rows, needs)
         tokens = sampled_tokens(outputs, slot, num_rows, needs)
-        return [RowTokens((token,)) for token in tokens]
+        return [
+            RowTokens((*forced_tokens(row.forced, needs), token) if row.forced else (token,))
+            for row, token in zip(rows, tokens, strict=True)
+        ]
 
     def poll_loop(self, launch: Launch, pause: Pause) -> list[RowTokens] | LoopPoll:
         assert self._loops is not None, "a loop on a runner without loops"

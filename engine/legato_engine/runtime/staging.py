@@ -103,7 +103,12 @@ def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[Schedu
 
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
     """Stage a decode, padded with row `pad`."""
-    _pad(slot.staged.host, _stage_decodes(slot.staged.host, rows), bucket, pad)
+    staged = slot.staged.host
+    end = _stage_decodes(staged, rows)
+    for index, row in enumerate(rows):
+        if row.forced:
+            end = _stage_forced(staged, index, end, row)
+    _pad(staged, end, bucket, pad)
 
 
 def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) -> None:
@@ -130,6 +135,28 @@ def _stage_decodes(staged: Mapping[str, np.ndarray], rows: Many[ScheduledSequenc
     staged["source"][:end] = staged["row"][:end]
     staged["position"][:end] = [row.position + row.slack for row in rows]
     staged["fresh"][:end] = staged["position"][:end]
+    return end
+
+
+def _stage_forced(
+    staged: Mapping[str, np.ndarray], index: int, first: int, row: ScheduledSequence
+) -> int:
+    """Stage a decode's forced tokens; return the index after its others.
+
+    The last replaces the newest token at the row's index, because the row is sampled from it. The
+    newest one and the others begin at `first`.
+    """
+    newest, num_forced = row.position, len(row.forced)
+    end = first + num_forced
+    staged["row"][first:end] = row.sequence.row
+    staged["source"][first] = row.sequence.row
+    staged["source"][first + 1 : end] = staged["source"][index] = PROMPT
+    staged["token"][first + 1 : end] = row.forced[:-1]
+    staged["token"][index] = row.forced[-1]
+    staged["payload"][first + 1 : end] = staged["payload"][index] = 0.0
+    staged["position"][first:end] = range(newest, newest + num_forced)
+    staged["position"][index] = newest + num_forced
+    staged["fresh"][first:end] = newest
     return end
 
 
@@ -231,9 +258,10 @@ class StepStaging:
         rows = plan.rows
         if self._drafts is not None:
             return self._drafting_rows(slot, plan)
-        staged, bucket = slot.staged.host, self.bucket(len(rows))
+        staged, bucket = slot.staged.host, self.bucket(sum(row.num_tokens for row in rows))
         stage_step(slot, rows, bucket, self._scratch_row)
-        staged["sample_row"][:bucket] = staged["row"][:bucket]
+        staged["sample_row"][: len(rows)] = staged["row"][: len(rows)]
+        staged["sample_row"][len(rows) : bucket] = self._scratch_row
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
@@ -260,7 +288,7 @@ class StepStaging:
     ) -> Sequence[tuple[EngineSequence, int]]:
         size = self._page_size
         if num_steps == 1:
-            rows = [row for row in rows if (row.position + row.slack) % size == 0]
+            rows = [row for row in rows if (row.position + row.slack) % size == 0 or row.forced]
         return [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
 
     def _stage_grown(
@@ -281,7 +309,7 @@ class StepStaging:
             grammar = row.sequence.task.grammar
             if grammar is not None and not row.sequence.finalized:
                 host["base"][count] = constraints[index]
-                grammar.fill(host["words"][count])
+                grammar.fill(host["words"][count], row.forced)
                 masked[index] = self._first_mask + count
                 count += 1
         return masked, count

@@ -47,10 +47,9 @@ class DecodeStep:
         resources, slot, batch = self._resources, self._slot, self._batch
         model, state = resources.model, resources.state
         row_B = slot.staged.device["row"][:batch]
-        token_B = state.token_R[row_B]
-        if state.drafts is not None:
-            source_B = slot.staged.device["source"][:batch]
-            token_B = torch.where(source_B < 0, slot.staged.device["token"][:batch], token_B)
+        source_B = slot.staged.device["source"][:batch]
+        staged_B = slot.staged.device["token"][:batch]
+        token_B = torch.where(source_B < 0, staged_B, state.token_R[row_B])
         x_BD = model.embed(token_B, state.payload_R2[row_B])
         decode_batch = DecodeBatch(
             slot.staged.device["position"][:batch],
@@ -347,7 +346,7 @@ class TorchBackend:
                 for payload, alternatives in product((False, True), repeat=2):
                     self.logprobs(slot, bucket, payload=payload, alternatives=alternatives)
 
-    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
         if self._drafting is not None:
             self._graphs.run(self._drafting_work, slot, rank)
         else:

@@ -32,8 +32,8 @@ class ScheduledSequence(NamedTuple):
     """Part of one sequence in a launch; a tuple because every decode creates one per sequence.
 
     Its input is `[position, position + num_tokens)`; the sampled token follows. A prefill starts
-    after the cached positions, a decode with the newest token, which it reads on the device. An
-    encode has no input.
+    after the cached positions, a decode with the newest token, which it reads on the device, and
+    continues with `forced` tokens, which a grammar makes certain. An encode has no input.
 
     A decode also verifies draft tokens: the device chooses how many, up to `num_drafts`. While
     earlier ones, or a loop, are in flight, only the device knows where it starts, in
@@ -46,6 +46,10 @@ class ScheduledSequence(NamedTuple):
     work: PrefillWork = NO_PREFILL_WORK
     num_drafts: int = 0
     slack: int = 0
+    forced: tuple[int, ...] = ()
+
+    def with_forced(self, forced: tuple[int, ...]) -> ScheduledSequence:
+        return self._replace(num_tokens=1 + len(forced), forced=forced)
 
     @property
     def end(self) -> int:
@@ -201,6 +205,7 @@ class StepRecord:
     num_steps_read: int = 0  # of a loop
     zombies: int = 0  # rows whose sequence had ended before this commit
     tokens: int = 0  # committed, of the other rows
+    forced: int = 0  # of `tokens`, those that grammars forced beside a sampled one
     drafted: int = 0  # draft tokens
     accepted: int = 0  # draft tokens, including those after a sequence's end
     rejected: int = 0  # draft tokens that ended a block; `accepted + rejected` were tried

@@ -113,11 +113,18 @@ class DecodePlanner:
     """
 
     def __init__(
-        self, manager: KVCacheManager, running: RunningSequences, block_sizes: BlockSizes | None
+        self,
+        manager: KVCacheManager,
+        running: RunningSequences,
+        block_sizes: BlockSizes | None,
+        *,
+        max_tokens: int = 0,
     ) -> None:
+        """Create a planner; a launch of up to `max_tokens` tokens has room for forced ones."""
         self._manager = manager
         self._running = running
         self._block_sizes = block_sizes
+        self._max_tokens = max_tokens
 
     def plan(self) -> Plan | None:
         batch = self._ready()
@@ -127,7 +134,7 @@ class DecodePlanner:
         if not batch:
             return None
         if self._block_sizes is None:
-            return Plan(LaunchKind.DECODE, _schedule(batch))
+            return Plan(LaunchKind.DECODE, self._add_forced(_schedule(batch)))
         kv_use = self._manager.pages_used / self._manager.pages_total
         under_pressure = kv_use > PRESSURE_RATIO
         rows = self._schedule_drafts(batch, self._block_sizes, under_pressure)
@@ -164,6 +171,30 @@ class DecodePlanner:
             and not sequence.preempted
         ]
 
+    def _add_forced(self, rows: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
+        """Add the tokens that grammars force after the newest, while the launch and pages last."""
+        room = self._max_tokens - len(rows)
+        if room <= 0 or all(row.sequence.task.grammar is None for row in rows):
+            return rows
+        added = []
+        for row in rows:
+            forced = self._forced(row, room)
+            room -= len(forced)
+            added.append(row.with_forced(forced) if forced else row)
+        return tuple(added)
+
+    def _forced(self, row: ScheduledSequence, room: int) -> tuple[int, ...]:
+        sequence = row.sequence
+        grammar, progress = sequence.task.grammar, sequence.progress
+        if grammar is None or sequence.task.has_payload:
+            return ()
+        most = min(room, sequence.task.max_tokens - progress.num_launched - 1)
+        forced = grammar.forced(progress.num_launched - sequence.num_committed)[: max(most, 0)]
+        end = row.position + 1 + len(forced)
+        while end > sequence.pages.capacity and self._manager.grow(sequence):
+            pass
+        return forced[: sequence.pages.capacity - row.position - 1]
+
     def _schedule_drafts(
         self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
     ) -> tuple[ScheduledSequence, ...]:
@@ -181,7 +212,7 @@ class DecodePlanner:
                     break
             else:
                 fields = (sequence, progress.last_position, 1, NO_PREFILL_WORK, max_drafts)
-                rows.append(ScheduledSequence._make((*fields, progress.inflight_drafts)))
+                rows.append(ScheduledSequence._make((*fields, progress.inflight_drafts, ())))
         return tuple(rows)
 
 
@@ -199,5 +230,6 @@ def _bounds(batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
 def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
     positions = [sequence.progress.last_position for sequence in batch]
     # Runs in every step: `_make` takes half the time of a call that fills in defaults.
-    fields = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
+    numbers = repeat(0), repeat(0), repeat(())  # no drafts, at a known position, nothing forced
+    fields = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), *numbers)
     return tuple(map(ScheduledSequence._make, fields))

@@ -95,10 +95,9 @@ class OutputProcessor:
             elif speculates:
                 self.process_block(record, row, output, row.num_drafts)
             elif index < num_counted:
-                (token,) = output.tokens
                 if index >= num_decodes:
-                    self._prefilled(sequence, token)
-                self.process(sequence, token)
+                    self._prefilled(sequence, output.tokens[0])
+                record.forced += min(self._process_all(sequence, output), len(row.forced))
         record.tokens = self.num_tokens - num_tokens
 
     def roll_back(self, record: StepRecord, *, before_loop: bool) -> None:
@@ -142,10 +141,7 @@ class OutputProcessor:
         sequence.commit_drafts(num_committed, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, output)
-        for token in output.tokens:
-            self.process(sequence, token)
-            if sequence.finalized:
-                break
+        self._process_all(sequence, output)
         self.commit_pages(sequence, row.num_drafts, pressed=pressed)
 
     def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
@@ -155,6 +151,14 @@ class OutputProcessor:
         if not pressed:  # keep the next launch's pages, too: freeing them is not worth it
             reserved += 1 + num_drafts
         self._manager.commit_to(sequence, end, reserved=reserved)
+
+    def _process_all(self, sequence: Sequence, output: RowTokens) -> int:
+        """Process tokens until the sequence ends; return their number."""
+        for count, token in enumerate(output.tokens, start=1):
+            self.process(sequence, token)
+            if sequence.finalized:
+                return count
+        return len(output.tokens)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
         task = sequence.task

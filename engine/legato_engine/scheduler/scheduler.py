@@ -70,6 +70,7 @@ class Scheduler:
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
         crops_per_launch: int = 5,
+        max_decode_tokens: int = 0,
         block_sizes: BlockSizes | None = None,
         loops: LoopRunner | None = None,
         pause: Pause = sleep,
@@ -77,6 +78,9 @@ class Scheduler:
         recorder: Recorder | None = None,
     ) -> None:
         """Create a scheduler; with `block_sizes` the runner must support drafts.
+
+        Decodes of up to `max_decode_tokens` tokens in all include tokens that grammars force; 0:
+        none does.
 
         With `loops`, which is the runner, decodes of several steps are one launch if no row needs
         the host. `step` polls for tokens of such a launch, with `pause` between polls, and returns
@@ -98,7 +102,7 @@ class Scheduler:
         limits = limits if block_sizes is None else ALONE
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
-        decode = DecodePlanner(manager, self._running, block_sizes)
+        decode = DecodePlanner(manager, self._running, block_sizes, max_tokens=max_decode_tokens)
         self._loops: Loops | None = None
         if loops is not None:
             kind = SingleLoops if block_sizes is None else DraftingLoops
@@ -278,9 +282,9 @@ class Scheduler:
         failpoints.hit("engine.launch")
         self._runner.forward(launch)
         counted = () if plan.is_loop else plan.counted_rows  # a loop's steps count as they are read
-        for sequence, position, num_tokens, _, num_drafts, _ in counted:
+        for sequence, position, num_tokens, _, num_drafts, _, forced in counted:
             progress = sequence.progress
-            progress.num_launched += 1
+            progress.num_launched += 1 + len(forced)
             progress.last_position = position + num_tokens
             if num_drafts:
                 progress.inflight_drafts += num_drafts
@@ -520,9 +524,10 @@ class Planner:
         if not self._prefill.has_work:
             return None
         streaming = self._decode.is_streaming
+        rows = decode.rows if decode is not None else ()
         return self._prefill.plan(
             self._crops_per_launch if streaming else 0,
-            decode.rows if decode is not None else (),
+            tuple(row.with_forced(()) if row.forced else row for row in rows),
             streaming=streaming,
         )
 

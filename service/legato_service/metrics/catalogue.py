@@ -222,6 +222,7 @@ ENGINE = (
             "Throughput gained by pipelining single steps, decode loops left out, from the time "
             "of the latest and an estimate of the blocking loop's.",
         ),
+        _counter("legato_forced_tokens", "Tokens that took no step because a grammar forced them."),
         _counter("legato_draft_tokens", "Draft tokens verified."),
         _counter("legato_draft_tokens_accepted", "Of them, accepted."),
         _counter("legato_draft_blocks", "Blocks of draft tokens, by size.", "size"),

@@ -91,6 +91,7 @@ def _write_steps(snapshot: Snapshot, totals: StepTotals, number: str) -> None:
     _write_durations(snapshot, "legato_inter_token_seconds", totals.token_gaps, number)
     snapshot.add("legato_engine_decode_seconds", totals.decode_seconds, number)
     snapshot.add("legato_engine_device_idle_seconds", totals.idle_seconds, number)
+    snapshot.add("legato_forced_tokens", totals.forced, number)
     snapshot.add("legato_draft_tokens", totals.drafted, number)
     snapshot.add("legato_draft_tokens_accepted", totals.accepted, number)
     for size, count in totals.blocks.items():

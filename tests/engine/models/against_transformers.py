@@ -141,10 +141,16 @@ class Engine:
         )
         return [token.token_id for token in task.prompt]
 
-    def ask(self, questions, depth=2, together=True, logprobs=False, images=(), **sampling):
-        """Run all requests, questions or tasks, with the `images` of each; forget earlier ones."""
+    def ask(
+        self, questions, depth=2, together=True, logprobs=False, images=(), steps=None, **sampling
+    ):
+        """Run all requests, questions or tasks, with the `images` of each; forget earlier ones.
+
+        Records of launches are appended to `steps`. With `logprobs` tokens have alternatives, too.
+        """
         answers = Answers()
-        scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
+        observer = None if steps is None else steps.append
+        scheduler = self.assembly.scheduler(answers, pipeline_depth=depth, observer=observer)
         for index, question in enumerate(questions):
             request = Request(
                 request_id=RequestKey(str(index)),
@@ -152,11 +158,14 @@ class Engine:
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
                 logprobs=logprobs,
+                top_logprobs=3 if logprobs else 0,
                 image=CachedImageRef(image_id="i") if images and images[index] else None,
             )
             frontend = self.assembly.frontend
             task = frontend.make_task(request, images[index]) if images else None
-            scheduler.submit(make_sequence(frontend, request, None, task=task))
+            sequence = make_sequence(frontend, request, None, task=task)
+            sequence.seq_id = index  # ranks them when pages run out
+            scheduler.submit(sequence)
             if not together:
                 scheduler.drain()
         scheduler.drain()

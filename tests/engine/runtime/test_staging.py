@@ -18,7 +18,14 @@ from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime import calibration
 from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, size_of
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.staging import Pass, ScheduledPrompt, cut_passes, stage_pass, stage_step
+from legato_engine.runtime.staging import (
+    PROMPT,
+    Pass,
+    ScheduledPrompt,
+    cut_passes,
+    stage_pass,
+    stage_step,
+)
 from legato_engine.scheduler.batch import ScheduledSequence
 
 # ---------------------------------------------------------------- passes
@@ -137,6 +144,22 @@ def test_a_step_is_staged_up_to_its_bucket(slot):
     expected = [[1, 4, 6, 6], [1, 4, 6, 6], [20, 9, 0, 0], [20, 9, 1, 1]]
     assert staged(slot, 0, 4) == expected
     assert staged(slot, 0, 8)[0][4:] == [77] * 4
+
+
+def test_forced_tokens_follow_the_newest(slot):
+    """A row is sampled from its last token at its own index; its others come after all rows."""
+    rows = [decode(1, 20), decode(4, 9).with_forced((31, 32, 33)), decode(2, 5).with_forced((7,))]
+    slot.staged.host["payload"].fill(3.0)
+    stage_step(slot, rows, 8, 6)
+    assert staged(slot, 0, 8) == [
+        [1, 4, 2, 4, 4, 4, 2, 6],
+        [1, PROMPT, PROMPT, 4, PROMPT, PROMPT, 2, 6],
+        [20, 12, 6, 9, 10, 11, 5, 0],
+        [20, 9, 5, 9, 9, 9, 5, 1],
+    ]
+    tokens = slot.staged.host["token"]
+    assert [tokens[index] for index in (1, 2, 4, 5)] == [33, 7, 31, 32]
+    assert not slot.staged.host["payload"][[1, 2, 4, 5]].any()
 
 
 # ---------------------------------------------------------------- staging

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import msgspec
 import pytest
@@ -89,6 +90,44 @@ def test_decode_skips_sequences_that_cannot_continue() -> None:
     last = running(3, launched=7)
     assert planned(plain(leaving, full, ahead, encoding, last).plan()) == [3]
     assert plain(leaving, full, ahead, encoding).plan() is None
+
+
+class Forcing:
+    """A grammar that forces tokens after the committed ones."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+
+    def forced(self, num_inflight: int) -> tuple[int, ...]:
+        """Those after the ones in flight."""
+        return self._tokens[num_inflight:]
+
+
+def test_decodes_include_forced_tokens() -> None:
+    """As many as the launch has room for and the answer may have, after those in flight."""
+    many, few, free = running(0, launched=1, refs=1), running(1, launched=5), running(2, launched=2)
+    few.tokens += [(token, (0.0, 0.0)) for token in range(5)]  # committed
+    for sequence, tokens in ((many, range(10, 14)), (few, range(20, 30))):
+        task: Any = sequence.task
+        task.grammar = Forcing(*tokens)
+    for room, forced in ((0, [(), ()]), (3, [(), ()]), (5, [(11, 12), ()])):
+        planner = DecodePlanner(
+            KVCacheManager(17, PAGE, 3), members_of(many, few, free), None, max_tokens=room
+        )
+        plan = planner.plan()
+        assert plan is not None
+        assert [row.forced for row in plan.rows] == [*forced, ()]
+    planner = DecodePlanner(
+        KVCacheManager(17, PAGE, 3), members_of(many, few, free), None, max_tokens=16
+    )
+    plan = planner.plan()
+    assert plan is not None
+    assert [row.forced for row in plan.rows] == [(11, 12, 13), (20, 21), ()]
+    assert [row.end for row in plan.rows] == [8, 11, 6]
+    many.task.has_payload = True
+    plan = planner.plan()
+    assert plan is not None
+    assert not plan.rows[0].forced
 
 
 def test_a_stream_without_a_page_is_a_stream() -> None:
