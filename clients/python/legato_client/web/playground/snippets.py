@@ -11,17 +11,14 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from legato_client._proto import requests, skills
-from legato_client._types.results import Point
+from legato_client._types.results import Box, Point
 from legato_client._types.tasks import (
     CaptionTask,
-    DetectTask,
     Message,
     Options,
-    PointTask,
     QueryTask,
     ResponseFormat,
     Sampling,
-    SpatialRef,
     Task,
 )
 
@@ -170,17 +167,17 @@ def go_program(connection: Connection, image: str | None, task: Task, options: O
     """Write a Go program that prints every event of one task as it comes."""
     dial = list(_dial(connection))
     imports = ["context", "fmt", "log", *(["os"] if connection.token else [])]
-    sent = "nil" if image is None or _shown(task) else _file(image)
+    sent = "nil" if image is None or _shown(task) else _go(Path(image))
     return _PROGRAM.format(
         imports="\n".join(f'\t"{name}"' for name in imports),
         dial=", ".join(dial),
         task=_task(task),
-        asked=", ".join((sent, "task", *_call_options(options))),
+        asked=", ".join((sent, "task", *_options(options))),
     )
 
 
 def _dial(connection: Connection) -> Iterator[str]:
-    yield _string(connection.target)
+    yield _go(connection.target)
     if connection.authorities:
         yield 'legato.WithCA("ca.pem")'
     if connection.certificate:
@@ -200,7 +197,7 @@ def _task(task: Task) -> str:
         case CaptionTask():
             first = f"legato.{_LENGTHS[task.length]}"
         case _:
-            first = _string(getattr(task, skill.subject))
+            first = _go(getattr(task, skill.subject))
     arguments = [first, *_task_options(task)]
     return f"legato.{name}({', '.join(arguments)})"
 
@@ -212,87 +209,77 @@ def _messages(messages: tuple[Message, ...]) -> str:
 
 def _said(message: Message) -> str:
     if isinstance(message.content, str):
-        return f"{_ROLES[message.role]}({_string(message.content)})"
+        return f"{_ROLES[message.role]}({_go(message.content)})"
     parts = [
-        f"legato.Words({_string(part)})" if isinstance(part, str) else "legato.Shown()"
+        f"legato.Words({_go(part)})" if isinstance(part, str) else "legato.Shown()"
         for part in message.content
     ]
     return f"UserParts({', '.join(parts)})"
 
 
+_OPTIONS = {
+    "max_objects": "MaxObjects",
+    "min_confidence": "MinConfidence",
+    "spatial_refs": "Refs",
+    "temperature": "Temperature",
+    "top_p": "TopP",
+    "top_k": "TopK",
+    "max_tokens": "MaxTokens",
+    "seed": "Seed",
+    "stop": "Stop",
+    "task_id": "TaskID",
+    "top_logprobs": "Alternatives",
+    "model": "Model",
+    "adapter": "Adapter",
+    "request_id": "RequestID",
+    "choices": "Choices",
+    "regex": "Regex",
+    "grammar": "Grammar",
+}
+"""Go's options by the fields that they set."""
+
+
+def _options(value: Task | Sampling | Options | ResponseFormat) -> Iterator[str]:
+    """Yield an option for each field that has a value."""
+    for name, option in _OPTIONS.items():
+        given = getattr(value, name, None)
+        if given not in (None, "", ()):
+            yield f"legato.With{option}({_go(given)})"
+
+
 def _task_options(task: Task) -> Iterator[str]:
-    if isinstance(task, DetectTask | PointTask) and task.max_objects is not None:
-        yield f"legato.WithMaxObjects({task.max_objects})"
-    if isinstance(task, DetectTask | PointTask):
-        if task.min_confidence is not None:
-            yield f"legato.WithMinConfidence({task.min_confidence:g})"
-        if task.order == "confidence":
-            yield "legato.WithOrder(legato.OrderConfidence)"
-    if isinstance(task, QueryTask) and task.reasoning:
-        yield "legato.WithReasoning()"
-    if files := _shown(task):
-        yield f"legato.WithImages({', '.join(map(_file, files))})"
-    if isinstance(task, QueryTask) and task.response_format is not None:
-        yield _format(task.response_format)
-    if refs := getattr(task, "spatial_refs", ()):
-        yield f"legato.WithRefs({', '.join(map(_place, refs))})"
-    yield from _sampling(task.sampling)
-    if task.task_id:
-        yield f"legato.WithTaskID({_string(task.task_id)})"
+    yield from _options(task)
+    if getattr(task, "order", "") == "confidence":
+        yield "legato.WithOrder(legato.OrderConfidence)"
+    if isinstance(task, QueryTask):
+        if task.reasoning:
+            yield "legato.WithReasoning()"
+        if files := _shown(task):
+            yield f"legato.WithImages({_go(tuple(map(Path, files)))})"
+        if wanted := task.response_format:
+            yield from _options(wanted)
+            if (schema := wanted.json_schema) is not None:
+                text = schema if isinstance(schema, str) else json.dumps(schema)
+                yield f"legato.WithJSONSchema({_go(text)})"
+    yield from _options(task.sampling)
 
 
-def _format(wanted: ResponseFormat) -> str:
-    if wanted.choices:
-        return f"legato.WithChoices({', '.join(map(_string, wanted.choices))})"
-    if wanted.regex:
-        return f"legato.WithRegex({_string(wanted.regex)})"
-    if wanted.grammar:
-        return f"legato.WithGrammar({_string(wanted.grammar)})"
-    schema = wanted.json_schema
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return f"legato.WithJSONSchema({_string(text)})"
-
-
-def _place(place: SpatialRef) -> str:
-    if isinstance(place, Point):
-        return f"legato.Point{{X: {place.x:g}, Y: {place.y:g}}}"
-    low = f"XMin: {place.x_min:g}, YMin: {place.y_min:g}"
-    return f"legato.Box{{{low}, XMax: {place.x_max:g}, YMax: {place.y_max:g}}}"
-
-
-def _sampling(sampling: Sampling) -> Iterator[str]:
-    if sampling.temperature is not None:
-        yield f"legato.WithTemperature({sampling.temperature:g})"
-    if sampling.top_p is not None:
-        yield f"legato.WithTopP({sampling.top_p:g})"
-    if sampling.top_k is not None:
-        yield f"legato.WithTopK({sampling.top_k})"
-    if sampling.max_tokens is not None:
-        yield f"legato.WithMaxTokens({sampling.max_tokens})"
-    if sampling.seed is not None:
-        yield f"legato.WithSeed({sampling.seed})"
-    if sampling.stop:
-        yield f"legato.WithStop({', '.join(map(_string, sampling.stop))})"
-
-
-def _call_options(options: Options) -> Iterator[str]:
-    if options.top_logprobs is not None:
-        yield f"legato.WithAlternatives({options.top_logprobs})"
-    if options.model:
-        yield f"legato.WithModel({_string(options.model)})"
-    if options.adapter:
-        yield f"legato.WithAdapter({_string(options.adapter)})"
-    if options.request_id:
-        yield f"legato.WithRequestID({_string(options.request_id)})"
-
-
-def _file(name: str) -> str:
-    return f"legato.File({_string(name)})"
-
-
-def _string(text: str) -> str:
-    """Quote a Go string literal: JSON's escapes are Go's, except for surrogate pairs."""
-    return json.dumps(text, ensure_ascii=False)
+def _go(value: object) -> str:
+    """Write a literal; JSON's escapes are Go's, except for surrogate pairs."""
+    match value:
+        case tuple():
+            return ", ".join(map(_go, value))
+        case Path():
+            return f"legato.File({_go(str(value))})"
+        case Point(x, y):
+            return f"legato.Point{{X: {x:g}, Y: {y:g}}}"
+        case Box(left, top, right, bottom):
+            low = f"XMin: {left:g}, YMin: {top:g}"
+            return f"legato.Box{{{low}, XMax: {right:g}, YMax: {bottom:g}}}"
+        case float():
+            return f"{value:g}"
+        case _:
+            return json.dumps(value, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- grpcurl

@@ -11,41 +11,20 @@ from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 
 from legato_client._errors import FieldViolation, InvalidArgument
 from legato_client._images.sources import CachedImage
-from legato_client._proto import skills
+from legato_client._proto import pieces, skills
 from legato_client._types.results import Box, Point
 from legato_client._types.tasks import (
-    CaptionLength,
     Message,
-    ObjectOrder,
     Options,
     ResponseFormat,
-    Role,
     Sampling,
     SpatialRef,
     Task,
-    Tracking,
 )
 from legato_client.batch.tasks import listed
 
 NumberT = TypeVar("NumberT", int, float)
 WordT = TypeVar("WordT")
-
-_LENGTHS: dict[int, CaptionLength] = {
-    task_pb2.CAPTION_LENGTH_UNSPECIFIED: "normal",
-    task_pb2.CAPTION_LENGTH_SHORT: "short",
-    task_pb2.CAPTION_LENGTH_NORMAL: "normal",
-    task_pb2.CAPTION_LENGTH_LONG: "long",
-}
-_ORDERS: dict[int, ObjectOrder] = {
-    task_pb2.OBJECT_ORDER_UNSPECIFIED: "model",
-    task_pb2.OBJECT_ORDER_MODEL: "model",
-    task_pb2.OBJECT_ORDER_CONFIDENCE: "confidence",
-}
-_ROLES: dict[int, Role] = {
-    task_pb2.CHAT_ROLE_SYSTEM: "system",
-    task_pb2.CHAT_ROLE_USER: "user",
-    task_pb2.CHAT_ROLE_ASSISTANT: "assistant",
-}
 
 
 def invalid(field: str, description: str) -> InvalidArgument:
@@ -72,13 +51,7 @@ def read_options(value: object) -> Options:
     """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("options", "must be an object")
-    message = _parsed("options", value, inference_pb2.RequestOptions())
-    return Options(
-        request_id=message.request_id,
-        model=message.model,
-        adapter=message.adapter,
-        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
-    )
+    return pieces.read(Options, _parsed("options", value, inference_pb2.RequestOptions()))
 
 
 def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> Task:
@@ -92,14 +65,9 @@ def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> Task:
     if kind == "query":
         held = [CachedImage(each.image.image_id) for each in own.images]
         given["messages"] = _messages(own, held or map(Path, files))
-    task: Task = skill.task(**given, sampling=_sampling(message.sampling), task_id=message.task_id)
+    given |= {"sampling": _sampling(message.sampling), "task_id": message.task_id}
+    task: Task = pieces.read(skill.task, own, **given)
     return task
-
-
-def _tracking(message: task_pb2.Tracking) -> Tracking:
-    if not message.HasField("max_unseen"):
-        return Tracking()
-    return Tracking(message.max_unseen.ToNanoseconds() / 1e9)
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
@@ -148,7 +116,7 @@ def _messages(
 
 
 def _message(message: task_pb2.ChatMessage, images: Iterator[CachedImage | Path]) -> Message:
-    role = _known(_ROLES, message.role, "task.query.messages.role")
+    role: Any = _word(message, "role", "task.query.messages.role")
     parts: list[str | CachedImage | Path] = []
     for part in message.parts:
         if part.WhichOneof("part") != "image":
@@ -174,26 +142,26 @@ def _format(message: task_pb2.ResponseFormat) -> ResponseFormat:
     )
 
 
-def _known(words: Mapping[int, WordT], number: int, field: str) -> WordT:
-    if number not in words:
+def _word(message: Any, name: str, field: str, default: str = "") -> str:
+    """Return the word of an enum's value; `default` stands for none."""
+    number = getattr(message, name)
+    word = pieces.enum_word(message.DESCRIPTOR.fields_by_name[name].enum_type, number)
+    if number == 0 and default:
+        return default
+    if word == "unspecified":
         raise invalid(field, "has no such value")
-    return words[number]
+    return word
 
 
 _FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
-    "question": lambda own, _: own.question,
-    "object": lambda own, _: own.object,
-    "reasoning": lambda own, _: own.reasoning,
-    "length": lambda own, field: _known(_LENGTHS, own.length, field),
-    "order": lambda own, field: _known(_ORDERS, own.order, field),
-    "max_objects": lambda own, _: own.max_objects if own.HasField("max_objects") else None,
+    "length": lambda own, field: _word(own, "length", field, "normal"),
+    "order": lambda own, field: _word(own, "order", field, "model"),
     "min_confidence": lambda own, _: (
         _number(own.min_confidence) if own.HasField("min_confidence") else None
     ),
-    "tracking": lambda own, _: _tracking(own.tracking) if own.HasField("tracking") else None,
     "spatial_refs": lambda own, _: _places(own.spatial_refs),
     "response_format": lambda own, _: (
         _format(own.response_format) if own.HasField("response_format") else None
     ),
 }
-"""Parsers of task fields, whichever skill has them."""
+"""Parsers of the fields whose values are not the contract's, whichever skill has them."""
