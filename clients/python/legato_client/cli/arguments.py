@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import re
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from legato_client import Client, InvalidArgument, Options, ResponseFormat, Sampling
 from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
@@ -316,25 +317,20 @@ def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
             target,
             timeout=args.timeout,
             stream_timeout=args.timeout,
-            tls=args.tls or None,
-            ca=args.ca,
-            cert=args.cert,
-            key=args.key,
             token=args.token_file,
+            **tls_of(args),
         )
+
+
+def tls_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a client that are about TLS."""
+    return {"tls": args.tls or None, "ca": args.ca, "cert": args.cert, "key": args.key}
 
 
 def security_of(args: argparse.Namespace) -> Security:
     """Build the security settings. Raises as `connect`."""
     with readable_options():
-        return read_security(
-            args.server,
-            tls=args.tls or None,
-            ca=args.ca,
-            cert=args.cert,
-            key=args.key,
-            token=args.token_file,
-        )
+        return read_security(args.server, token=args.token_file, **tls_of(args))
 
 
 @contextlib.contextmanager
@@ -422,20 +418,6 @@ def image(text: str) -> Path:
     return path
 
 
-def count(text: str) -> int:
-    """Parse a number that the contract carries unsigned."""
-    if (value := _whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
-    return value
-
-
-def quality(text: str) -> int:
-    """Parse a JPEG quality; above 95 files grow without looking better."""
-    if not 1 <= (value := _whole(text)) <= 95:
-        raise argparse.ArgumentTypeError(f"must be 1 to 95, and is {value}")
-    return value
-
-
 def task_name(text: str) -> str:
     """Parse a task's short form."""
     try:
@@ -443,30 +425,6 @@ def task_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def positive(text: str) -> float:
-    if not (value := _number(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, and is {value:g}")
-    return value
-
-
-def share(text: str) -> float:
-    if not 0 <= (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be 0 to 1, and is {value:g}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    if not 0 <= (value := _number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 or more, and is {value:g}")
-    return value
-
-
-def above_zero_share(text: str) -> float:
-    if not 0 < (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, and is {value:g}")
-    return value
 
 
 def text(given: str) -> str:
@@ -524,12 +482,6 @@ def add_object_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def at_least_one(text: str) -> int:
-    if (value := _whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, and is {value}")
-    return value
-
-
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -542,3 +494,31 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+def _checked(
+    read: Callable[[str], NumberT], holds: Callable[[NumberT], bool], rule: str
+) -> Callable[[str], NumberT]:
+    """Return a parser of numbers of which `holds` is true; `rule` says so."""
+
+    def parse(text: str) -> NumberT:
+        if not holds(value := read(text)):
+            raise argparse.ArgumentTypeError(f"{rule}, and is {value:g}")
+        return value
+
+    return parse
+
+
+count = _checked(_whole, lambda value: value >= 0, "must not be negative")
+at_least_one = _checked(_whole, lambda value: value >= 1, "must be at least 1")
+quality = _checked(_whole, lambda value: 1 <= value <= 95, "must be 1 to 95")
+"""Quality of a JPEG: above 95 files grow without looking better."""
+positive = _checked(_number, lambda value: value > 0, "must be above 0")
+share = _checked(_number, lambda value: 0 <= value <= 1, "must be 0 to 1")
+not_negative = _checked(_number, lambda value: 0 <= value < math.inf, "must be 0 or more")
+above_zero_share = _checked(_number, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+days = _checked(_number, lambda value: 0 < value <= 36500, "must be above 0 and at most 36500")
+rate = _checked(_number, lambda value: 0 < value < math.inf, "must be above 0")

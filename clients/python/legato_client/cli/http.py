@@ -205,11 +205,8 @@ def _connect(args: argparse.Namespace, token: BearerToken) -> AsyncClient:
         args.server,
         timeout=args.timeout,
         stream_timeout=args.timeout,
-        tls=args.tls or None,
-        ca=args.ca,
-        cert=args.cert,
-        key=args.key,
         token=token,
+        **arguments.tls_of(args),
     )
 
 
@@ -217,15 +214,7 @@ def _check_that_tokens_matter(args: argparse.Namespace) -> None:
     """Refuse to require tokens for a server that has no credentials and takes any token."""
     with (
         arguments.readable_options(),
-        Client(
-            args.server,
-            timeout=_CHECK_TIMEOUT,
-            tls=args.tls or None,
-            ca=args.ca,
-            cert=args.cert,
-            key=args.key,
-            token="",
-        ) as client,
+        Client(args.server, timeout=_CHECK_TIMEOUT, token="", **arguments.tls_of(args)) as client,
     ):
         try:
             client.server_info()

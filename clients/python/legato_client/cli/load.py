@@ -148,7 +148,13 @@ def add_command(commands: Any) -> None:
 
 def _add_load(add: Callable[..., object]) -> None:
     add("--kind", choices=KINDS, default="unary", help="kind of the calls")
-    add("--rate", type=_positive, metavar="RATE", default=100.0, help="requests per second, in all")
+    add(
+        "--rate",
+        type=arguments.rate,
+        metavar="RATE",
+        default=100.0,
+        help="requests per second, in all",
+    )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="distribution of the requests")
     add(
         "--closed",
@@ -158,7 +164,7 @@ def _add_load(add: Callable[..., object]) -> None:
         help="instead of a rate: N requests in flight at any time, to measure the maximum "
         "throughput; 0: off",
     )
-    add("--seconds", type=_positive, metavar="SECONDS", default=10.0, help="length of the run")
+    add("--seconds", type=arguments.rate, metavar="SECONDS", default=10.0, help="length of the run")
     add(
         "--warm-up",
         type=arguments.not_negative,
@@ -220,10 +226,3 @@ def _add_request(add: Callable[..., object]) -> None:
     add(
         "--model", default="", metavar="NAME", help="served model to ask, default: the server's own"
     )
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value

@@ -11,6 +11,7 @@ import secrets
 import sys
 from typing import Any
 
+from legato_client.cli import arguments
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
@@ -56,7 +57,7 @@ def add_command(commands: Any) -> None:
         "repeated",
     )
     new.add_argument(
-        "--days", type=_days, metavar="DAYS", help="days until it expires, default: never"
+        "--days", type=arguments.days, metavar="DAYS", help="days until it expires, default: never"
     )
     new.add_argument(
         "--json", action="store_true", help="print token and record as one JSON document"
@@ -110,10 +111,3 @@ def _record(
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         lines.append(f"expires = {end.strftime('%Y-%m-%dT%H:%M:%SZ')}")
     return "\n".join((*lines, "", ""))
-
-
-def _days(text: str) -> float:
-    days = float(text)
-    if not 0 < days <= 36500:
-        raise argparse.ArgumentTypeError("must be above 0 and at most 36500")
-    return days

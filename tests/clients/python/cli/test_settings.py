@@ -20,7 +20,7 @@ import pytest
 from google.rpc import error_details_pb2
 from legato_client import Client, DeadlineExceeded, Unavailable
 from legato_client._grpc.channel import full_target
-from legato_client.cli import arguments, commands, forward, load, main, settings, token
+from legato_client.cli import arguments, commands, forward, main, settings
 from legato_client.cli.settings import ExitCode
 from legato_client.cli.terminal import hint_of
 from legato_service import arguments as server
@@ -142,7 +142,8 @@ def test_a_file_may_begin_with_a_mark(config, printed):
     [
         ("[load]\nrats = 1", "[load] has no option 'rats'"),
         ("[laod]\nrate = 1", "no command is called 'laod'"),
-        ("[load]\nrate = 'fast'", "rate: not 'fast'"),
+        ("[load]\nrate = 'fast'", "rate: must be a number, not 'fast'"),
+        ("[load]\nseed = 'any'", "seed: not 'any'"),
         ("[load]\nrate = -1", "rate: must be above 0"),
         ("[load]\nkind = 'x'", "kind is one of"),
         ("[load]\ndeltas = 'perhaps'", "deltas is true or false"),
@@ -168,7 +169,7 @@ def test_a_wrong_variable_is_named(monkeypatch, capsys):
     """An empty one is none."""
     monkeypatch.setenv("LEGATO_RATE", "fast")
     assert main(["load", "--print-config"]) == 2
-    assert "LEGATO_RATE: rate: not 'fast'" in capsys.readouterr().err
+    assert "LEGATO_RATE: rate: must be a number, not 'fast'" in capsys.readouterr().err
     monkeypatch.setenv("LEGATO_RATE", "")
     assert main(["load", "--print-config"]) == 0
 
@@ -206,8 +207,8 @@ def every_command() -> dict[str, Any]:
 COMMANDS = every_command()
 NUMBERS = {
     *(int, float, arguments.count, arguments.positive, arguments.share, arguments.at_least_one),
-    *(arguments.not_negative, arguments.above_zero_share, arguments.quality, token._days),
-    *(load._positive, server.fraction, server.share, server.whole, server.not_negative),
+    *(arguments.not_negative, arguments.above_zero_share, arguments.quality, arguments.days),
+    *(arguments.rate, server.fraction, server.share, server.whole, server.not_negative),
     *(server.above_zero, server.positive),
 }
 """Parsers of numbers."""
