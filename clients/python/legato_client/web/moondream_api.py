@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncGenerator
 from types import UnionType
 from typing import Annotated, ClassVar, Literal
@@ -13,6 +14,8 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from legato_client._proto import skills
+from legato_client._proto.skills import AnySkill
 from legato_client._types.results import (
     Box,
     CaptionResult,
@@ -30,12 +33,7 @@ from legato_client._types.results import (
 )
 from legato_client._types.results import Point as PointValue
 from legato_client._types.tasks import (
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
     Sampling,
-    SegmentTask,
     SpatialRef,
     Task,
 )
@@ -43,7 +41,6 @@ from legato_client.web import bodies, operations, streams
 from legato_client.web.errors import RejectedRequest
 from legato_client.web.operations import (
     MAX_COUNT,
-    Operation,
     OperationRoute,
     answered,
     options_of,
@@ -80,11 +77,17 @@ class Question(Struct, forbid_unknown_fields=True, kw_only=True):
     settings: Settings = msgspec.field(default_factory=Settings)
     stream: bool = False
 
+    skill: ClassVar[AnySkill]
     can_stream: ClassVar[bool] = True
 
     def task(self) -> Task:
         """Build the task. Raises RejectedRequest for places of no valid form."""
-        raise NotImplementedError
+        own = {name: getattr(self, name) for name in self.__struct_fields__}
+        objects = {name: getattr(self.settings, name) for name in ("max_objects", "min_confidence")}
+        refs = {"spatial_refs": places(own.get("spatial_refs"))}
+        fields = {**own, **objects, **refs, "sampling": self.settings.sampling()}
+        task: Task = self.skill.task(**{n: e for n, e in fields.items() if self.skill.takes(n)})
+        return task
 
 
 class CaptionBody(Question, kw_only=True):
@@ -93,8 +96,7 @@ class CaptionBody(Question, kw_only=True):
     image_url: str
     length: Literal["short", "normal", "long"] = "normal"
 
-    def task(self) -> Task:
-        return CaptionTask(self.length, self.settings.sampling())
+    skill = skills.CAPTION
 
 
 class QueryBody(Question, kw_only=True):
@@ -105,9 +107,7 @@ class QueryBody(Question, kw_only=True):
     reasoning: bool = False
     spatial_refs: list[Place] | None = None
 
-    def task(self) -> Task:
-        refs = places(self.spatial_refs)
-        return QueryTask(self.question, self.reasoning, refs, self.settings.sampling())
+    skill = skills.QUERY
 
 
 class DetectBody(Question, kw_only=True):
@@ -116,13 +116,8 @@ class DetectBody(Question, kw_only=True):
     image_url: str
     object: str
 
-    can_stream: ClassVar[bool] = False
-
-    def task(self) -> Task:
-        max_objects, min_confidence = self.settings.max_objects, self.settings.min_confidence
-        return DetectTask(
-            self.object, max_objects, self.settings.sampling(), min_confidence=min_confidence
-        )
+    skill = skills.DETECT
+    can_stream = False
 
 
 class PointBody(Question, kw_only=True):
@@ -132,14 +127,8 @@ class PointBody(Question, kw_only=True):
     object: str
     spatial_refs: list[Place] | None = None
 
-    can_stream: ClassVar[bool] = False
-
-    def task(self) -> Task:
-        max_objects, min_confidence = self.settings.max_objects, self.settings.min_confidence
-        refs = places(self.spatial_refs)
-        return PointTask(
-            self.object, max_objects, refs, self.settings.sampling(), min_confidence=min_confidence
-        )
+    skill = skills.POINT
+    can_stream = False
 
 
 class SegmentBody(Question, kw_only=True):
@@ -149,8 +138,7 @@ class SegmentBody(Question, kw_only=True):
     object: str
     spatial_refs: list[Place] | None = None
 
-    def task(self) -> Task:
-        return SegmentTask(self.object, places(self.spatial_refs), self.settings.sampling())
+    skill = skills.SEGMENT
 
 
 def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
@@ -370,48 +358,29 @@ def _span(grounding: Grounding) -> GroundedSpan:
 # Endpoints that `moondream.vl(endpoint=...)` calls, except its chat.
 
 
+_ENDPOINTS: tuple[tuple[type[Question], type[Answer], type | UnionType | None, str], ...] = (
+    (CaptionBody, CaptionAnswer, TextChunk, "Describe an image"),
+    (QueryBody, QueryAnswer, TextChunk, "Answer a question, about an image if one is sent"),
+    (DetectBody, DetectAnswer, None, "Box every instance of an object"),
+    (PointBody, PointAnswer, None, "Point at every instance of an object"),
+    (SegmentBody, SegmentAnswer, SegmentEvent, "Outline an object"),
+)
+
+
 def routes() -> list[BaseRoute]:
-    text, outline = TextChunk, SegmentEvent
     return [
-        OperationRoute(_operation("caption", CaptionBody, CaptionAnswer, text), caption),
-        OperationRoute(_operation("query", QueryBody, QueryAnswer, text), query),
-        OperationRoute(_operation("detect", DetectBody, DetectAnswer), detect),
-        OperationRoute(_operation("point", PointBody, PointAnswer), point),
-        OperationRoute(_operation("segment", SegmentBody, SegmentAnswer, outline), segment),
+        OperationRoute(
+            f"/v1/{body.skill.name}",
+            functools.partial(_answer, kind=body),
+            tag="Moondream",
+            name=body.skill.name,
+            summary=summary,
+            body=body,
+            answer=answer,
+            event=event,
+        )
+        for body, answer, event, summary in _ENDPOINTS
     ]
-
-
-async def caption(request: Request) -> ASGIApp:
-    """Describe an image."""
-    return await _answer(request, CaptionBody)
-
-
-async def query(request: Request) -> ASGIApp:
-    """Answer a question, about an image if one is sent."""
-    return await _answer(request, QueryBody)
-
-
-async def detect(request: Request) -> ASGIApp:
-    """Box every instance of an object."""
-    return await _answer(request, DetectBody)
-
-
-async def point(request: Request) -> ASGIApp:
-    """Point at every instance of an object."""
-    return await _answer(request, PointBody)
-
-
-async def segment(request: Request) -> ASGIApp:
-    """Outline an object."""
-    return await _answer(request, SegmentBody)
-
-
-def _operation(
-    skill: str, body: type, answer: type, event: type | UnionType | None = None
-) -> Operation:
-    return Operation(
-        method="POST", path=f"/v1/{skill}", tag="Moondream", body=body, answer=answer, event=event
-    )
 
 
 async def _answer(request: Request, kind: type[Question]) -> ASGIApp:

@@ -35,7 +35,6 @@ from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.moondream_api import GroundedSpan, spans_of
 from legato_client.web.operations import (
     MAX_COUNT,
-    Operation,
     OperationRoute,
     answered,
     options_of,
@@ -694,20 +693,17 @@ _TAG = "OpenAI"
 
 
 def routes() -> list[BaseRoute]:
-    chat = Operation(
-        method="POST",
-        path="/v1/chat/completions",
-        tag=_TAG,
-        body=ChatBody,
-        answer=ChatCompletion,
-        event=ChatChunk,
-    )
-    listing = Operation(method="GET", path="/v1/models", tag=_TAG, answer=ModelList)
-    one = Operation(method="GET", path="/v1/models/{name:path}", tag=_TAG, answer=ModelEntry)
     return [
-        OperationRoute(chat, chat_completions),
-        OperationRoute(listing, models),
-        OperationRoute(one, model),
+        OperationRoute(
+            "/v1/chat/completions",
+            chat_completions,
+            tag=_TAG,
+            body=ChatBody,
+            answer=ChatCompletion,
+            event=ChatChunk,
+        ),
+        OperationRoute("/v1/models", models, tag=_TAG, answer=ModelList),
+        OperationRoute("/v1/models/{name:path}", model, tag=_TAG, answer=ModelEntry),
     ]
 
 
@@ -785,23 +781,22 @@ async def _framed(
 
 async def models(request: Request) -> ASGIApp:
     """List the served models."""
-    backend = backend_of(request)
-    call = backend.client.models(timeout=timeout_of(request, streaming=False))
-    served = await streams.cancel_on_disconnect(request.receive, call)
-    return answered(ModelList(data=[_model(each) for each in served]))
+    return answered(ModelList(data=[_model(each) for each in await _served(request)]))
 
 
 async def model(request: Request) -> ASGIApp:
     """Return a served model."""
     name = request.path_params["name"]
-    backend = backend_of(request)
-    call = backend.client.models(timeout=timeout_of(request, streaming=False))
-    served = await streams.cancel_on_disconnect(request.receive, call)
-    known = backend.aliases.get(name, name)
-    for each in served:
+    known = backend_of(request).aliases.get(name, name)
+    for each in await _served(request):
         if known == each.name or known in each.aliases:
             return answered(_model(each))
     raise NotFound(f"no model is called {name!r}", reason="MODEL_NOT_FOUND")
+
+
+async def _served(request: Request) -> tuple[ModelInfo, ...]:
+    call = backend_of(request).client.models(timeout=timeout_of(request, streaming=False))
+    return await streams.cancel_on_disconnect(request.receive, call)
 
 
 async def _collected(

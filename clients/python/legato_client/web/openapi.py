@@ -15,7 +15,7 @@ from legato_client._errors import DeadlineExceeded, LegatoError, Unavailable
 from legato_client._version import version
 from legato_client.web import moondream_api, openai_api, responses_api
 from legato_client.web.errors import ErrorDocument, response_of
-from legato_client.web.operations import TIMEOUT, Operation, OperationRoute
+from legato_client.web.operations import TIMEOUT, OperationRoute
 from legato_client.web.server import backend_of
 
 Kind = type | UnionType
@@ -43,16 +43,14 @@ def route(described: Sequence[BaseRoute]) -> Route:
 def make_document(routes: Iterable[OperationRoute]) -> dict[str, Any]:
     served = list(routes)
     kinds: dict[Kind, None] = {
-        kind: None for each in served for kind in _kinds(each.operation)
+        kind: None for each in served for kind in (each.body, each.answer, each.event) if kind
     }  # in order, once
     kinds[ErrorDocument] = None
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCES)
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for each in served:
-        paths.setdefault(each.path_format, {})[each.operation.method.lower()] = _entry(
-            each, by_kind
-        )
+        paths.setdefault(each.path_format, {})[each.method.lower()] = _entry(each, by_kind)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Legato over HTTP", "version": version()},
@@ -68,17 +66,12 @@ def make_document(routes: Iterable[OperationRoute]) -> dict[str, Any]:
     }
 
 
-def _kinds(operation: Operation) -> list[Kind]:
-    return [kind for kind in (operation.body, operation.answer, operation.event) if kind]
-
-
 def _entry(route: OperationRoute, schemas: dict[Kind, dict[str, Any]]) -> dict[str, Any]:
-    operation = route.operation
-    answer = {_JSON: {"schema": schemas[operation.answer]}}
-    if operation.event is not None:
-        answer[_EVENTS] = {"schema": schemas[operation.event]}
+    answer = {_JSON: {"schema": schemas[route.answer]}}
+    if route.event is not None:
+        answer[_EVENTS] = {"schema": schemas[route.event]}
     entry: dict[str, Any] = {
-        "tags": [operation.tag],
+        "tags": [route.tag],
         "summary": route.summary,
         "operationId": route.name,
         "parameters": [*_in_path(route), *_in_headers()],
@@ -90,8 +83,8 @@ def _entry(route: OperationRoute, schemas: dict[Kind, dict[str, Any]]) -> dict[s
             },
         },
     }
-    if operation.body is not None:
-        content = {_JSON: {"schema": schemas[operation.body]}}
+    if route.body is not None:
+        content = {_JSON: {"schema": schemas[route.body]}}
         entry["requestBody"] = {"required": True, "content": content}
     return entry
 

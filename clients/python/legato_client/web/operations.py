@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Awaitable, Callable
 from types import UnionType
@@ -30,30 +29,29 @@ MAX_COUNT = 2**32 - 1
 _OPENAI_TIMEOUT = "x-stainless-read-timeout"  # sent by OpenAI's clients: seconds between two bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """HTTP operation: types of its body, answer and stream events.
+class OperationRoute(Route):
+    """A route with the types of its body, answer and stream events.
 
-    The summary is the first line of the handler's docstring.
+    Without a `name` and a `summary` they are those of the handler.
     """
 
-    method: str
-    path: str
-    tag: str
-    answer: type
-    body: type | None = None
-    event: type | UnionType | None = None
-
-
-class OperationRoute(Route):
-    """A route with its operation."""
-
     def __init__(
-        self, operation: Operation, handler: Callable[[Request], Awaitable[ASGIApp]]
+        self,
+        path: str,
+        handler: Callable[[Request], Awaitable[ASGIApp]],
+        *,
+        tag: str,
+        name: str | None = None,
+        summary: str = "",
+        answer: type,
+        body: type | None = None,
+        event: type | UnionType | None = None,
     ) -> None:
-        super().__init__(operation.path, handler, methods=[operation.method])
-        self.operation = operation
-        self.summary = (handler.__doc__ or "").partition("\n")[0].rstrip(".")
+        self.method = "GET" if body is None else "POST"
+        super().__init__(path, handler, methods=[self.method], name=name)
+        self.tag = tag
+        self.summary = summary or (handler.__doc__ or "").partition("\n")[0].rstrip(".")
+        self.answer, self.body, self.event = answer, body, event
 
 
 def sampling_of(

@@ -40,7 +40,7 @@ from legato_client.web.openai_api import (
     logprobs_of,
     null,
 )
-from legato_client.web.operations import Operation, OperationRoute, sampling_of
+from legato_client.web.operations import OperationRoute, sampling_of
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is served."""
@@ -528,15 +528,16 @@ def _is_complete(result: QueryResult) -> bool:
 
 
 def routes() -> list[BaseRoute]:
-    operation = Operation(
-        method="POST",
-        path="/v1/responses",
-        tag="OpenAI",
-        body=ResponsesBody,
-        answer=ResponseObject,
-        event=ResponseEvent,
-    )
-    return [OperationRoute(operation, responses)]
+    return [
+        OperationRoute(
+            "/v1/responses",
+            responses,
+            tag="OpenAI",
+            body=ResponsesBody,
+            answer=ResponseObject,
+            event=ResponseEvent,
+        )
+    ]
 
 
 async def responses(request: Request) -> ASGIApp:

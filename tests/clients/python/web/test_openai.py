@@ -758,7 +758,7 @@ def test_bodies_are_those_of_the_code():
     served = [each for each in openapi.routes() if isinstance(each, OperationRoute)]
     schemas = openapi.make_document(served)["components"]["schemas"]
     for each in served:
-        body = each.operation.body
+        body = each.body
         if body is not None:
             schema = schemas[body.__name__]
             assert issubclass(body, msgspec.Struct)
