@@ -350,20 +350,7 @@ _BASE64 = re.compile(r"; *base64 *$", re.IGNORECASE)
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 _ESCAPES = [
     (b"%" + digits, bytes.fromhex(digits.decode()))
-    for digits in (
-        b"2B",
-        b"2b",
-        b"2F",
-        b"2f",
-        b"3D",
-        b"3d",
-        b"20",
-        b"09",
-        b"0A",
-        b"0a",
-        b"0D",
-        b"0d",
-    )
+    for digits in b"2B 2b 2F 2f 3D 3d 20 09 0A 0a 0D 0d".split()
 ]
 """Characters that encoders escape: base64's signs and whitespace."""
 

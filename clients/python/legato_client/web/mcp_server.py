@@ -11,7 +11,7 @@ import contextlib
 import errno
 import io
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import httpx2
@@ -31,14 +31,10 @@ from legato_client import draw
 from legato_client._errors import LegatoError
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES
 from legato_client._images.sources import AllowedFolders, OutsideFoldersError
+from legato_client._proto import skills
 from legato_client._types.results import Result
 from legato_client._types.tasks import (
-    CaptionTask,
-    DetectTask,
     Options,
-    PointTask,
-    QueryTask,
-    SegmentTask,
     Task,
 )
 from legato_client._version import version
@@ -72,11 +68,12 @@ class ToolArguments(Struct, forbid_unknown_fields=True, kw_only=True):
     image_url: Annotated[str, Meta(description="an allowed URL")] | None = None
     image_base64: Annotated[str, Meta(description="a file's bytes, or a data URL")] | None = None
 
-    answer: ClassVar[type[Struct]]
-
     def task(self) -> Task:
-        """Build the task."""
-        raise NotImplementedError
+        """Build the task of the skill that the tool is named after."""
+        skill = skills.BY_NAME[type(self).__name__.lower()]
+        names = filter(skill.takes, self.__struct_fields__)
+        task: Task = skill.task(**{name: getattr(self, name) for name in names})
+        return task
 
 
 class DrawnArguments(ToolArguments, kw_only=True):
@@ -96,39 +93,19 @@ class ListArguments(DrawnArguments, kw_only=True):
 class Detect(ListArguments, kw_only=True):
     """Box every instance of an object in an image."""
 
-    answer = moondream_api.DetectAnswer
-
-    def task(self) -> Task:
-        return DetectTask(self.object, self.max_objects, min_confidence=self.min_confidence)
-
 
 class Point(ListArguments, kw_only=True):
     """Point at every instance of an object in an image."""
 
-    answer = moondream_api.PointAnswer
-
-    def task(self) -> Task:
-        return PointTask(self.object, self.max_objects, min_confidence=self.min_confidence)
-
 
 class Segment(DrawnArguments, kw_only=True):
     """Outline an object in an image: an SVG path within its box."""
-
-    answer = moondream_api.SegmentAnswer
-
-    def task(self) -> Task:
-        return SegmentTask(self.object)
 
 
 class Caption(ToolArguments, kw_only=True):
     """Describe an image."""
 
     length: Literal["short", "normal", "long"] = "normal"
-
-    answer = moondream_api.CaptionAnswer
-
-    def task(self) -> Task:
-        return CaptionTask(self.length)
 
 
 class Query(ToolArguments, kw_only=True):
@@ -137,18 +114,9 @@ class Query(ToolArguments, kw_only=True):
     question: str
     reasoning: Annotated[bool, Meta(description="think first")] = False
 
-    answer = moondream_api.QueryAnswer
-
-    def task(self) -> Task:
-        return QueryTask(self.question, self.reasoning)
-
 
 TOOLS: Mapping[str, type[ToolArguments]] = {
-    "detect": Detect,
-    "point": Point,
-    "segment": Segment,
-    "caption": Caption,
-    "query": Query,
+    kind.__name__.lower(): kind for kind in (Detect, Point, Segment, Caption, Query)
 }
 
 
@@ -164,7 +132,7 @@ def _tool(name: str, kind: type[ToolArguments]) -> types.Tool:
         name=name,
         description=(kind.__doc__ or "").strip(),
         input_schema=_schema(kind),
-        output_schema=_schema(kind.answer),
+        output_schema=_schema(moondream_api.ANSWERS[name]),
         annotations=types.ToolAnnotations(read_only_hint=True, idempotent_hint=True),
     )
 

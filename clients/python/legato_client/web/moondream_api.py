@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from types import UnionType
 from typing import Annotated, ClassVar, Literal
 
@@ -365,6 +365,9 @@ _ENDPOINTS: tuple[tuple[type[Question], type[Answer], type | UnionType | None, s
     (PointBody, PointAnswer, None, "Point at every instance of an object"),
     (SegmentBody, SegmentAnswer, SegmentEvent, "Outline an object"),
 )
+
+ANSWERS: Mapping[str, type[Answer]] = {body.skill.name: answer for body, answer, *_ in _ENDPOINTS}
+"""Answers by the skill's name."""
 
 
 def routes() -> list[BaseRoute]:

@@ -49,7 +49,7 @@ async def begin(
         await events.aclose()
         raise
     request_id = first.request_id if isinstance(first, Started) else ""
-    return request_id, _continued(first, events)
+    return request_id, continued(first, events)
 
 
 def frame(document: bytes, event: str = "") -> bytes:
@@ -111,9 +111,10 @@ async def _first(events: AsyncIterator[Event]) -> Event:
     raise AssertionError("a stream ends with Finished or raises")
 
 
-async def _continued(
-    first: Event, events: AsyncGenerator[Event, None]
-) -> AsyncGenerator[Event, None]:
+async def continued(
+    first: ValueT, events: AsyncGenerator[ValueT, None]
+) -> AsyncGenerator[ValueT, None]:
+    """Yield the first, which was taken already, and the others."""
     async with contextlib.aclosing(events):
         yield first
         async for event in events:

@@ -18,6 +18,7 @@ from legato_client._async_client import AsyncClient
 from legato_client._errors import InvalidArgument, LegatoError
 from legato_client._types.server import TimelineSpan, TimelineUpdate
 from legato_client.web.server import backend_of
+from legato_client.web.streams import continued
 
 NAMES = (
     "plan",
@@ -68,7 +69,7 @@ class _Timeline:
             await events.aclose()
             raise
         return StreamingResponse(
-            _chained(first, events),
+            continued(first, events),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -112,15 +113,6 @@ class _Timeline:
                     if not begun:
                         raise
                     yield event({"error": {"message": error.message, "code": error.code}})
-
-
-async def _chained(
-    first: bytes, events: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(events):
-        yield first
-        async for each in events:
-            yield each
 
 
 async def _with_silences(
