@@ -57,6 +57,8 @@ class FakeRunner:
         self._last_token: dict[int, tuple[int, int, int]] = {}  # row: sequence id, position, token
         self._adapters: dict[int, str] = {0: ""}  # slot: the adapter written to it
         self._features: tuple[EngineSequence, int] | None = None  # of its first crops
+        self.encoded: list[tuple[EngineSequence, int]] = []  # pieces of visual prompts
+        self._pieces: dict[EngineSequence, set[int]] = {}  # those that no prefill has consumed
         self.calls: list[tuple[str, int]] = []  # (call, launch id)
         self.plans: list[Plan] = []  # by launch id
         self.constraints: dict[int, list[int]] = {}  # by launch id
@@ -92,7 +94,7 @@ class FakeRunner:
                 assert len(plan.rows) == 1, "an encode has one image"
                 self._encode(row)
             else:
-                self._prefill(row)
+                self._prefill(row, is_partial=row not in plan.counted_rows)
         self._slots[launch.slot] = use
 
     def mask(self, launch: Launch, constraints: Sequence[int]) -> Sequence[int]:
@@ -179,14 +181,41 @@ class FakeRunner:
     def _encode(self, row: ScheduledSequence) -> None:
         sequence, work = row.sequence, row.work
         assert sequence.progress.last_position < 0, "encoded after its prefill"
+        if sequence.inputs.visual is not None:
+            self._encode_pieces(sequence, range(work.first_piece, work.stop_piece))
+            return
         assert work.compute_pages, "encodes an image whose prefix is cached"
-        assert work.first_crop < work.stop_crop <= sequence.num_crops, "no such crops"
+        assert work.first_piece < work.stop_piece <= sequence.num_crops, "no such crops"
         self._continue_features(row)
-        self._features = (sequence, work.stop_crop)
+        self._features = (sequence, work.stop_piece)
+
+    def _encode_pieces(self, sequence: EngineSequence, pieces: range) -> None:
+        """Encode pieces, each after those before it of its image."""
+        visual, held = sequence.inputs.visual, self._pieces.setdefault(sequence, set())
+        assert visual is not None, "its images are already released"
+        assert pieces, "encodes nothing"
+        assert held.isdisjoint(pieces), "encoded twice"
+        held.update(pieces)
+        for piece in pieces:
+            begun = range(piece - piece % visual.prompt.pieces_per_image, piece)
+            assert held.issuperset(begun), "encoded in another order"
+        self.encoded += [(sequence, piece) for piece in pieces]
+
+    def _consume_pieces(self, sequence: EngineSequence, start: int, end: int) -> None:
+        """Encode what a chunk lacks; its last position gives up an image."""
+        visual, held = sequence.inputs.visual, self._pieces.setdefault(sequence, set())
+        assert visual is not None, "its images are already released"
+        needed = visual.prompt.pieces_of(start, end)
+        assert held.issubset(needed), "encoded too early"
+        if missing := sorted(set(needed) - held):
+            self._encode_pieces(sequence, range(missing[0], needed.stop))
+        for span in visual.prompt.spans:
+            if span.stop <= end:
+                held.difference_update(visual.prompt.pieces_of(span.start, span.stop))
 
     def _continue_features(self, row: ScheduledSequence) -> None:
         """Check that the feature buffer is free or has the first crops of this row's image."""
-        sequence, first = row.sequence, row.work.first_crop
+        sequence, first = row.sequence, row.work.first_piece
         owner, encoded = self._features or (sequence, 0)
         if owner.finalized:
             owner, encoded = sequence, 0
@@ -195,17 +224,20 @@ class FakeRunner:
         has_image = bool(sequence.num_crops or sequence.image_prefix_length)
         assert sequence.inputs.image is not None or not has_image, "its image is already released"
 
-    def _prefill(self, row: ScheduledSequence) -> None:
-        sequence = row.sequence
+    def _prefill(self, row: ScheduledSequence, *, is_partial: bool) -> None:
+        sequence, end = row.sequence, row.position + row.num_tokens
         if row.work.write_adapter:
             assert sequence.inputs.adapter is not None, "its adapter is already released"
             self._adapters[sequence.adapter.slot] = sequence.adapter.key
-        self._continue_features(row)
-        self._features = None
-        assert row.work.stop_crop == 0, "a prefill encodes all remaining crops"
+        if sequence.inputs.visual is not None:
+            self._consume_pieces(sequence, row.position, end)
+        else:
+            self._continue_features(row)
+            self._features = None
+        assert row.work.stop_piece == 0, "a prefill encodes all remaining pieces"
         assert row.position >= sequence.prefix_length, "the input starts inside the prefix"
         assert row.num_tokens > 0, "no input to sample from"
-        assert row.position + row.num_tokens == sequence.length, "a known token is missing"
+        assert is_partial or end == sequence.length, "a known token is missing"
         expected = _contents(sequence)
         self._expected[sequence.row] = expected
         for position in range(sequence.prefix_length if row.work.compute_pages else 0):
@@ -214,9 +246,9 @@ class FakeRunner:
         if row.work.copy_tail is not None:
             source, destination = row.work.copy_tail
             self._kv[destination] = list(self._slots_of(source))
-        for position in range(row.position, row.position + row.num_tokens):
+        for position in range(row.position, end):
             self._write(sequence, position)
-        self._check_kv(sequence, row.position + row.num_tokens)
+        self._check_kv(sequence, end)
 
     def _draw(self, row: ScheduledSequence) -> _Input:
         """Draw how many tokens the row drafts and how many of them are accepted."""
@@ -273,5 +305,5 @@ def _contents(sequence: EngineSequence) -> list[int]:
     owner = (sequence.adapter.key, sequence.prefix_key) if shares else sequence.seq_id
     contents = [zlib.crc32(f"{owner} {n}".encode()) for n in range(sequence.prefix_length)]
     for token_id, _ in sequence.tokens:
-        contents.append(hash((contents[-1], token_id)))
+        contents.append(hash((contents[-1] if contents else owner, token_id)))
     return contents

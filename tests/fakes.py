@@ -14,10 +14,13 @@ from legato_engine.scheduler.interfaces import Clock
 from legato_engine.sequence import (
     Constraint,
     HostInputs,
+    ImageSpan,
     SampledToken,
     SequenceAdapter,
     Task,
     Timing,
+    VisualInputs,
+    VisualPrompt,
 )
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.types import (
@@ -162,8 +165,12 @@ def make_sequence(
     priority: int = 0,
     tenant: str = "",
     adapter: str = "",
+    images: Sequence[tuple[int, int]] = (),
 ) -> EngineSequence:
-    """Return a waiting sequence of request `r<seq_id>`; its adapter changes its prefix too."""
+    """Return a waiting sequence of request `r<seq_id>`; its adapter changes its prefix too.
+
+    `images` are the first position and the length of each in the prompt, in two pieces each.
+    """
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(
         request_id=RequestKey(f"r{seq_id}", tenant),
@@ -181,13 +188,18 @@ def make_sequence(
         prefix_length,
         task.prompt,
         num_crops,
-        HostInputs(object(), object() if adapter else None),
+        HostInputs(object(), object() if adapter else None, _visual(images)),
         SequenceAdapter(adapter, 8 if adapter else 0),
         Timing(arrival),
     )
     if isinstance(task, FakeTask):
         task.is_over = lambda: sequence.finalized
     return sequence
+
+
+def _visual(images: Sequence[tuple[int, int]]) -> VisualInputs | None:
+    spans = tuple(ImageSpan(*each, index) for index, each in enumerate(images))
+    return VisualInputs(VisualPrompt(spans, None, 0, 2), spans) if spans else None
 
 
 class FakeSink:

@@ -215,30 +215,53 @@ class ImageSpan:
     length: int
     index: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class VisualPrompt:
-    """A prompt with images between its tokens.
+    """A prompt with images between its tokens, in the order of their indices.
 
     `rope_3P`: int64 (time, row, column) of each position for rotary embeddings; that of a later
     position is the position plus `rope_offset`, in all three.
+
+    An image is encoded in `pieces_per_image` pieces, one after another; they count on from image to
+    image.
     """
 
     spans: tuple[ImageSpan, ...]
     rope_3P: Any
     rope_offset: int
+    pieces_per_image: int = 1
 
     @property
     def num_image_tokens(self) -> int:
         return sum(span.length for span in self.spans)
 
+    def pieces_of(self, start: int, stop: int) -> range:
+        """Return the pieces of the images in positions `[start, stop)`."""
+        shown = [span.index for span in self.spans if span.start < stop and start < span.stop]
+        if not shown:
+            return range(0)
+        return range(shown[0] * self.pieces_per_image, (shown[-1] + 1) * self.pieces_per_image)
+
+    def cost(self, piece: int) -> int:
+        """Return a piece's share of the tokens of its image."""
+        return -(-self.spans[piece // self.pieces_per_image].length // self.pieces_per_image)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class VisualInputs:
-    """A visual prompt with its prepared images."""
+    """A visual prompt with its prepared images.
+
+    `features`, by image, belong to the runner: what is encoded for the next chunk of the prompt.
+    """
 
     prompt: VisualPrompt
     images: abc.Sequence[Any]
+    features: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class VisualTask:

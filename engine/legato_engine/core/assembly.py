@@ -40,6 +40,7 @@ from legato_engine.models.paged_attention import KVCache
 from legato_engine.models.registry import ModelBundle
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.runtime.warm_up import warm_runner
 from legato_engine.scheduler.batch import ALONE, StepRecord
 from legato_engine.scheduler.interfaces import Clock, Pause, Recorder, sleep
@@ -345,7 +346,12 @@ def _with_runner(
     bank = _adapter_bank(config, bundle, model) if folders else None
     refiner = _refiner(config, bundle, model)
     num_pages = config.num_pages or num_pages_for(
-        model, device, config.page_size, config.max_running, config.kv_memory_fraction
+        model,
+        device,
+        config.page_size,
+        config.max_running,
+        config.kv_memory_fraction,
+        ImageFeatures.reserved_bytes(model, config.image_cache_bytes),
     )
     kv = allocate(model, device, num_pages, config.page_size)
     runner = warm_runner(

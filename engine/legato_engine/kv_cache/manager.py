@@ -15,14 +15,15 @@ from legato_engine.sequence import Sequence
 class PrefillWork:
     """Prefix to compute, page to copy and adapter to write.
 
-    Crops `[0, first_crop)` were encoded earlier. An encode continues with `[first_crop,
-    stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
+    Pieces of images up to `first_piece` were encoded earlier. An encode continues with
+    `[first_piece, stop_piece)`; a prefill has `stop_piece` 0 and encodes what else it needs. Pieces
+    are the crops of a prefix's image, or those of a `VisualPrompt`.
     """
 
     compute_pages: tuple[int, ...] = ()  # of a prefix (BOS and image) that is not cached
     copy_tail: tuple[int, int] | None = None  # source and destination page of a partial hit
-    first_crop: int = 0
-    stop_crop: int = 0
+    first_piece: int = 0
+    stop_piece: int = 0
     write_adapter: bool = False
 
 

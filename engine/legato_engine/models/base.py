@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -215,6 +215,12 @@ class Model(abc.ABC):
     has_visual_prompts: bool = False
     """`encode_image` gives the features of images between a prompt's tokens (`VisualRows`)."""
 
+    max_image_tokens: int = 0
+    """Tokens of the largest image in a prompt."""
+
+    image_token_bytes: int = 0
+    """Bytes of the features of one of them."""
+
     has_prefill_chunks: bool = False
     """`prefill_chunk` runs prompts in passes of fixed shape."""
 
@@ -249,8 +255,11 @@ class Model(abc.ABC):
         """Return whether it computes on the CPU with threads of its own, so torch needs one."""
         return False
 
-    def encode_image(self, image: PreparedImage) -> torch.Tensor:
-        """[N, K, D]: features of the image's N tokens (`VisualRows`)."""
+    def encode_image(self, image: PreparedImage) -> Generator[None, None, torch.Tensor]:
+        """[N, K, D]: features of the image's N tokens (`VisualRows`).
+
+        Each `next` computes one of `VisualPrompt.pieces_per_image`.
+        """
         raise NotImplementedError
 
     def values(

@@ -445,6 +445,7 @@ class Resources:
     constraints_CV: torch.Tensor  # float32, added to logits; the last rows are grammars' masks
     successor_C2: torch.Tensor  # of `successor_table`
     graphs: GraphRunner
+    max_image_bytes: int = 0  # of features that are kept for later visual prompts
 
     @property
     def compute(self) -> Stream:

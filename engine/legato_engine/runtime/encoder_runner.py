@@ -53,7 +53,7 @@ class EncoderRunner:
             _log.info("image_stacking_measured", share_pass=self._stacks)
 
     def encode(self, slot: int, index: int, row: ScheduledSequence, stop: int) -> None:
-        encoder, image, first = self._encoder, row.sequence.inputs.image, row.work.first_crop
+        encoder, image, first = self._encoder, row.sequence.inputs.image, row.work.first_piece
         if first == 0:
             buffer = self._buffer(slot, index)
             encoder.stage(buffer, image)

@@ -34,6 +34,7 @@ from legato_engine.runtime.staging import (
     stage_tokens,
 )
 from legato_engine.runtime.torch_backend import (
+    CHUNK,
     PrefillStep,
     scheduled_tokens,
     stage_prompts,
@@ -159,12 +160,10 @@ def _layouts(buckets: Sequence[int]) -> list[StepLayout]:
 # Prompts of more tokens than steps are worth, in passes of one shape over the matrix library.
 #
 # Each pass is captured once, reads its place from a cursor on the device and moves that on, so a
-# prompt is a copy and as many launches as it has passes, without allocations.
+# prompt is a copy and as many launches as it has passes of `CHUNK` tokens, without allocations; the
+# last is padded.
 #
 # Shape legend: T tokens of a pass, M pages of a row.
-
-CHUNK = 512
-"""Tokens of a pass, the last of which is padded."""
 
 _START, _LEFT, _FIRST = 0, 1, 2
 
@@ -395,7 +394,7 @@ class KernelBackend:
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         assert self._encoder_runner is not None, "an encode without an image encoder"
-        self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
+        self._encoder_runner.encode(slot, 0, row, row.work.stop_piece)
 
     def _scheduled(self, row: ScheduledSequence) -> ScheduledPrompt:
         """Return the tokens a prompt's steps compute, plus BOS if only that is missing."""

@@ -25,9 +25,16 @@ def default_num_pages(max_context: int, page_size: int, max_running: int) -> int
 
 
 def num_pages_for(
-    model: Model, device: Device, page_size: int, max_running: int, fraction: float
+    model: Model,
+    device: Device,
+    page_size: int,
+    max_running: int,
+    fraction: float,
+    image_bytes: int = 0,
 ) -> int:
     """Return the pool's size in pages: `fraction` of the free memory, on a CPU at most the default.
+
+    `image_bytes` of it are left to features of images.
 
     Raises:
         InvalidField: one full context does not fit.
@@ -38,12 +45,13 @@ def num_pages_for(
     if free is None:
         free, most = available_memory(), default
     page_bytes = page_size * token_bytes(model)
-    pages = int(free * fraction) // page_bytes
+    pages = int(max(0, free - image_bytes) * fraction) // page_bytes
     if pages <= context:
+        features = f" beside {image_bytes / 2**30:.1f} GiB of image features" if image_bytes else ""
         raise InvalidField(
-            f"{free / 2**30:.1f} GiB free on {device.name} leave {pages} pages of KV cache, "
-            f"one full context needs {context + 1}: raise kv_memory_fraction, use a smaller dtype, "
-            "or free memory",
+            f"{free / 2**30:.1f} GiB free on {device.name} leave {pages} pages of KV cache"
+            f"{features}, one full context needs {context + 1}: raise kv_memory_fraction, "
+            "use a smaller dtype, or free memory",
             field="kv_memory_fraction",
         )
     return min(max(pages, max_running + 1), most)  # a page a row; `allocate` refuses too many

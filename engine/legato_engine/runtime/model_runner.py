@@ -52,6 +52,7 @@ def allocate(
     max_images: int,
     loops: bool,
     graphs: GraphRunner,
+    max_image_bytes: int,
 ) -> Resources:
     """Return slots for launches of up to `buckets[-1]` tokens, and the state of `max_running` rows.
 
@@ -94,6 +95,7 @@ def allocate(
         constraints_CV=constraints_CV.to(device.torch_device),
         successor_C2=successor_table(model.constraints, buckets[-1]).to(device.torch_device),
         graphs=graphs,
+        max_image_bytes=max_image_bytes,
     )
 
 
@@ -201,6 +203,7 @@ class ModelRunner:
         block_policy: BlockPolicy | None = None,
         max_prompts: int = 0,
         max_images: int = 1,
+        max_image_bytes: int = 0,
         refiner: MaskRefiner | None = None,
         loops: bool | None = False,
         megakernel: bool | None = False,
@@ -208,8 +211,9 @@ class ModelRunner:
         """Allocate slots and select the backend.
 
         Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
-        with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
-        many tokens as `block_policy` says. With `loops` launches may be loops; None is for loops
+        with a `proposer`), which computes up to `max_images` images. Features of images in prompts
+        are kept up to `max_image_bytes`. `proposer` drafts as many tokens as `block_policy` says.
+        With `loops` launches may be loops; None is for loops
         that are captured kernels, whose bits do not depend on the batch. With `megakernel` loops
         run in the megakernel where it can; None: where `choose_paths` finds it faster.
         """
@@ -232,6 +236,7 @@ class ModelRunner:
             max_images=max_images if max_prompts > 1 else 1,
             loops=loops,
             graphs=GraphRunner(device, captures=cuda_graphs),
+            max_image_bytes=max_image_bytes,
         )
         self._slots = slots = self._resources.slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(6))) for _ in slots]

@@ -15,7 +15,6 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.models.base import Adapter, Model
-from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, VisualRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources, StepLayout
@@ -27,7 +26,7 @@ from legato_engine.runtime.staging import Changes, bucket_for, preparation, stag
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey, VisualInputs
 from legato_engine.speculation import INITIAL_RATE, BlockPolicy
-from legato_engine.types import Request, RequestKey
+from legato_engine.types import Request
 
 
 class DecodeStep:
@@ -162,34 +161,58 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
     slot.prompt.host["limit"][index] = sequence.max_length - 1
 
 
-class ImageFeatures:
-    """Features of images between prompts' tokens, kept for the next chunk and the next prompt.
+CHUNK = 512
+"""Tokens of a long prompt's chunk, and those of images that are encoded between two decodes."""
 
-    Tenants share none: times would reveal what another one sent. A request that lets no image be
-    cached shares none either. Belongs to the compute stream.
+
+class ImageFeatures:
+    """Features of images between prompts' tokens; belongs to the compute stream.
+
+    A sequence has those of its next chunk (`VisualInputs.features`), finished or in the making, and
+    they end with its inputs. The latest, up to `max_bytes`, are kept for later prompts. Tenants
+    share none: times would reveal what another one sent. A request that lets no image be cached
+    shares none either.
     """
 
-    def __init__(self, model: Model, max_bytes: int = 256 << 20) -> None:
+    def __init__(self, model: Model, max_bytes: int = 0) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._features: dict[tuple[str | RequestKey, str], torch.Tensor] = {}
-        """By tenant or request and key of the image, the oldest first."""
+        self._kept: dict[tuple[str, str], torch.Tensor] = {}
+        """By tenant and key of the image, the oldest first."""
+
+    @staticmethod
+    def reserved_bytes(model: Model, max_bytes: int) -> int:
+        """Return the most that are in memory at a time.
+
+        Beside those kept, a chunk reads whole images between one that begins before it and one that
+        ends after it, and a copy of its own rows.
+        """
+        if not model.has_visual_prompts:
+            return 0
+        num_tokens = 2 * (model.max_image_tokens + CHUNK)
+        return max_bytes + num_tokens * model.image_token_bytes
+
+    def encode(self, visual: VisualInputs, pieces: range, request: Request) -> None:
+        for piece in pieces:
+            self._run_piece(visual, piece // visual.prompt.pieces_per_image, request)
 
     def rows(
         self, visual: VisualInputs, start: int, stop: int, device: torch.device, request: Request
     ) -> VisualRows:
-        """Gather the images of positions `[start, stop)`; encode those that are not here."""
+        """Gather the images of positions `[start, stop)`; encode what is missing of them.
+
+        The sequence gives up an image with its last position.
+        """
         prompt, rows, features = visual.prompt, [], []
-        owner = request.tenant if request.cache_image else request.request_id
         for span in prompt.spans:
-            first, last = max(span.start, start), min(span.start + span.length, stop)
+            first, last = max(span.start, start), min(span.stop, stop)
             if first < last:
                 rows.append(torch.arange(first - start, last - start))
-                image = visual.images[span.index]
-                encoded_NKD = self._encoded(image, owner)
+                while (encoded_NKD := self._run_piece(visual, span.index, request)) is None:
+                    pass
                 features.append(encoded_NKD[first - span.start : last - span.start])
-                if last == span.start + span.length and not request.cache_image:
-                    del self._features[owner, image.key]
+                if last == span.stop:
+                    del visual.features[span.index]
         first_later = max(start, prompt.rope_3P.shape[1])
         later = torch.arange(first_later, max(first_later, stop)) + prompt.rope_offset
         rope_3T = torch.from_numpy(prompt.rope_3P[:, start:stop])
@@ -201,18 +224,35 @@ class ImageFeatures:
             torch.cat(features) if features else torch.zeros(0, 1, self._model.width),
         )
 
-    def _encoded(self, image: PreparedImage, owner: str | RequestKey) -> torch.Tensor:
-        features_NKD = self._features.pop((owner, image.key), None)
-        if features_NKD is None:
-            features_NKD = self._model.encode_image(image)
-        self._features[owner, image.key] = features_NKD
-        while len(self._features) > 1 and self._num_bytes > self._max_bytes:
-            del self._features[next(iter(self._features))]
+    def _run_piece(self, visual: VisualInputs, index: int, request: Request) -> torch.Tensor | None:
+        """Run an image's next piece, unless it is encoded; return the features after the last."""
+        image, found = visual.images[index], visual.features.get(index)
+        if found is None:
+            found = self._kept.get((request.tenant, image.key)) if request.cache_image else None
+            if found is not None:
+                self._keep(request.tenant, image.key, found)
+            else:
+                found = self._model.encode_image(image)
+            visual.features[index] = found
+        if isinstance(found, torch.Tensor):
+            return found
+        try:
+            next(found)
+        except StopIteration as end:
+            features_NKD: torch.Tensor = end.value
+        else:
+            return None
+        visual.features[index] = features_NKD
+        if request.cache_image:
+            self._keep(request.tenant, image.key, features_NKD)
         return features_NKD
 
-    @property
-    def _num_bytes(self) -> int:
-        return sum(each.nbytes for each in self._features.values())
+    def _keep(self, tenant: str, key: str, features_NKD: torch.Tensor) -> None:
+        """Make these the latest, and forget the oldest ones beyond the limit."""
+        self._kept.pop((tenant, key), None)
+        self._kept[tenant, key] = features_NKD
+        while sum(each.nbytes for each in self._kept.values()) > self._max_bytes:
+            del self._kept[next(iter(self._kept))]
 
 
 class PrefillStep:
@@ -290,20 +330,26 @@ class PrefillStep:
         self.run_prompt()
 
     def run_prompt(self) -> None:
-        slot, model, staged = self._slot, self._model, self._slot.prompt.device
-        x_TD = model.embed(staged["token"][self._tokens], staged["payload"][self._tokens])
+        """Run the prompt, one with images chunk by chunk, which bounds their features."""
+        slot, tokens = self._slot, self._tokens
+        size = tokens.stop - tokens.start if self._visual is None else CHUNK
+        for first in range(tokens.start, tokens.stop, size):
+            hidden_1D = self._run_chunk(slice(first, min(first + size, tokens.stop)))
+        slot.hidden_RD[self._output].copy_(hidden_1D)
+        slot.logits_RV[self._output].copy_(self._model.logits(hidden_1D))
+
+    def _run_chunk(self, tokens: slice) -> torch.Tensor:
+        """[1, D] of the last of these staged tokens."""
+        model, staged = self._model, self._slot.prompt.device
+        x_TD = model.embed(staged["token"][tokens], staged["payload"][tokens])
         pages = staged["pages"][self._index, : self._num_pages]
-        visual = None
+        start, visual = self._start + tokens.start - self._tokens.start, None
         if self._visual is not None:
             assert self._features is not None, "a visual prompt of a model without them"
-            stop = self._start + len(x_TD)
-            visual = self._features.rows(
-                self._visual, self._start, stop, x_TD.device, self._request
-            )
-        span = PrefillSpan(self._start, pages, False, self._adapters, visual)
-        hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
-        slot.hidden_RD[self._output].copy_(hidden_1D)
-        slot.logits_RV[self._output].copy_(model.logits(hidden_1D))
+            stop = start + len(x_TD)
+            visual = self._features.rows(self._visual, start, stop, x_TD.device, self._request)
+        span = PrefillSpan(start, pages, False, self._adapters, visual)
+        return model.prefill(x_TD, span, self._kv)[-1:]
 
 
 # ---------------------------------------------------------------- torch backend
@@ -318,11 +364,14 @@ class TorchBackend:
         self.buckets = resources.buckets
         self.limits = BatchLimits(
             resources.slots[0].max_prompts,
-            tokens=resources.model.max_context,
+            tokens=min(CHUNK, resources.model.max_context),
             sampled=resources.buckets[-1],
+            chunk_above=CHUNK,
+            long_chunk_tokens=CHUNK,
+            image_tokens=CHUNK,
         )
         self.encodes_images = False
-        self._features = ImageFeatures(resources.model)
+        self._features = ImageFeatures(resources.model, resources.max_image_bytes)
         self._resources = resources
         self._slots = resources.slots
         self._graphs = resources.graphs
@@ -420,8 +469,11 @@ class TorchBackend:
             first += row.num_tokens
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
-        """Never planned: images are cropped on the host."""
-        raise AssertionError("an encode was launched on a backend without an image encoder")
+        """Encode pieces of a visual prompt; other images are cropped on the host."""
+        visual, request = row.sequence.inputs.visual, row.sequence.request
+        assert visual is not None, "an encode on a backend without an image encoder"
+        pieces = range(row.work.first_piece, row.work.stop_piece)
+        self._resources.compute.submit(lambda: self._features.encode(visual, pieces, request))
 
     def _drafting_work(self, slot: int, rank: int) -> Work:
         assert self._drafting is not None, "only draft tokens are placed by the device"

@@ -69,6 +69,7 @@ def warm_runner(
         block_policy=policy,
         max_prompts=config.max_prefill_rows,
         max_images=config.images_per_launch,
+        max_image_bytes=config.image_cache_bytes,
         refiner=refiner,
         loops=None if config.decode_path == AUTO_PATH else config.decode_path in LOOP_PATHS,
         megakernel=None if config.decode_path == AUTO_PATH else config.decode_path == RESIDENT_PATH,

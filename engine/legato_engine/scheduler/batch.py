@@ -14,7 +14,7 @@ from legato_engine.sequence import Sequence
 class LaunchKind(enum.StrEnum):
     """Kind of a launch."""
 
-    ENCODE = "encode"  # crops of one image, before its PREFILL
+    ENCODE = "encode"  # pieces of one sequence's images, before the PREFILL that reads them
     PREFILL = "prefill"
     DECODE = "decode"
     REFINE = "refine"  # for a finished request; names no sequence
@@ -153,7 +153,8 @@ class BatchLimits:
     Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
     `pass_tokens` makes several passes over the weights; 0: its time grows with every token. A
     prompt that computes more tokens than `chunk_above` is prefilled in chunks of
-    `long_chunk_tokens`, which decodes cannot join.
+    `long_chunk_tokens`, which decodes cannot join. While others decode, an encode for a visual
+    prompt takes pieces of up to `image_tokens`.
     """
 
     prompts: int = 1
@@ -164,6 +165,7 @@ class BatchLimits:
     pass_tokens: int = 0
     chunk_above: int = 0
     long_chunk_tokens: int = 0  # 0: it is not chunked
+    image_tokens: int = 0  # 0: images are encoded in the prefill
 
     def is_long(self, sequence: Sequence) -> bool:
         """Return whether an admitted sequence's prompt computes more than `chunk_above` tokens."""

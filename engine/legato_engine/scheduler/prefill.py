@@ -7,6 +7,7 @@ prompt, so a launch with many tokens makes them wait.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from legato_engine.kv_cache.manager import NO_PREFILL_WORK, KVCacheManager, PrefillWork
 from legato_engine.scheduler.batch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
@@ -83,6 +84,13 @@ class _Admitted:
         """Return 1 if BOS must be computed, which is not a token of the prompt."""
         return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
 
+    def needed_pieces(self, end: int) -> range:
+        """Return the pieces of images that positions up to `end` read, encoded ones included."""
+        visual = self.sequence.inputs.visual
+        if visual is not None:
+            return visual.prompt.pieces_of(self.position, end)
+        return range(self.sequence.num_crops if self.work.compute_pages else 0)
+
     def schedule(self, num_tokens: int) -> ScheduledSequence:
         """Schedule the next `num_tokens` of `num_left`."""
         num_scheduled = num_tokens - self.num_bos
@@ -109,6 +117,8 @@ class _Batch:
         )
 
     def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
+        if sequence.inputs.visual is not None:
+            return False  # its images may be too many for one launch
         num_images = len(self.images) + computes_image
         num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
         if num_prompts > self.limits.prompts or not self.has_room(_max_tokens(sequence)):
@@ -129,10 +139,11 @@ class PrefillPlanner:
     """Planner of prefills: admits sequences that fit, in the order of the `WaitingQueue`.
 
     No other sequence is planned between the encodes of an image and its prefill, because the device
-    has one feature buffer, nor between the chunks of a prompt.
+    has one feature buffer, nor between the chunks of a prompt, so that the device holds the
+    features of one chunk's images.
 
     Chunked prefill: decodes wait while a prompt passes over the weights, so a prompt of several
-    passes may be split into chunks, one per launch.
+    passes may be split into chunks, one per launch. The images of a chunk are encoded before it.
 
     Short prompts share a launch within `limits`. An image to compute comes first in its launch, so
     that no earlier request waits for it.
@@ -187,19 +198,24 @@ class PrefillPlanner:
         An admission takes a row and pages, so the plan must be launched.
 
         Args:
-            max_crops: maximum crops per encode; 0 leaves the rest of the image to the prefill.
+            max_crops: maximum crops per encode; 0 leaves the rest of the image to the prefill. A
+                visual prompt has a limit of its own while others decode, `image_tokens`.
             decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: a decode streams; then at most one image is computed.
         """
         first = self._partial or self._admit_next()
         if first is None:
             return None
-        if _is_split(first, max_crops):
-            return self._encode(first, max_crops)
+        long_chunk = self._long_chunk(first) if decodes else 0
+        encode = self._encode(first, max_crops, long_chunk, others_decode=bool(decodes))
+        if encode is not None:
+            return encode
         self._partial = None
         self._manager.mark_planned(first.sequence)
+        if long_chunk:
+            return self._plan_chunk(first, (), long_chunk)
         if self._limits.is_long(first.sequence):
-            return self._plan_long_prompt(first, others_decode=bool(decodes))
+            return Plan(LaunchKind.PREFILL, (first.schedule(first.num_left),))
         if (chunk := self._plan_shared_chunk(first, decodes)) is not None:
             return chunk
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
@@ -218,12 +234,11 @@ class PrefillPlanner:
             if not cached:
                 self._manager.mark_planned(sequence)
 
-    def _plan_long_prompt(self, first: _Admitted, *, others_decode: bool) -> Plan:
-        """Plan a long prompt in a launch of its own, or a chunk of it while others decode."""
+    def _long_chunk(self, first: _Admitted) -> int:
+        """Return the tokens of a long prompt's next chunk, 0 for its last or a short prompt."""
         size = self._limits.long_chunk_tokens
-        if others_decode and 0 < size < first.num_prompt_left:
-            return self._plan_chunk(first, (), size)
-        return Plan(LaunchKind.PREFILL, (first.schedule(first.num_left),))
+        is_chunked = self._limits.is_long(first.sequence) and size < first.num_prompt_left
+        return size if is_chunked else 0
 
     def _plan_shared_chunk(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...]
@@ -249,7 +264,11 @@ class PrefillPlanner:
     ) -> Plan:
         """Plan a chunk; the rest of the prompt is planned next."""
         row = first.schedule(num_tokens)
-        first.work, first.position = NO_PREFILL_WORK, first.position + row.num_tokens
+        end, encoded = first.position + row.num_tokens, 0
+        if first.sequence.inputs.visual is not None:
+            encoded = max(first.work.first_piece, first.needed_pieces(end).stop)
+        first.work = dataclasses.replace(NO_PREFILL_WORK, first_piece=encoded)
+        first.position = end
         self._partial = first
         return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_partial_prefill=True)
 
@@ -280,21 +299,32 @@ class PrefillPlanner:
         position = max(sequence.pages.cached_length, sequence.prefix_length)
         return _Admitted(sequence, work, position)
 
-    def _encode(self, admitted: _Admitted, max_crops: int) -> Plan:
-        sequence, work = admitted.sequence, admitted.work
-        self._partial = admitted
-        stop = min(work.first_crop + max_crops, sequence.num_crops)
-        admitted.work = dataclasses.replace(work, first_crop=stop)
-        part = dataclasses.replace(work, stop_crop=stop)
-        row = ScheduledSequence(sequence, sequence.prefix_length, 0, part)
-        return Plan(LaunchKind.ENCODE, (row,))
+    def _encode(
+        self, first: _Admitted, max_crops: int, long_chunk: int, *, others_decode: bool
+    ) -> Plan | None:
+        """Plan an encode of pieces that the next chunk (0: the whole prompt) needs.
 
-
-def _is_split(admitted: _Admitted, max_crops: int) -> bool:
-    work = admitted.work
-    if max_crops == 0 or not work.compute_pages:
-        return False
-    return (work.first_crop or max_crops) < admitted.sequence.num_crops
+        Return None if they are encoded, or few enough for the chunk's own launch.
+        """
+        sequence, work = first.sequence, first.work
+        visual = sequence.inputs.visual
+        limit = max_crops
+        if visual is not None:
+            limit = self._limits.image_tokens if others_decode else 0
+        needed = first.needed_pieces(first.position + long_chunk if long_chunk else sequence.length)
+        left = range(max(work.first_piece, needed.start), needed.stop)
+        if not limit or not left:
+            return None
+        costs = [1 if visual is None else visual.prompt.cost(piece) for piece in left]
+        if left == needed and sum(costs) <= limit:
+            return None
+        # At least one, which cannot be split.
+        count = max(1, sum(total <= limit for total in itertools.accumulate(costs)))
+        stop = left.start + count
+        self._partial = first
+        first.work = dataclasses.replace(work, first_piece=stop)
+        part = dataclasses.replace(work, first_piece=left.start, stop_piece=stop)
+        return Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, first.position, 0, part),))
 
 
 def _computes_image(admitted: _Admitted) -> bool:

@@ -99,7 +99,8 @@ class Scheduler:
         self._queue = WaitingQueue[Sequence](
             max_overtakes=max_overtakes, priority_seconds=priority_seconds
         )
-        limits = limits if block_sizes is None else ALONE
+        if block_sizes is not None:
+            limits = dataclasses.replace(ALONE, image_tokens=limits.image_tokens)
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
         decode = DecodePlanner(manager, self._running, block_sizes, max_tokens=max_decode_tokens)
@@ -452,8 +453,9 @@ class Planner:
     as a decode.
 
     While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
-    crops (0: all), so that no stream waits for a whole large image. This delays the image's own
-    first token and the queue, because the device encodes one image at a time.
+    crops (0: all), so that no stream waits for a whole large image; images of a visual prompt are
+    encoded in pieces while any other sequence decodes. This delays the image's own first token and
+    the queue, because the device encodes one image at a time.
     """
 
     def __init__(

@@ -5,9 +5,11 @@ Its published weights are not at hand: all are random.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
+import weakref
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legato_engine.core.requests import make_sequence
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan, VisualRows
@@ -24,7 +27,9 @@ from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
 from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
+from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SampledToken
 from legato_engine.types import (
     CachedImageRef,
@@ -38,6 +43,7 @@ from legato_engine.types import (
     QuerySpec,
     Request,
     RequestKey,
+    SamplingParams,
     SegmentSpec,
     Turn,
 )
@@ -154,6 +160,15 @@ def logits_of(theirs, bundle, task, after=()):
     return theirs(ids, **inputs).logits[0]
 
 
+def run(pieces):
+    """Return the features of an image after all of its pieces."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
 class Row:
     """A prompt with images in the pages of one row."""
 
@@ -163,7 +178,7 @@ class Row:
         self.pages_M = torch.tensor(list(range(1, 2 + model.max_context // 16)))
         self.kv = PagedSession(model).kv
         images = [] if task.visual is None else task.visual.images
-        self.features = [model.encode_image(each) for each in images]
+        self.features = [run(model.encode_image(each)) for each in images]
 
     def prefill(self, start, stop):
         """[T, D] of a part of the prompt."""
@@ -302,7 +317,7 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
 
     model.encode_image = counting
     with torch.inference_mode():
-        features = ImageFeatures(model)
+        features = ImageFeatures(model, 1 << 20)
 
         def chunks(size, tenant, **fields):
             asked = Request(
@@ -325,6 +340,117 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
     assert torch.equal(found, whole.features_NKD)
     assert torch.equal(torch.cat([part.rope_3T for part in parts], 1), whole.rope_3T)
     assert whole.rope_3T[0, -1] == length + 1 + task.visual.prompt.rope_offset
+
+
+class Behind:
+    """Requests with images behind a stream of text, and the plans of committed launches."""
+
+    def __init__(self, engine, **fields):
+        assembly = dataclasses.replace(engine.assembly, **fields)
+        self.answers = same.Answers()
+        self.launches: list[Any] = []
+        self.frontend = assembly.frontend
+        self.scheduler = assembly.scheduler(
+            self.answers,
+            pipeline_depth=2,
+            observer=lambda record: self.launches.append(record.launch.plan),
+        )
+        self._numbers = itertools.count()
+        self.submit("stream", "tell all of it", max_tokens=80)
+        self.scheduler.step()
+
+    def submit(self, name, question, images=(), max_tokens=20):
+        """Return the sequence."""
+        request = Request(
+            request_id=RequestKey(name),
+            task=QuerySpec(question=question),
+            image=CachedImageRef(image_id="i") if images else None,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=3),
+            logprobs=True,
+            return_tokens=True,
+        )
+        task = self.frontend.make_task(request, images)
+        sequence = make_sequence(self.frontend, request, None, task=task)
+        sequence.seq_id = next(self._numbers)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def ask(self, counts):
+        """Ask about so many of four images each; return what was told to all."""
+        pool = prepared(self.frontend, *SHAPES)
+        for count in counts:
+            self.submit(str(count), f"{count}?", pool[:count])
+        self.scheduler.drain()
+        return self.answers.told
+
+
+def test_images_are_encoded_between_the_steps_of_a_stream(small, monkeypatch):
+    """Pieces and chunks alternate with its decodes, and change no bit of any answer.
+
+    Nor does a shortage of pages, after which images are encoded again.
+    """
+    with same.Engine("qwen3-vl", small[0]) as engine:
+        whole = Behind(engine)
+        told = whole.ask((1, 2, 3, 4))
+        assert LaunchKind.ENCODE not in {plan.kind for plan in whole.launches}
+    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    with same.Engine("qwen3-vl", small[0]) as engine:
+        for counts, fields in (
+            ((1, 2, 3, 4), {}),
+            ((4, 2, 1, 3), {}),
+            ((4, 3, 2), {"num_pages": 9}),
+        ):
+            split = Behind(engine, **fields)
+            assert split.ask(counts).items() <= told.items()
+            kinds = [plan.kind for plan in split.launches]
+            assert kinds.count(LaunchKind.ENCODE) > len(counts)
+            while kinds[-1] is LaunchKind.DECODE:
+                del kinds[-1]
+            for neighbours in itertools.pairwise(kinds):
+                assert LaunchKind.DECODE in neighbours
+        assert split.scheduler.load().kv.preemptions > 0
+
+
+@pytest.mark.parametrize("num_encodes", [1, 2, 4])
+def test_features_end_with_a_request(small, monkeypatch, num_encodes):
+    """An abort between two pieces frees those of its images that are begun or encoded."""
+    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    with same.Engine("qwen3-vl", small[0]) as engine:
+        behind = Behind(engine)
+        asked = behind.submit("1", "?", prepared(behind.frontend, *SHAPES[1:]))
+        while [plan.kind for plan in behind.launches].count(LaunchKind.ENCODE) < num_encodes:
+            behind.scheduler.step()
+        held = [weakref.ref(each) for each in asked.inputs.visual.features.values()]
+        assert held
+        behind.scheduler.abort(asked.request.request_id)
+        behind.launches.clear()
+        behind.scheduler.drain()
+        engine.assembly.runner._backend._features._kept.clear()
+        assert [each() for each in held] == [None] * len(held)
+
+
+def test_features_stay_within_what_is_reserved(small, monkeypatch):
+    """Those kept for later prompts within their limit, and those of a prompt's chunk."""
+    monkeypatch.setattr(torch_backend, "CHUNK", 5)
+    most, limit, run_piece = [0], 3000, ImageFeatures._run_piece
+    token_bytes = 4 * 3 * TEXT["hidden_size"]
+
+    def running(self, visual, index, request):
+        features_NKD = run_piece(self, visual, index, request)
+        kept = sum(each.nbytes for each in self._kept.values())
+        assert kept <= limit
+        held = [each for each in visual.features.values() if isinstance(each, torch.Tensor)]
+        most[0] = max(most[0], kept + sum(each.nbytes for each in held))
+        return features_NKD
+
+    monkeypatch.setattr(ImageFeatures, "_run_piece", running)
+    with same.Engine("qwen3-vl", small[0], image_cache_bytes=limit) as engine:
+        model = engine.assembly.model
+        assert (model.image_token_bytes, model.max_image_tokens) == (token_bytes, 16)
+        reserved = ImageFeatures.reserved_bytes(model, limit)
+        assert reserved == limit + 2 * (16 + 5) * token_bytes
+        Behind(engine).ask((1, 2, 3, 4))
+    assert 0 < most[0] < reserved
 
 
 def test_neither_drafts_nor_batches_change_an_answer(small):
@@ -374,7 +500,10 @@ def test_it_runs_on_a_device_with_kernels(small):
             pages_M = torch.zeros(40, dtype=torch.int64)
             batch = DecodeBatch(ids_T[:4], pages_M[:8].view(4, 2), rope_offset_B=ids_T[:4])
         tower = model._visual
-        features = [tower(each, *shape.grid) for each, shape in zip(levels, patches, strict=True)]
+        features = [
+            run(tower.encode(each, *shape.grid))
+            for each, shape in zip(levels, patches, strict=True)
+        ]
         rows = VisualRows(rope_3T, rows_N, torch.cat(features))
         x_TD = model.embed(ids_T, torch.zeros(length, 2, device="cuda"))
         span = PrefillSpan(0, pages_M, bidirectional=False, visual=rows)

@@ -77,6 +77,14 @@ def test_a_context_that_only_e4m3_has_room_for():
     assert num_pages_for(moondream3(torch.ones(24, 2)), gpu, 16, 1, 1.0) > 2048
 
 
+def test_features_of_images_are_left_room():
+    """The pool gets its fraction of what they leave, and an error counts them."""
+    gpu = types.SimpleNamespace(name="gpu", free_memory=lambda: 40 * 2**30)
+    assert num_pages_for(moondream3(), gpu, 16, 4, 0.5, 10 * 2**30) == 15 * 2**30 // (3 * 2**20)
+    with pytest.raises(InvalidField, match=r"0 pages of KV cache beside 41\.0 GiB of image feat"):
+        num_pages_for(moondream3(), gpu, 16, 4, 0.5, 41 * 2**30)
+
+
 def small(max_context=4096):
     """A stand-in model of 128 KiB a position in float32."""
     return types.SimpleNamespace(

@@ -437,7 +437,7 @@ def image(
 def crops_of(plan: Plan) -> tuple[LaunchKind, int, int]:
     """Return the kind of a launch and the crops of its first row."""
     work = plan.rows[0].work
-    return plan.kind, work.first_crop, work.stop_crop
+    return plan.kind, work.first_piece, work.stop_piece
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -626,3 +626,135 @@ def test_the_sink_may_abort_when_the_first_part_starts() -> None:
         PREFILL,
         ENCODE,
     ]
+
+
+# ---------------------------------------------------------------- images in prompts
+
+
+VISUAL = ((1, 6), (8, 10), (20, 4))  # 24 tokens of a prompt of 26; pieces of 3, 5 and 2
+NUM_PIECES = 6
+VISUAL_TOKENS = 5
+
+
+def visual(world: World, *, seconds: float | None = None, tenant: str = "") -> Sequence:
+    """Submit a sequence with three images in its prompt."""
+    deadline = None if seconds is None else world.clock.now() + seconds
+    task = FakeTask(seed=LONG_SEED, num_prompt=26, max_tokens=4)
+    return world.submit(
+        task, prefix_key="", prefix_length=0, deadline=deadline, tenant=tenant, images=VISUAL
+    )
+
+
+def launches(world: World, sequence: Sequence) -> list[tuple[LaunchKind, int, int]]:
+    """Return the kinds of a sequence's launches up to its first token, with pieces or positions."""
+    found = []
+    for plan in world.runner.plans:
+        for row in plan.rows[plan.num_mixed_decodes :]:
+            if row.sequence is sequence and plan.kind is not DECODE:
+                work, start = row.work, row.position
+                at = (work.first_piece, work.stop_piece)
+                found.append(
+                    (plan.kind, *(at if plan.kind is ENCODE else (start, start + row.num_tokens)))
+                )
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("streams", [True, False])
+def test_images_of_a_prompt_are_encoded_between_decodes(depth: int, streams: bool) -> None:
+    """A decode commits between any two launches, each of which has at most five tokens.
+
+    A chunk's images are encoded before it, so that only its features are kept.
+    """
+    world = World(depth=depth, image_tokens=VISUAL_TOKENS, streams=streams)
+    text = decoding(world)
+    asked = visual(world)
+    committed = []
+    while asked.progress.last_position < 0:
+        world.step()
+        if world.runner.plans[-1].rows[0].sequence is asked:
+            committed.append(text.num_committed)
+    assert launches(world, asked) == [
+        (ENCODE, 0, 1),
+        (ENCODE, 1, 2),
+        (PREFILL, 0, 5),
+        (ENCODE, 2, 3),
+        (ENCODE, 3, 4),
+        (PREFILL, 5, 10),
+        (PREFILL, 10, 15),
+        (PREFILL, 15, 20),
+        (PREFILL, 20, 25),
+        (PREFILL, 25, 26),
+    ]
+    assert committed == [*range(committed[0], committed[0] + len(committed))]
+    assert world.runner.encoded == [(asked, piece) for piece in range(NUM_PIECES)]
+    world.drain()
+
+
+def test_images_of_a_lone_prompt_are_encoded_in_its_launch() -> None:
+    """Nobody waits for it."""
+    world = World(image_tokens=VISUAL_TOKENS)
+    asked = visual(world)
+    world.drain()
+    assert launches(world, asked) == [(PREFILL, 0, 26)]
+
+
+def test_cached_images_of_a_prompt_are_not_encoded() -> None:
+    """The pieces of images that the prefix cache has are skipped; one that it cuts is encoded."""
+    world = World(image_tokens=VISUAL_TOKENS, page_size=4, num_pages=130)
+    visual(world)
+    world.drain()
+    decoding(world)
+    encoded = len(world.runner.encoded)
+    again = visual(world)
+    cut = world.submit(
+        FakeTask(seed=LONG_SEED, num_prompt=26, max_tokens=4),
+        prefix_key="",
+        prefix_length=0,
+        images=VISUAL,
+    )
+    cut.tokens[14:] = [(token, (1.0, 1.0)) for token, _ in cut.tokens[14:]]
+    world.drain()
+    assert again.pages.cached_tokens == 24
+    assert [piece for who, piece in world.runner.encoded[encoded:] if who is again] == []
+    assert cut.pages.cached_tokens == 14
+    assert [piece for who, piece in world.runner.encoded[encoded:] if who is cut] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("expires", [False, True])
+@pytest.mark.parametrize("phase", range(0, 26, 2))
+def test_a_request_may_be_aborted_between_pieces_of_its_images(
+    depth: int, expires: bool, phase: int
+) -> None:
+    """Its features end with its inputs, and the next request encodes what it needs itself."""
+    world = World(depth=depth, image_tokens=VISUAL_TOKENS)
+    text = decoding(world)
+    aborted = visual(world, seconds=5.0 if expires else None)
+    world.steps(phase)
+    following = visual(world)
+    if expires:
+        world.clock.advance(5.0)
+    else:
+        world.abort(aborted)
+    world.drain()
+    assert aborted.inputs.visual is None
+    for sequence in (text, following):
+        assert isinstance(world.sink.ended[sequence.request.request_id], FinishReason)
+        assert isinstance(sequence.task, FakeTask)
+        assert sequence.task.tokens == sequence.task.expected_tokens(sequence.prompt_length)
+
+
+def test_tenants_with_images_take_turns() -> None:
+    """One with many requests delays another's by the one that has begun."""
+    world = World(image_tokens=VISUAL_TOKENS, num_rows=8, num_pages=130)
+    decoding(world, max_tokens=14)
+    many = [visual(world, tenant="many") for _ in range(4)]
+    for each in many:
+        each.tokens = [(token + each.seq_id, payload) for token, payload in each.tokens]
+    world.steps(4)
+    few = visual(world, tenant="few")
+    world.drain()
+    order = [plan.rows[0].sequence for plan in world.runner.plans if plan.kind is not DECODE]
+    assert order.index(few) < order.index(many[1])
+    assert order.index(many[0]) < order.index(few)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -127,7 +128,8 @@ tasks = st.builds(
     max_tokens=st.integers(1, 14),
     constrained=st.booleans(),
 )
-keys = st.sampled_from([None, *PREFIX_LENGTHS])
+VISUAL = "visual"  # a prompt that shows images, instead of a prefix
+keys = st.sampled_from([None, *PREFIX_LENGTHS, VISUAL])
 crops = st.integers(0, 7)
 adapters = st.sampled_from(["", "", "x", "y", "z"])
 ranks = st.tuples(st.integers(-3, 3), st.sampled_from(["", "a", "b"]))  # priority and tenant
@@ -136,11 +138,14 @@ bursts = st.lists(
 )
 
 
-def prefix_length(key: str | None, num_crops: int) -> int:
-    """Return the positions of a prefix, including images that are not shared."""
-    if key is None:
-        return 9 if num_crops else 1
-    return PREFIX_LENGTHS[key]
+def shown(key: str | None, num_crops: int, num_prompt: int) -> dict[str, Any]:
+    """Return the fields of a request that shows an image before its prompt, or several in it."""
+    if key == VISUAL:
+        starts = range(0, num_prompt, 1 + num_crops)
+        images = [(at, min(1 + num_crops, num_prompt - at)) for at in starts]
+        return {"prefix_key": "", "prefix_length": 0, "images": images}
+    length = PREFIX_LENGTHS[key] if key is not None else 9 if num_crops else 1
+    return {"prefix_key": key, "prefix_length": length, "num_crops": num_crops}
 
 
 def check_streams(world: World) -> None:
@@ -178,6 +183,7 @@ class Walk(RuleBasedStateMachine):
         max_prefill_rows=st.integers(1, 4),
         max_overtakes=st.integers(0, 3),
         crops_per_launch=st.integers(0, 3),
+        image_tokens=st.integers(0, 3),
         streams=st.booleans(),
         num_adapter_slots=st.integers(1, 3),
         largest_block=st.integers(0, 9),
@@ -216,9 +222,7 @@ class Walk(RuleBasedStateMachine):
             with contextlib.suppress(PromptTooLong, Overloaded, DeadlineUnreachable):
                 self.world.submit(
                     task,
-                    prefix_key=key,
-                    prefix_length=prefix_length(key, num_crops),
-                    num_crops=num_crops,
+                    **shown(key, num_crops, len(task.prompt)),
                     deadline=deadline,
                     priority=priority,
                     tenant=tenant,
@@ -343,6 +347,7 @@ def test_no_way_of_launching_changes_a_token(
             num_pages=num_pages,
             num_rows=num_rows,
             crops_per_launch=crops_per_launch,
+            image_tokens=crops_per_launch,
             max_prefill_rows=prompts,
             streams=streams,
             num_adapter_slots=2,
@@ -356,9 +361,7 @@ def test_no_way_of_launching_changes_a_token(
             )
             world.submit(
                 task,
-                prefix_key=key,
-                prefix_length=prefix_length(key, num_crops),
-                num_crops=num_crops,
+                **shown(key, num_crops, len(task.prompt)),
                 adapter=adapter,
             )
             for _ in range(num_steps):

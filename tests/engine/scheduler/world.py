@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence as Many
@@ -177,11 +178,13 @@ class World:
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         crops_per_launch: int = 5,
+        image_tokens: int = 0,
         streams: bool = True,
         num_adapter_slots: int = 0,
         block_sizes: BlockSizes | None = None,
         seed: int = 0,
     ) -> None:
+        """Create a world; chunks of prompts have `image_tokens`, too (0: prompts are whole)."""
         self.page_size = page_size
         self.clock = FakeClock()
         self.sink = FakeSink()
@@ -199,13 +202,19 @@ class World:
             self.sink,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
-            limits=shared(max_prefill_rows),
+            limits=dataclasses.replace(
+                shared(max_prefill_rows),
+                chunk_above=image_tokens,
+                long_chunk_tokens=image_tokens,
+                image_tokens=image_tokens,
+            ),
             max_overtakes=max_overtakes,
             crops_per_launch=crops_per_launch,
             block_sizes=block_sizes,
             observer=self.committed,
         )
         self._crops_per_launch = crops_per_launch
+        self._image_tokens = image_tokens
         self._streams = streams
         self._streak = 0  # encodes and prefills since the last decode
         self.sequences: list[Sequence] = []
@@ -228,6 +237,7 @@ class World:
         priority: int = 0,
         tenant: str = "",
         adapter: str = "",
+        images: Many[tuple[int, int]] = (),
     ) -> Sequence:
         """Submit request `r<n>`, counting from 0; raise what the scheduler raises."""
         sequence = make_sequence(
@@ -241,6 +251,7 @@ class World:
             priority=priority,
             tenant=tenant,
             adapter=adapter,
+            images=images,
         )
         sequence.request = msgspec.structs.replace(sequence.request, deltas=self._streams)
         self.sequences.append(sequence)
@@ -299,11 +310,16 @@ class World:
             return
         self._streak += 1
         assert not (due and self._streak > 1), "a decode is due"
+        if plan.kind is LaunchKind.ENCODE and (visual := plan.rows[0].sequence.inputs.visual):
+            work = plan.rows[0].work
+            costs = [visual.prompt.cost(at) for at in range(work.first_piece, work.stop_piece)]
+            assert len(costs) == 1 or sum(costs) <= self._image_tokens, f"{costs} tokens at once"
+            return
         assert streaming or plan.kind is not LaunchKind.ENCODE, "split without a stream"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
-            stop = row.work.stop_crop or row.sequence.num_crops
-            crops = stop - row.work.first_crop if row.work.compute_pages else 0
+            stop = row.work.stop_piece or row.sequence.num_crops
+            crops = stop - row.work.first_piece if row.work.compute_pages else 0
             assert crops <= limit or limit == 0, f"{crops} crops at once"
 
     def abort(self, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ class TowerConfig:
         """Return the pixels on a side of a token."""
         return self.patch_size * self.merge
 
+    @property
+    def stages(self) -> list[range]:
+        """Return the blocks up to each tap, and those after the last if there are any."""
+        bounds = [0, *(tap + 1 for tap in self.taps), self.num_layers]
+        return [range(*each) for each in itertools.pairwise(bounds) if each[0] < each[1]]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VLConfig(DecoderConfig):
@@ -66,6 +73,11 @@ class Qwen3VLConfig(DecoderConfig):
     sections: tuple[int, int, int]
     image_token: int
     video_token: int
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Return the most of one image, which leaves three quarters of the context to others."""
+        return min(self.vision.max_pixels // self.vision.side**2, max(1, self.max_context // 4))
 
 
 def read(hub: HubConfig, folder: Path) -> Qwen3VLConfig:

@@ -49,7 +49,6 @@ from legato_engine.types import (
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 _MAX_IMAGES = 32
-_CONTEXT_SHARE = 4  # of the context, one image takes at most a part in so many
 _HASH_BITS = 52  # which a payload's float keeps
 _CAPTIONS = {
     CaptionLength.SHORT: "Describe this image in one sentence.",
@@ -72,10 +71,10 @@ class Qwen3VLFrontend(TextFrontend):
         assert isinstance(config, Qwen3VLConfig), "a configuration of another family"
         self._config = config
         self._image_tokens = {config.image_token, config.video_token}
-        largest = max(1, config.max_context // _CONTEXT_SHARE) * config.vision.side**2
+        largest = config.max_image_tokens * config.vision.side**2
         self._vision = dataclasses.replace(
             config.vision,
-            max_pixels=min(config.vision.max_pixels, largest),
+            max_pixels=largest,
             min_pixels=min(config.vision.min_pixels, largest),
         )
 
@@ -252,7 +251,8 @@ def _placed(
         rope.append(np.indices((1, rows, columns)).reshape(3, -1) + following)
         following += max(rows, columns)
     rope_3P = np.concatenate(rope, axis=1)
-    visual = VisualPrompt(tuple(spans), rope_3P, following - len(prompt))
+    num_pieces = len(config.vision.stages)
+    visual = VisualPrompt(tuple(spans), rope_3P, following - len(prompt), num_pieces)
     return tuple(prompt), VisualInputs(visual, images)
 
 

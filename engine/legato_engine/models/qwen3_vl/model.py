@@ -6,6 +6,8 @@ K features of one, P patches, C channels, F frames, Y and X pixels.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
 from legato_engine.kernels.cpu import decoder as cpu
@@ -120,11 +122,15 @@ class Qwen3VLModel(DecoderModel):
         super().__init__(network)
         network.visual.patch_embed.flatten()
         self._visual = network.visual
+        config = network.config
+        assert isinstance(config, Qwen3VLConfig), "a configuration of another family"
+        self.max_image_tokens = config.max_image_tokens
+        num_features = 1 + len(config.vision.taps)
+        self.image_token_bytes = num_features * self.width * self.dtype.itemsize
 
-    def encode_image(self, image: PreparedImage) -> torch.Tensor:
+    def encode_image(self, image: PreparedImage) -> Generator[None, None, torch.Tensor]:
         patches: PatchedImage = image.pixels
         levels_PCFYX = torch.from_numpy(patches.levels_PCFYX)
         if self._device.type != "cpu":
             levels_PCFYX = levels_PCFYX.pin_memory().to(self._device, non_blocking=True)
-        features_NKD: torch.Tensor = self._visual(levels_PCFYX, patches.rows, patches.columns)
-        return features_NKD
+        return self._visual.encode(levels_PCFYX, patches.rows, patches.columns)

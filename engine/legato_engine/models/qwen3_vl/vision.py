@@ -6,7 +6,7 @@ D vision width, W text width, H heads, E head dim, R rotated pairs, N tokens, K 
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Generator
 
 import torch
 from torch import nn
@@ -115,18 +115,16 @@ class VisionTower(nn.Module):
         self._on_cpu: list[cpu.CpuDecoder] = []
 
     def use_library(self, library: Library) -> None:
-        """Run blocks that are packed for it in one call up to each tap."""
+        """Run blocks that are packed for it in one call a stage."""
         config = self._config
         layers = [block.cpu_layer() for block in self.blocks if isinstance(block, TowerBlock)]
         none = torch.empty(0, config.dim // config.num_heads // 2)
-        bounds = [0, *(tap + 1 for tap in config.taps), config.num_layers]
         parts = [
             ungated_decoder(
-                *(library, layers[start:stop], config.num_heads),
+                *(library, layers[stage.start : stage.stop], config.num_heads),
                 *(config.dim // config.num_heads, (none, none)),
             )
-            for start, stop in itertools.pairwise(bounds)
-            if stop > start
+            for stage in config.stages
         ]
         self._on_cpu = [part for part in parts if part is not None]
 
@@ -134,37 +132,38 @@ class VisionTower(nn.Module):
     def runs_by_library(self) -> bool:
         return bool(self._on_cpu)
 
-    def forward(self, levels_PCFYX: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """[N, K, W] of uint8 patches of `rows` and `columns`.
+    def encode(
+        self, levels_PCFYX: torch.Tensor, rows: int, columns: int
+    ) -> Generator[None, None, torch.Tensor]:
+        """[N, K, W] of uint8 patches of `rows` and `columns`; each `next` computes a stage.
 
         The first feature is the embedding, the others go to the first layers of the text model.
         """
-        config = self._config
-        values_PV = patch_values(levels_PCFYX, config).to(self.pos_embed.dtype)
+        config, dtype = self._config, self.pos_embed.dtype
+        values_PV = patch_values(levels_PCFYX, config).to(dtype)
         place_P2 = places(rows, columns, config.merge).to(values_PV.device)
         x_PD = self.patch_embed(values_PV) + self._positions(place_P2, (rows, columns))
-        tapped, last_PD = self._encode(x_PD, self._angles(place_P2))
-        mergers = zip(self.deepstack_merger_list, tapped, strict=True)
-        return torch.stack([self.merger(last_PD), *(merge(x) for merge, x in mergers)], dim=1)
-
-    def _encode(
-        self, x_PD: torch.Tensor, angles: Angles
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Residual streams after each tap, and after the last block."""
-        tapped = list[torch.Tensor]()
+        del levels_PCFYX, values_PV
         if self._on_cpu:
-            dtype, x_PD = x_PD.dtype, x_PD.float()
-            for part in self._on_cpu:
-                x_PD = part.whole(x_PD, angles)
-                tapped.append(x_PD.to(dtype))
-            return tapped[: len(self._config.taps)], tapped[-1]
-        y_PD = None
-        for index, block in enumerate(self.blocks):
-            x_PD, y_PD = block(x_PD, y_PD, angles)
-            if index in self._config.taps:
-                x_PD, y_PD = (x_PD if y_PD is None else x_PD + y_PD), None
-                tapped.append(x_PD.clone())
-        return tapped, x_PD if y_PD is None else x_PD + y_PD
+            x_PD = x_PD.float()
+        angles = self._angles(place_P2)
+        features = list[torch.Tensor]()
+        for index in range(len(config.stages)):
+            if index:
+                yield
+            x_PD = self._run_stage(index, x_PD, angles)
+            if index < len(config.taps):
+                features.append(self.deepstack_merger_list[index](x_PD.to(dtype)))
+        return torch.stack([self.merger(x_PD.to(dtype)), *features], dim=1)
+
+    def _run_stage(self, index: int, x_PD: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """[P, D] residual stream after the stage; the storage of x may be reused."""
+        if self._on_cpu:
+            return self._on_cpu[index].whole(x_PD, angles)
+        y_PD: torch.Tensor | None = None
+        for layer in self._config.stages[index]:
+            x_PD, y_PD = self.blocks[layer](x_PD, y_PD, angles)
+        return x_PD if y_PD is None else x_PD + y_PD
 
     def _positions(self, place_P2: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
         """[P, D]: learned positions, interpolated linearly from the corners of the grid."""
