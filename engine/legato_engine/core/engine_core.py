@@ -309,6 +309,7 @@ class EngineCore:
         if places_images:
             sizes = [each.size for each in found if each is not None]
             self._frontend.check_images(request.task, sizes)
+            self._preprocessor.check_pixels(found)
         start = functools.partial(
             self._preprocessor.start,
             tenant=request.tenant,

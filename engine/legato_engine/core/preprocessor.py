@@ -10,12 +10,12 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
+from legato_engine.errors import ImageNotFound, ImageTooLarge, InvalidField, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.decoding_workers import DecodingWorkers
@@ -154,6 +154,9 @@ class LoadedImage:
 
 _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
 _LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: about 30 ms
+_MAX_IMAGES_OF_REQUEST = 8
+"""Largest images whose pixels one request may have decoded: 32 frames of 4K."""
+
 _HEAVY_NICE = 10  # heavy images yield the cores to other work
 
 
@@ -259,6 +262,24 @@ class Preprocessor:
         seen = self._seen.has(tenant, loaded.view)
         image = self._cached(loaded.cache_key) if seen else None
         return loaded if image is None else PreprocessedImage(image, time.monotonic() - start)
+
+    def check_pixels(self, found: Sequence[PreprocessedImage | LoadedImage | None]) -> None:
+        """Check the pixels that are to be decoded for one request, by the images' headers.
+
+        Raises:
+            ImageTooLarge: there are too many.
+        """
+        limit = _MAX_IMAGES_OF_REQUEST * self._max_pixels
+        sizes = [each.size for each in found if isinstance(each, LoadedImage)]
+        actual = sum(width * height for width, height in sizes)
+        if actual > limit:
+            raise ImageTooLarge(
+                f"the images have {actual} pixels together, the limit is {limit}",
+                field="images",
+                limit=limit,
+                actual=actual,
+                unit="pixels",
+            )
 
     def start(
         self,

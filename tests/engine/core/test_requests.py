@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from legato_engine.core.assembly import Assembly, with_decode_path
-from legato_engine.errors import PromptTooLong
+from legato_engine.errors import ImageTooLarge, PromptTooLong
 from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
     CaptionOutput,
@@ -140,6 +140,24 @@ def test_one_image_is_prepared_at_once_for_an_idle_engine(world):
     world.submit("again", QuerySpec(question="?"), world.encoded(png(9, (40, 40))))
     (done,) = world.run("again")
     assert (done.usage.image_tokens, done.image.cache_hit) == (4, True)
+
+
+@PLACED
+def test_the_pixels_of_a_request_are_bounded_before_any_is_decoded(world, monkeypatch):
+    """Together, and without those that are decoded; the error has field, value and limit."""
+    monkeypatch.setattr(world.core._preprocessor, "_max_pixels", 2000)
+    pixels = [world.encoded(png(seed, (40, 50))) for seed in range(9)]
+    world.submit("r", QuerySpec(question="?"), pixels[0], more_images=tuple(pixels[1:]))
+    error = world.error("r")
+    assert isinstance(error, ImageTooLarge)
+    assert str(error) == "the images have 18000 pixels together, the limit is 16000"
+    assert {name: error.metadata[name] for name in ("field", "limit", "actual", "unit")} == {
+        "field": "images",
+        "limit": "16000",
+        "actual": "18000",
+        "unit": "pixels",
+    }
+    assert world.core.load().waiting == 0
 
 
 @PLACED
