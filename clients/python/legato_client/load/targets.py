@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
-from legato.v1 import inference_pb2, media_pb2, session_pb2
+from legato.v1 import media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
 from legato_client._grpc.channel import GENERATE, OF_SKILLS
@@ -16,7 +16,7 @@ from legato_client.load.report import RequestMeasurement
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
-    method.path: method.response for method in OF_SKILLS.values()
+    method.path: method.response for method in (*OF_SKILLS.values(), GENERATE)
 }
 _PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
 
@@ -45,46 +45,26 @@ def reason_of(error: grpc.RpcError | CallFailed) -> str:
     return known.reason or known.code
 
 
-class UnaryTarget:
-    """Target with one unary call for each request."""
+class CallTarget:
+    """Target with one call for each request: unary, or Generate to its end."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan) -> None:
         self._plan = plan
-        parse = _RESPONSES[plan.path].FromString
-        self._call: Any = channel.unary_unary(plan.path, response_deserializer=parse)
+        self._streams = plan.kind == "stream"
+        start: Any = channel.unary_stream if self._streams else channel.unary_unary
+        path = GENERATE.path if self._streams else plan.path
+        self._call = start(path, response_deserializer=_RESPONSES[path].FromString)
 
     async def open(self) -> None:
         pass
 
     async def send(self, watch: RequestMeasurement) -> None:
-        await self._call(
-            self._plan.request,
-            timeout=self._plan.timeout,
-            metadata=self._plan.security.metadata(),
-        )
-        watch.message(answers=True)
-
-    async def close(self) -> None:
-        pass
-
-
-class StreamTarget:
-    """Generate, to its end."""
-
-    def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan) -> None:
-        self._plan = plan
-        parse = inference_pb2.GenerateResponse.FromString
-        self._call: Any = channel.unary_stream(GENERATE.path, response_deserializer=parse)
-
-    async def open(self) -> None:
-        pass
-
-    async def send(self, watch: RequestMeasurement) -> None:
-        call = self._call(
-            self._plan.request,
-            timeout=self._plan.timeout,
-            metadata=self._plan.security.metadata(),
-        )
+        plan = self._plan
+        call = self._call(plan.request, timeout=plan.timeout, metadata=plan.security.metadata())
+        if not self._streams:
+            await call
+            watch.message(answers=True)
+            return
         async for response in call:
             watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
 
@@ -197,8 +177,6 @@ def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
 
 
 def make_target(channel: grpc.aio.Channel, plan: LoadPlan, share: int) -> LoadTarget:
-    if plan.kind == "unary":
-        return UnaryTarget(channel, plan)
-    if plan.kind == "stream":
-        return StreamTarget(channel, plan)
-    return SessionTarget(channel, plan, len(range(share, plan.sessions, plan.senders)))
+    if plan.kind == "session":
+        return SessionTarget(channel, plan, len(range(share, plan.sessions, plan.senders)))
+    return CallTarget(channel, plan)

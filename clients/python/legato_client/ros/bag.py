@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 from mcap.exceptions import McapError
@@ -199,7 +199,9 @@ class BagAnswerer:
             array = images.of(outcomes, image.header, _size(outcomes), self._absent_score)
             drawing = b""
             if self._topics.drawings:
-                drawing = cdr.compressed_image(array.header, "jpeg", _drawn(shown, outcomes))
+                drawn = _drawn(shown, outcomes)
+                message = SimpleNamespace(header=array.header, format="jpeg", data=drawn)
+                drawing = cdr.encode(cdr.COMPRESSED_IMAGE, message)
         except (OSError, ValueError, struct.error) as error:
             return str(error)
         return array, drawing
@@ -219,7 +221,7 @@ class BagAnswerer:
         else:
             array, drawing = found
             self.count.detections += len(array.detections)
-            writer.write(self._topics.detections, cdr.detection_array(array), message)
+            writer.write(self._topics.detections, cdr.encode(cdr.DETECTIONS, array), message)
             if drawing:
                 writer.write(self._topics.drawings, drawing, message)
         on_image()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-
-from legato_client import ros2
+from typing import Any
 
 DEFINITIONS = {  # parts before the whole
     "builtin_interfaces/Time": "int32 sec\nuint32 nanosec\n",
@@ -64,79 +63,34 @@ def _needed(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- cdr
 
-# ROS 2 messages as CDR bytes, little-endian, with a four-byte header.
-
 _HEADER = b"\x00\x01\x00\x00"  # plain CDR, little-endian
+_NUMBERS = {"int32": "<i", "uint32": "<I", "float64": "<d"}
 
 
-class CdrWriter:
-    """CDR encoder; a number lies at a multiple of its size, counted after the header."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def written(self) -> bytes:
-        return _HEADER + bytes(self._data)
-
-    def uint32(self, value: int) -> None:
-        self._pack("<I", 4, value)
-
-    def int32(self, value: int) -> None:
-        self._pack("<i", 4, value)
-
-    def float64(self, *values: float) -> None:
-        for value in values:
-            self._pack("<d", 8, value)
-
-    def string(self, text: str) -> None:
-        data = text.encode() + b"\0"
-        self.uint32(len(data))
-        self._data += data
-
-    def octets(self, data: bytes) -> None:
-        """Append a sequence of uint8."""
-        self.uint32(len(data))
-        self._data += data
-
-    def _pack(self, form: str, size: int, value: float) -> None:
-        self._data += bytes(-len(self._data) % size)
-        self._data += struct.pack(form, value)
+def encode(name: str, message: Any) -> bytes:
+    """Encode a message, whose fields are attributes, by its definition."""
+    data = bytearray()
+    _append(data, name.replace("/msg/", "/"), message)
+    return _HEADER + bytes(data)
 
 
-def detection_array(array: ros2.Detection2DArray) -> bytes:
-    """Encode a vision_msgs/Detection2DArray."""
-    writer = CdrWriter()
-    _header(writer, array.header)
-    writer.uint32(len(array.detections))
-    for each in array.detections:
-        _detection(writer, each)
-    return writer.written()
-
-
-def compressed_image(header: ros2.Header, form: str, data: bytes) -> bytes:
-    """Encode a sensor_msgs/CompressedImage."""
-    writer = CdrWriter()
-    _header(writer, header)
-    writer.string(form)
-    writer.octets(data)
-    return writer.written()
-
-
-def _header(writer: CdrWriter, header: ros2.Header) -> None:
-    writer.int32(header.stamp.sec)
-    writer.uint32(header.stamp.nanosec)
-    writer.string(header.frame_id)
-
-
-def _detection(writer: CdrWriter, detection: ros2.Detection2D) -> None:
-    _header(writer, detection.header)
-    writer.uint32(len(detection.results))
-    for each in detection.results:
-        writer.string(each.hypothesis.class_id)
-        writer.float64(each.hypothesis.score)
-        position, turn = each.pose.pose.position, each.pose.pose.orientation
-        writer.float64(position.x, position.y, position.z, turn.x, turn.y, turn.z, turn.w)
-        writer.float64(*each.pose.covariance)
-    center, box = detection.bbox.center, detection.bbox
-    writer.float64(center.position.x, center.position.y, center.theta, box.size_x, box.size_y)
-    writer.string(detection.id)
+def _append(data: bytearray, kind: str, value: Any) -> None:
+    """Append a value; a number lies at a multiple of its size, counted after the header."""
+    element, is_array, length = kind.removesuffix("]").partition("[")
+    if is_array:
+        if not length:
+            _append(data, "uint32", len(value))
+        if element == "uint8":
+            data += value
+            return
+        for each in value:
+            _append(data, element, each)
+    elif kind in _NUMBERS:
+        data += bytes(-len(data) % struct.calcsize(_NUMBERS[kind]))
+        data += struct.pack(_NUMBERS[kind], value)
+    elif kind == "string":
+        _append(data, "uint8[]", value.encode() + b"\0")
+    else:
+        for line in DEFINITIONS[kind].splitlines():
+            part, name, *_ = line.split()
+            _append(data, part, getattr(value, name))

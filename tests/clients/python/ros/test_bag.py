@@ -249,7 +249,7 @@ def array(*labels: str) -> ros2.Detection2DArray:
 def test_arrays_are_those_of_rosbags(labels):
     """Read by rosbags they have every field, and rosbags writes the same bytes again."""
     expected = array(*labels)
-    data = cdr.detection_array(expected)
+    data = cdr.encode(cdr.DETECTIONS, expected)
     read = STORE.deserialize_cdr(data, cdr.DETECTIONS)
     assert (read.header.stamp.sec, read.header.stamp.nanosec) == (1_700_000_000, 123_456_789)
     assert read.header.frame_id == "camera_optical"
@@ -264,7 +264,8 @@ def test_arrays_are_those_of_rosbags(labels):
 
 def test_compressed_images_are_those_of_rosbags():
     """As above."""
-    data = cdr.compressed_image(ros2.header(STAMP), "jpeg", bytes(range(255)))
+    image = SimpleNamespace(header=ros2.header(STAMP), format="jpeg", data=bytes(range(255)))
+    data = cdr.encode(cdr.COMPRESSED_IMAGE, image)
     read = STORE.deserialize_cdr(data, cdr.COMPRESSED_IMAGE)
     assert read.format == "jpeg"
     assert np.array_equal(read.data, np.arange(255, dtype=np.uint8))
