@@ -50,7 +50,6 @@ class BaseClient:
     async def _query_images(
         self, images: Sequence[ImageInput | ClipFrame]
     ) -> list[task_pb2.QueryImage]:
-        """Return several images as a query carries them."""
         messages = []
         for each in images:
             shown = each.image if isinstance(each, ClipFrame) else each

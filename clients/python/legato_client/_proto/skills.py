@@ -126,13 +126,11 @@ class Skill(Generic[TaskT, ResultT]):
 
     @property
     def request(self) -> type[ProtoMessage]:
-        """Return the request of its call."""
         kind: type[ProtoMessage] = getattr(inference_pb2, f"{self.name.capitalize()}Request")
         return kind
 
     @property
     def response(self) -> type[ProtoMessage]:
-        """Return the response of its call."""
         kind: type[ProtoMessage] = getattr(inference_pb2, f"{self.name.capitalize()}Response")
         return kind
 
@@ -148,7 +146,6 @@ class Skill(Generic[TaskT, ResultT]):
         return f"{self.name}:{self.subject.upper()}"
 
     def takes(self, field: str) -> bool:
-        """Return whether its task has such a field."""
         return field in self.task.__dataclass_fields__
 
     def make(self, subject: str, sampling: Sampling, **fields: Any) -> TaskT:

@@ -374,7 +374,6 @@ class TrackNow:
 
     @property
     def label(self) -> str:
-        """Return the object's label."""
         return self.last.label
 
     @property

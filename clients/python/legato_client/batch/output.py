@@ -97,7 +97,6 @@ def places(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def texts(line: Mapping[str, Any]) -> Iterator[str]:
-    """Yield answers and captions."""
     for result in line.get("results", {}).values():
         yield from (result[name] for name in ("answer", "caption") if name in result)
 
@@ -307,7 +306,6 @@ class Output:
         self._rewrite(encode(self.line_at(place)) for _, place in order)
 
     def drop_failed(self) -> None:
-        """Forget the images that failed."""
         if not self.num_failed:
             return
         self._rewrite(encode(line) for line in self.lines() if not has_failed(line))

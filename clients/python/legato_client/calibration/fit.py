@@ -224,7 +224,6 @@ def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, tuple[tuple[int, float], .
 
 
 def _error(images: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> float:
-    """Return the calibration error of all images together."""
     excess = [0.0] * NUM_BINS
     for _, bins in images:
         for index, more in bins:

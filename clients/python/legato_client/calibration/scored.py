@@ -267,7 +267,6 @@ def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certain
 
 
 def product(certainties: Certainties) -> float:
-    """Return an object's score."""
     return math.prod(exists * near for exists, near in certainties)
 
 

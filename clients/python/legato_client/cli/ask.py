@@ -88,7 +88,6 @@ def task_of(args: argparse.Namespace) -> Task:
 
 
 def document(result: Result) -> dict[str, Any]:
-    """Return the result's fields with the skill's name."""
     fields = dataclasses.asdict(result)
     del fields["task_id"]
     return {"task": skills.of(result).name, **fields}

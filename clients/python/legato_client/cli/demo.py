@@ -52,7 +52,6 @@ class Script:
             raise CommandError(message, ExitCode.USAGE) from error
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
-        """Yield the tasks, each with its title."""
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
         for skill in SUBJECT_SKILLS:

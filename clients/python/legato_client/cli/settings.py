@@ -163,7 +163,6 @@ def unknown_variables(known: Collection[str], *, complete: bool) -> list[str]:
 
 
 def variables_of(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
-    """Return the variables of all options of these parsers."""
     return {
         variable(each)
         for parser in parsers

@@ -73,7 +73,6 @@ class Terminal:
         return Terminal(self.json_output, self._err, self._err)
 
     def console(self) -> Console:
-        """Return rich's console on `out`."""
         from rich.console import Console
 
         return Console(file=self._out)

@@ -206,7 +206,6 @@ _DESCRIPTION = (
 
 
 def is_remote(words: Sequence[str]) -> bool:
-    """Return whether a running server is meant."""
     return any(word == FLAG or word.startswith(f"{FLAG}=") for word in words)
 
 

@@ -70,14 +70,12 @@ class LiveView:
         self._stack.close()
 
     def take(self, answered: AnsweredFrame) -> None:
-        """Keep the frame for the next `refresh`."""
         self._latest = answered
 
     def close(self) -> None:
         """Close; nothing to release."""
 
     def refresh(self) -> None:
-        """Show how things are."""
         if self._live is not None:
             self._live.update(self._image_and_table(self._live.console.size), refresh=True)
         elif time.monotonic() - self._printed_at >= _LINE_PERIOD:
@@ -131,7 +129,6 @@ def server_notices(terminal: Terminal, server: str) -> Callable[[str], None]:
 
 
 def state_line(counters: FrameCounters) -> str:
-    """Summarise the state in one line."""
     totals = counters.totals()
     age = "-" if counters.last_age is None else f"{counters.last_age * 1e3:.0f} ms"
     return (

@@ -71,7 +71,6 @@ def _bucket(seconds: float) -> int:
 
 
 def _upper_edge(bucket: int) -> float:
-    """Return the bucket's upper edge in seconds."""
     shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
     return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9
 

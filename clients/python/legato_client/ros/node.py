@@ -64,7 +64,6 @@ class Participant:
         self._own = DomainParticipant(domain)
 
     def wait_set(self) -> WaitSet:
-        """Create a wait set for attached conditions."""
         return WaitSet(self._own)
 
     def reader(self, topic: str, kind: type[MessageT], qos: Qos) -> DataReader[MessageT]:

@@ -226,7 +226,6 @@ class FeedSession:
         self._session.close()
 
     def join(self) -> None:
-        """Wait for the session's end."""
         self._reader.join()
 
     def take_unanswered(self) -> list[CapturedFrame]:
@@ -322,7 +321,6 @@ class FeedSettings:
     track: bool = False
 
     def session_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Client.session`."""
         return {
             "tasks": [self._standing_task(name, task) for name, task in self.tasks.items()],
             "policy": "every_frame" if self.every else "latest_wins",
@@ -507,7 +505,6 @@ class Feed:
                 self._counters.count("refused")
 
     def _needs_attention(self) -> bool:
-        """Return whether a session has changed and needs attention."""
         is_leaving = any(session.is_leaving for session in self._sessions[-1:])
         return (
             is_leaving

@@ -143,7 +143,6 @@ class FrameCounters:
 
     @property
     def server(self) -> str:
-        """Human-readable state of the connection."""
         return self._server
 
     @server.setter
@@ -194,7 +193,6 @@ class FrameCounters:
 
 
 def summary(totals: Totals) -> list[str]:
-    """Return a human-readable summary."""
     before = [
         f"{number} {words}"
         for number, words in (

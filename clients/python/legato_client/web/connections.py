@@ -211,7 +211,6 @@ class Acceptor:
         self._num_failed = 0
 
     async def run(self) -> None:
-        """Accept until cancelled."""
         loop = asyncio.get_running_loop()
         self._listening.setblocking(False)
         try:

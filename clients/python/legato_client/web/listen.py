@@ -31,7 +31,6 @@ class Listen:
 
     @property
     def host(self) -> str:
-        """Return the host without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property

@@ -501,7 +501,6 @@ class ResponsesForm:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Return where the open item is."""
         assert self._open is not None, "an item is open"
         return {"item_id": self._open.id, "output_index": len(self._done), "content_index": 0}
 

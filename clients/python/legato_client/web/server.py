@@ -198,7 +198,6 @@ class Backend:
         timeout: float,
         aliases: Mapping[str, str] | None = None,
     ) -> Backend:
-        """Make both clients with `connect`."""
         probe = connect()
         return cls(connect(), probe, timeout, aliases or {}, Bodies(TokenCheck(probe)))
 

@@ -313,7 +313,6 @@ def report_failures(handler: Handler) -> Handler:
 
 
 async def describe_server(request: Request, connection: Connection) -> Response:
-    """Describe the server: identity, models, limits, address."""
     client = backend_of(request).client
     info, models = await client.server_info(), await client.models()
     return JSONResponse(
@@ -346,7 +345,6 @@ async def generate(request: Request) -> Response:
 
 
 async def show_snippets(request: Request, connection: Connection) -> Response:
-    """Return the programs that make a request."""
     body = await read_object(request)
     image, options = text_of(body, "picture"), tasks.read_options(body.get("options", {}))
     task = tasks.read_task(body.get("task"), _file_names(body))
@@ -524,7 +522,6 @@ def _counts(stats: SessionStats, credits: int) -> Json:
 
 
 def answer_of(answer: Answer) -> Json:
-    """Convert a session event to the page's JSON."""
     match answer:
         case FrameResult():
             return {
