@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from legato_client._client_methods import ClientMethods
@@ -89,12 +88,7 @@ class Client(ConfiguredClient):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import Detection, LegatoError, PointedObject, Result
@@ -61,12 +60,7 @@ class LiveView:
             self._live = self._stack.enter_context(live)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def take(self, answered: AnsweredFrame) -> None:
