@@ -11,7 +11,7 @@ import re
 Ring = tuple[tuple[float, float], ...]
 
 _PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_SEPARATOR = re.compile(r"[\s,]*")
+_SEPARATORS = re.compile(r"[\s,]*")
 _CHORDS = 8  # per cubic curve
 _NUM_ARGUMENTS = {"M": 2, "L": 2, "T": 2, "H": 1, "V": 1, "S": 4, "Q": 4, "C": 6, "A": 7, "Z": 0}
 
@@ -105,17 +105,6 @@ def _count(command: str, path: str) -> int:
 
 
 def _pieces(path: str) -> list[str]:
-    pieces: list[str] = []
-    position = _end_of_separator(path, 0)
-    while position < len(path):
-        match = _PIECE.match(path, position)
-        if match is None:
-            raise ValueError(f"not a path: {path!r}")
-        pieces.append(match.group())
-        position = _end_of_separator(path, match.end())
-    return pieces
-
-
-def _end_of_separator(path: str, position: int) -> int:
-    match = _SEPARATOR.match(path, position)
-    return match.end() if match else position
+    if not _SEPARATORS.fullmatch(_PIECE.sub("", path)):
+        raise ValueError(f"not a path: {path!r}")
+    return _PIECE.findall(path)

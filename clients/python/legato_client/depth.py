@@ -26,10 +26,10 @@ from legato_client._types.results import (
     ImageInfo,
     Mark,
     Outline,
-    Point,
     PointedObject,
     Result,
     TrackNow,
+    rings_of,
 )
 from legato_client._types.server import FrameResult
 
@@ -277,7 +277,7 @@ def _region(mark: Mark | TrackNow, shape: tuple[int, ...], camera: _Camera) -> _
     is_box = size is not None
     middle = (edges[0] + edges[2]) / 2, (edges[1] + edges[3]) / 2
     weights = np.outer(_tent(rows, edges[1], edges[3]), _tent(columns, edges[0], edges[2]))
-    if isinstance(mark, Outline) and (rings := _rings(mark)):
+    if isinstance(mark, Outline) and (rings := rings_of(mark)):
         scale = np.array([width, height])
         is_box = False
         weights = _inside(
@@ -326,14 +326,6 @@ def _deviation(
     )
 
 
-def _rings(mark: Outline) -> tuple[tuple[Point, ...], ...]:
-    """Return the outline's rings; an unreadable one has none and counts as its box."""
-    try:
-        return mark.polygons()
-    except ValueError:
-        return ()
-
-
 def _inside(rings: list[Array], columns: Array, rows: Array) -> Array:
     """Return 1 for pixels inside the rings by SVG's nonzero rule, and 0 for others."""
     winding = np.zeros((len(rows), len(columns)), np.int32)
@@ -359,7 +351,7 @@ def mask(outline: Outline, width: int, height: int) -> npt.NDArray[np.bool_]:
         for start, end, limit in ((left, right, width), (top, bottom, height))
     )
     scale = np.array([width, height])
-    rings = [np.array([(p.x, p.y) for p in ring]) * scale for ring in _rings(outline)]
+    rings = [np.array([(p.x, p.y) for p in ring]) * scale for ring in rings_of(outline)]
     area = _inside(rings, columns, rows) > 0 if rings else True
     inside[np.ix_(rows.astype(int), columns.astype(int))] = area
     return inside

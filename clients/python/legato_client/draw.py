@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
-from legato_client._types.results import Detection, Mark, Outline, Point, PointedObject, Result
+from legato_client._types.results import Detection, Mark, Outline, PointedObject, Result, rings_of
 from legato_client._types.server import FrameResult
 
 # Bright on dark and on light ground, and apart from each other for most colour-blind readers.
@@ -129,7 +129,7 @@ class _Layer:
         self._label(mark.label, x + 2 * radius, y, colour)
 
     def _outline(self, mark: Outline, colour: tuple[int, int, int]) -> None:
-        rings = _rings(mark)
+        rings = rings_of(mark)
         if not rings:
             self._box(mark, colour)
             return
@@ -156,13 +156,6 @@ class _Layer:
         )
         ink = _INK if _luminance(colour) > 140 else _PAPER
         self._pen.text((left + pad, top + pad), text, font=self._font, fill=(*ink, 255))
-
-
-def _rings(mark: Outline) -> tuple[tuple[Point, ...], ...]:
-    try:
-        return mark.polygons()
-    except ValueError:
-        return ()
 
 
 def _luminance(colour: tuple[int, int, int]) -> float:

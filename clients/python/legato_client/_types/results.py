@@ -134,6 +134,14 @@ class Outline:
         )
 
 
+def rings_of(outline: Outline) -> tuple[tuple[Point, ...], ...]:
+    """Return the outline's polygons, or none if its path cannot be read."""
+    try:
+        return outline.polygons()
+    except ValueError:
+        return ()
+
+
 Mark = Detection | PointedObject | Outline
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from legato_client._errors import LegatoError
-from legato_client._types.results import Box, Detection, Mark, Outline, Point, PointedObject, Result
+from legato_client._types.results import (
+    Box,
+    Detection,
+    Mark,
+    Outline,
+    Point,
+    PointedObject,
+    Result,
+    rings_of,
+)
 from legato_client._types.tasks import Task
 from legato_client.batch.images import BatchImage, Key, RunError
 from legato_client.batch.tasks import object_of
@@ -147,12 +156,9 @@ def _pixels(mark: Mark, width: int, height: int) -> dict[str, Any]:
 
 def _polygons(outline: Outline, width: int, height: int) -> list[list[float]]:
     """Return rings in COCO's layout: x, y, x, y, ...; none if the path cannot be read."""
-    try:
-        rings = outline.polygons()
-    except ValueError:
-        return []
     return [
-        [round(value, 1) for p in ring for value in (p.x * width, p.y * height)] for ring in rings
+        [round(value, 1) for p in ring for value in (p.x * width, p.y * height)]
+        for ring in rings_of(outline)
     ]
 
 
