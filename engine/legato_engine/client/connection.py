@@ -132,188 +132,6 @@ class Siblings(Protocol):
         ...
 
 
-# ---------------------------------------------------------------- open requests
-
-
-class OpenRequests:
-    """Open requests of one engine, each kept until its last output.
-
-    Belongs to one event loop, and discards the blobs of requests that end or leave. A request that
-    its engine cannot run goes to a sibling, or waits for the next engine.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        policy: LatencyPolicy,
-        blobs: BlobStore,
-        recovery: Recovery,
-        send: Callable[..., None],
-    ) -> None:
-        """Create an empty table; `number` is the engine's among its siblings.
-
-        `send(command, at_once=False)` sends at once or in the next loop iteration.
-        """
-        self._number = number
-        self._blobs = blobs
-        self._recovery = recovery
-        self._send = send
-        self._sends_at_once, self._polls = policy.send_at_once, policy.busy_poll
-        self._busy_poll = BusyPoll()
-        self._streams: dict[RequestKey, RequestStream] = {}
-        self.siblings: Siblings | None = None  # None if this is the only engine
-        self.num_answered = 0  # requests with a last output
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._streams
-
-    def poll_ahead(self) -> bool:
-        """Poll for an expected request if this process polls and has no open request."""
-        if not self._polls or self._streams:
-            return False
-        self._busy_poll.extend(EXPECTED_REQUEST)
-        return True
-
-    def add(self, request: Request, restage: Restage | None) -> RequestStream:
-        """Register a request that is not sent yet."""
-        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
-        self._streams[request.request_id] = stream
-        return stream
-
-    def send(self, stream: RequestStream) -> None:
-        """Send a request for the first time.
-
-        A lone one leaves a turn earlier, and so may one without progress, because its call has no
-        other.
-        """
-        stream.is_sent = True
-        request = stream.request
-        lone = len(self._streams) == 1
-        quick = self._sends_at_once and not request.progress
-        self._send(Submit(request=request), at_once=lone or quick)
-        if not lone:
-            self._busy_poll.end()
-        elif self._polls:
-            self._busy_poll.extend(SHORT_REQUEST)
-
-    def feed(self, output: StreamOutput | Failed) -> bool:
-        """Deliver an output; return False if its request is not open."""
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return False
-        if isinstance(output, Failed) and _names_lost_image(stream, output):
-            self._find_image(stream, output)
-            return True
-        if self.siblings is not None and isinstance(output, (PrefillStarted, Done)):
-            self.siblings.record_image(stream, output, self._number)
-        stream.feed(output)
-        if stream.ended:
-            self._answered(stream)
-        return True
-
-    def fail(self, error: LegatoError) -> None:
-        for stream in list(self._streams.values()):
-            self._fail(stream, error)
-
-    def discard_blobs(self, request: Request) -> None:
-        for blob in request.blobs:
-            self._blobs.discard(blob)
-
-    # ------------------------------------------------------------ changes of engines
-
-    def handle_engine_loss(self, error: EngineLost) -> None:
-        """Have requests wait for the next engine; fail those that cannot resume."""
-        for stream, failure in list(self._recovery.record_loss(self._streams.values(), error)):
-            self._fail(stream, failure)
-
-    def send_waiting(self) -> None:
-        for stream in self._waiting():
-            self._send_again(stream)
-
-    def adopt(self, stream: RequestStream, *, renew: bool) -> None:
-        """Run the request of another engine; without `renew`, send it unchanged."""
-        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
-        self._streams[stream.request_id] = stream
-        self._send_again(stream, renew=renew)
-
-    def offer_waiting(self) -> None:
-        """Offer the requests that wait for this engine to its siblings.
-
-        Suspects stay, so that they crash no other engine.
-        """
-        for stream in self._waiting():
-            if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
-                continue
-            self.discard_blobs(stream.request)
-            if not self.siblings.take_over(stream):
-                return
-            del self._streams[stream.request_id]
-
-    def _waiting(self) -> list[RequestStream]:
-        return [each for each in self._streams.values() if not each.is_sent]
-
-    def _find_image(self, stream: RequestStream, failed: Failed) -> None:
-        """Retry a request whose image is missing: on a sibling, or once with its bytes."""
-        again = self._number in stream.searched
-        stream.searched += (self._number,)
-        self.discard_blobs(stream.request)
-        if self.siblings is not None and self.siblings.find_image(stream):
-            del self._streams[stream.request_id]
-        elif stream.restage is not None and not again:
-            self._send_again(stream)
-        else:
-            stream.feed(failed)
-            self._answered(stream)
-
-    def _send_again(self, stream: RequestStream, *, renew: bool = True) -> None:
-        try:
-            if renew:
-                if stream.restage is not None:
-                    self.discard_blobs(stream.request)
-                stream.request = self._recovery.renew(stream)
-        except LegatoError as error:
-            self._fail(stream, error)
-            return
-        stream.is_sent = True
-        self._send(Submit(request=stream.request))
-        if stream.is_stopped:
-            self._send(Stop(request_id=stream.request_id))
-
-    # ------------------------------------------------------------ ends
-
-    def _on_abort(self, stream: RequestStream) -> None:
-        self._forget(stream)
-        self._send(Abort(request_id=stream.request_id))
-
-    def _on_stop(self, stream: RequestStream) -> None:
-        if stream.is_sent:  # otherwise it is sent with its request
-            self._send(Stop(request_id=stream.request_id))
-
-    def _answered(self, stream: RequestStream) -> None:
-        self.num_answered += 1
-        self._forget(stream)
-
-    def _fail(self, stream: RequestStream, error: LegatoError) -> None:
-        self._forget(stream)
-        stream.fail(error)
-
-    def _forget(self, stream: RequestStream) -> None:
-        request = stream.request
-        self._streams.pop(request.request_id, None)
-        if self._polls and not self._streams:
-            self._busy_poll.extend(EXPECTED_REQUEST)
-        if request.image is not None:
-            self.discard_blobs(request)
-
-
-def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
-    named = any(isinstance(each, CachedImageRef) for each in stream.request.images)
-    return named and failed.error.kind == ImageNotFound.__name__
-
-
 # ---------------------------------------------------------------- connection
 
 _OUTPUTS = (Done, OutputDelta, Failed, PrefillStarted, QueuePosition)
@@ -323,8 +141,9 @@ _READY = EngineState.READY  # looking up a member of an enum is slow
 class EngineConnection(EngineMonitor):
     """Connection that sends requests to the running engine and routes its outputs.
 
-    Belongs to one event loop. Owns and discards the blobs of submitted requests. Open requests of a
-    lost engine resume on a sibling, or wait for the next engine and resume there (`Recovery`).
+    Belongs to one event loop. Owns and discards the blobs of submitted requests. Requests that the
+    engine cannot run go to a sibling. So do open requests of a lost engine, or they wait for the
+    next engine and resume there (`Recovery`).
     """
 
     def __init__(
@@ -344,6 +163,9 @@ class EngineConnection(EngineMonitor):
         """
         super().__init__(hang_limits, number, device)
         self._worker = worker
+        self._sends_at_once, self._polls = policy.send_at_once, policy.busy_poll
+        self._busy_poll = BusyPoll()
+        self._streams: dict[RequestKey, RequestStream] = {}  # open requests
         self._commands = PendingCommands(self._send)
         self._command_numbers = itertools.count()
         self._endpoint = ""
@@ -351,7 +173,8 @@ class EngineConnection(EngineMonitor):
         self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
         self.blobs = BlobStore(namespace)
         self.recovery = Recovery(self.blobs, refused)
-        self._requests = OpenRequests(number, policy, self.blobs, self.recovery, self._send)
+        self.siblings: Siblings | None = None  # None if this is the only engine
+        self.num_answered = 0  # requests with a last output
         self.restarts = 0
 
     # ------------------------------------------------------------ lifecycle
@@ -398,25 +221,12 @@ class EngineConnection(EngineMonitor):
 
     @property
     def num_open(self) -> int:
-        return len(self._requests)
-
-    @property
-    def num_answered(self) -> int:
-        """Return the number of requests with a last output."""
-        return self._requests.num_answered
-
-    @property
-    def siblings(self) -> Siblings | None:
-        """Return the other engines, or None if this is the only one."""
-        return self._requests.siblings
-
-    @siblings.setter
-    def siblings(self, siblings: Siblings | None) -> None:
-        self._requests.siblings = siblings
+        return len(self._streams)
 
     def expect(self) -> None:
         """Announce a request: both processes poll for it instead of sleeping."""
-        if self.state is _READY and self._requests.poll_ahead():
+        if self.state is _READY and self._polls and not self._streams:
+            self._busy_poll.extend(EXPECTED_REQUEST)
             self._send(Expect())
 
     def submit(
@@ -442,23 +252,29 @@ class EngineConnection(EngineMonitor):
             if self.recovery.refused:
                 self.recovery.refused.check(request, self.blobs)
         except LegatoError:
-            self._requests.discard_blobs(request)
+            self._discard_blobs(request)
             raise
-        stream = self._requests.add(request, restage)
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
+        self._streams[request.request_id] = stream
         if self.state is _READY:
-            self._requests.send(stream)
+            self._send_first(stream)
         return stream
 
-    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
-        """Run the request of another engine, with this engine's blobs.
+    def _send_first(self, stream: RequestStream) -> None:
+        """Send a request for the first time.
 
-        Without `renew`, send it unchanged.
+        A lone one leaves a turn earlier, and so may one without progress, because its call has no
+        other.
         """
-        self._requests.adopt(stream, renew=renew)
-
-    def offer_waiting(self) -> None:
-        """Offer the requests that wait for this engine to its siblings."""
-        self._requests.offer_waiting()
+        stream.is_sent = True
+        request = stream.request
+        lone = len(self._streams) == 1
+        quick = self._sends_at_once and not request.progress
+        self._send(Submit(request=request), at_once=lone or quick)
+        if not lone:
+            self._busy_poll.end()
+        elif self._polls:
+            self._busy_poll.extend(SHORT_REQUEST)
 
     async def hold(self, command: HoldImage) -> ImageHeld:
         """Have the engine hold an image; its blob is always discarded.
@@ -513,13 +329,13 @@ class EngineConnection(EngineMonitor):
         return msgspec.structs.replace(key, worker=self._worker)
 
     def _check_open(self, request_id: RequestKey, *, may_wait: bool = False) -> None:
-        if self.state is _READY and request_id not in self._requests:
+        if self.state is _READY and request_id not in self._streams:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
             raise Draining("the server is shutting down")
         if not may_wait:
             self._check_alive()
-        if request_id in self._requests:
+        if request_id in self._streams:
             raise InvalidField("a request with this id is running", field="options.request_id")
 
     def _send(self, command: Command, *, at_once: bool = False) -> None:
@@ -527,14 +343,15 @@ class EngineConnection(EngineMonitor):
             self._transport.send(command, at_once=at_once)
 
     def _fail_open(self, error: LegatoError) -> None:
-        self._requests.fail(error)
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
         self._commands.fail(error)
 
     # ------------------------------------------------------------ messages
 
     def _on_message(self, message: EngineMessage) -> None:
         if isinstance(message, _OUTPUTS):  # the usual case
-            if not self._requests.feed(message) and isinstance(message, Failed):
+            if not self._feed(message) and isinstance(message, Failed):
                 self._commands.resolve(message)
             return
         match message:
@@ -552,8 +369,105 @@ class EngineConnection(EngineMonitor):
             case ImageHeld() | ImageDropped() | StoppedCalls():
                 self._commands.resolve(message)
 
+    def _feed(self, output: StreamOutput | Failed) -> bool:
+        """Deliver an output; return False if its request is not open."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return False
+        if isinstance(output, Failed) and _names_lost_image(stream, output):
+            self._find_image(stream, output)
+            return True
+        if self.siblings is not None and isinstance(output, (PrefillStarted, Done)):
+            self.siblings.record_image(stream, output, self.number)
+        stream.feed(output)
+        if stream.ended:
+            self._answered(stream)
+        return True
+
+    # ------------------------------------------------------------ changes of engines
+
     def _send_waiting(self) -> None:
-        self._requests.send_waiting()
+        for stream in self._waiting():
+            self._send_again(stream)
+
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
+        """Run the request of another engine; without `renew`, send it unchanged."""
+        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
+        self._streams[stream.request_id] = stream
+        self._send_again(stream, renew=renew)
+
+    def offer_waiting(self) -> None:
+        """Offer the requests that wait for this engine to its siblings.
+
+        Suspects stay, so that they crash no other engine.
+        """
+        for stream in self._waiting():
+            if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
+                continue
+            self._discard_blobs(stream.request)
+            if not self.siblings.take_over(stream):
+                return
+            del self._streams[stream.request_id]
+
+    def _waiting(self) -> list[RequestStream]:
+        return [each for each in self._streams.values() if not each.is_sent]
+
+    def _find_image(self, stream: RequestStream, failed: Failed) -> None:
+        """Retry a request whose image is missing: on a sibling, or once with its bytes."""
+        again = self.number in stream.searched
+        stream.searched += (self.number,)
+        self._discard_blobs(stream.request)
+        if self.siblings is not None and self.siblings.find_image(stream):
+            del self._streams[stream.request_id]
+        elif stream.restage is not None and not again:
+            self._send_again(stream)
+        else:
+            stream.feed(failed)
+            self._answered(stream)
+
+    def _send_again(self, stream: RequestStream, *, renew: bool = True) -> None:
+        try:
+            if renew:
+                if stream.restage is not None:
+                    self._discard_blobs(stream.request)
+                stream.request = self.recovery.renew(stream)
+        except LegatoError as error:
+            self._fail(stream, error)
+            return
+        stream.is_sent = True
+        self._send(Submit(request=stream.request))
+        if stream.is_stopped:
+            self._send(Stop(request_id=stream.request_id))
+
+    # ------------------------------------------------------------ ends
+
+    def _on_abort(self, stream: RequestStream) -> None:
+        self._forget(stream)
+        self._send(Abort(request_id=stream.request_id))
+
+    def _on_stop(self, stream: RequestStream) -> None:
+        if stream.is_sent:  # otherwise it is sent with its request
+            self._send(Stop(request_id=stream.request_id))
+
+    def _answered(self, stream: RequestStream) -> None:
+        self.num_answered += 1
+        self._forget(stream)
+
+    def _fail(self, stream: RequestStream, error: LegatoError) -> None:
+        self._forget(stream)
+        stream.fail(error)
+
+    def _discard_blobs(self, request: Request) -> None:
+        for blob in request.blobs:
+            self.blobs.discard(blob)
+
+    def _forget(self, stream: RequestStream) -> None:
+        request = stream.request
+        self._streams.pop(request.request_id, None)
+        if self._polls and not self._streams:
+            self._busy_poll.extend(EXPECTED_REQUEST)
+        if request.image is not None:
+            self._discard_blobs(request)
 
     # ------------------------------------------------------------ loss
 
@@ -568,7 +482,8 @@ class EngineConnection(EngineMonitor):
         if was_ready or self.state is EngineState.STARTING:
             self._set_state(EngineState.LOST)
         if was_ready:
-            self._requests.handle_engine_loss(error)
+            for stream, failure in list(self.recovery.record_loss(self._streams.values(), error)):
+                self._fail(stream, failure)
             self._commands.fail(error)
         elif self.state is not EngineState.LOST:
             self._fail_open(error)
@@ -588,3 +503,8 @@ class EngineConnection(EngineMonitor):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+
+def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
+    named = any(isinstance(each, CachedImageRef) for each in stream.request.images)
+    return named and failed.error.kind == ImageNotFound.__name__

@@ -414,7 +414,7 @@ async def test_a_loop_polls_until_a_lone_request_ends():
 
         async def polls() -> bool:
             await asyncio.sleep(0)
-            return connection._requests._busy_poll.active
+            return connection._busy_poll.active
 
         connection.expect()
         assert await polls()
@@ -433,17 +433,17 @@ async def test_a_loop_polls_after_the_end_of_a_request(policy):
     with both_ends() as ends:
         connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
-        connection._requests._busy_poll.end()
+        connection._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._requests._busy_poll.active
+        assert not connection._busy_poll.active
         await ends.received()
         ends.engine.send(done("a"))
         await stream.done()
         await asyncio.sleep(0)
-        assert connection._requests._busy_poll.active == policy.busy_poll
-        connection._requests._busy_poll.end()
+        assert connection._busy_poll.active == policy.busy_poll
+        connection._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._requests._busy_poll.active
+        assert not connection._busy_poll.active
         await connection.close()
 
 
@@ -456,7 +456,7 @@ async def test_a_loop_sleeps_while_other_requests_are_open():
         await asyncio.sleep(0)
         ended.abort()
         await asyncio.sleep(0)
-        assert not connection._requests._busy_poll.active
+        assert not connection._busy_poll.active
         other.abort()
         await connection.close()
 
