@@ -16,7 +16,7 @@ import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.runtime import model_runner
 
 from benchmarks import record, shared_options
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
 def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
     before = _free()
-    change = with_decode_path if setting in DECODE_PATHS else with_speculation
+    kind = "decode_path" if setting in DECODE_PATHS else "speculation"
     with mock.patch.object(model_runner, "NUM_SLOTS", slots):
-        alive.append(change(assembly, setting))
+        alive.append(with_settings(assembly, None, **{kind: setting}))
     return before - _free()
 
 

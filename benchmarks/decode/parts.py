@@ -23,7 +23,7 @@ import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.core.assembly import Assembly, assemble
-from legato_engine.core.garbage import freeze_loaded
+from legato_engine.core.process import freeze_loaded
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.sequence import Sequence as EngineSequence
 

@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.assembly import Assembly, with_speculation
-from legato_engine.core.garbage import freeze_loaded
+from legato_engine.core.assembly import Assembly, with_settings
+from legato_engine.core.process import freeze_loaded
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.proposer import UNKNOWN, Proposer
 from legato_engine.sequence import Sequence as EngineSequence
@@ -87,7 +87,7 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
     for streams in plan.streams:
         config = msgspec.structs.replace(assembly.config, max_running=streams)
         some = dataclasses.replace(assembly, config=config)
-        off = with_speculation(some, SPECULATION_OFF)
+        off = with_settings(some, speculation=SPECULATION_OFF)
         try:
             rows += _real(off, plan)
             rows += _synthetic(off, plan)
@@ -101,7 +101,7 @@ def _real(off: Assembly, plan: Plan) -> list[Figures]:
     if REAL not in plan.workloads:
         return []
     make = partial(real_requests, off, sample_images(off))
-    changed = ((setting, with_speculation(off, setting)) for setting in plan.settings)
+    changed = ((setting, with_settings(off, speculation=setting)) for setting in plan.settings)
     load = _Load(REAL, make, 1 if off.config.max_running == 1 else 0)
     return _compare(off, _plain(off, load, plan), load, changed, plan)
 
@@ -110,7 +110,7 @@ def _texts(off: Assembly, plan: Plan) -> list[Figures]:
     """Real prompts, one stream at a time or all at once, with the engine's own proposer."""
     if not plan.texts:
         return []
-    speculative = {setting: with_speculation(off, setting) for setting in plan.settings}
+    speculative = {setting: with_settings(off, speculation=setting) for setting in plan.settings}
     rows: list[Figures] = []
     for name, prompts in plan.texts.items():
         make = partial(text_requests, off, prompts, length=plan.length)
@@ -135,7 +135,9 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
     ]
     most = max(len(load.make()) for load in loads)
     oracle, proposer = oracle_for(off, capacity=(most, off.model.max_context))
-    speculative = {setting: with_speculation(off, setting, proposer) for setting in plan.settings}
+    speculative = {
+        setting: with_settings(off, proposer, speculation=setting) for setting in plan.settings
+    }
     rows: list[Figures] = []
     for load in loads:
         profile, requests = PROFILES[load.name], load.make()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.assembly import Assembly, with_speculation
+from legato_engine.core.assembly import Assembly, with_settings
 from legato_engine.kernels.proposer import Proposer
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculation import TokenBudgetPolicy
@@ -56,8 +54,7 @@ def both_paths(
 
 
 def _on_path(assembly: Assembly, path: str, setting: str, proposer: Proposer | None) -> Assembly:
-    config = msgspec.structs.replace(assembly.config, decode_path=path)
-    return with_speculation(dataclasses.replace(assembly, config=config), setting, proposer)
+    return with_settings(assembly, proposer, decode_path=path, speculation=setting)
 
 
 def oracle(assembly: Assembly, most: int) -> tuple[OracleProposer, Proposer]:

@@ -305,4 +305,4 @@ def _settled(history: Sequence[int]) -> float:
 
 
 def _tick_ns(record: StepRecord) -> int:
-    return record.plan_ns + record.launch_ns + record.sample_ns + record.commit_ns
+    return record.launch_end - record.plan_start + record.sample_ns + record.commit_ns

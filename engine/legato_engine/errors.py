@@ -1,33 +1,4 @@
-"""The errors of Legato.
-
-    LegatoError
-    ├── InvalidRequest            the caller must change the request
-    │   ├── InvalidField          a field is missing, out of range, or contradicts another
-    │   ├── SessionOutOfOrder     a session message came out of order
-    │   ├── ImageUndecodable      not an image, truncated, mislabelled, zero-sized
-    │   ├── ImageTooLarge         over the pixel or byte limit, known from its header
-    │   ├── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
-    │   └── AdapterUnusable       a named adapter's file is not one for this model
-    ├── ResourceNotFound
-    │   ├── ImageNotFound
-    │   ├── ModelNotFound
-    │   └── AdapterNotFound
-    ├── TaskUnsupported           this model cannot do the task
-    ├── Overloaded
-    │   ├── QueueFull             retry after a while
-    │   └── QuotaExceeded         the caller's own share is used up
-    │       └── BytesExceeded     of memory, which no waiting gives back
-    ├── DeadlineExceeded          the deadline passed
-    │   └── DeadlineUnreachable   predicted wait is longer than the time left
-    ├── ClientTooSlow             the peer stopped reading its stream
-    ├── StoppedByOperator         an operator stopped the request
-    ├── EngineUnavailable
-    │   ├── EngineStarting
-    │   ├── EngineLost            the engine process died, and none can take the request over
-    │   └── Draining
-    └── InternalError             a bug; details go to the log, not to the caller
-        ├── NumericError          the model computed values that are not finite
-        └── PoisonedRequest       the request ends the engine process
+"""The errors of Legato, one tree of classes.
 
 `legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
 by class name, so that neither side matches text.
@@ -64,11 +35,11 @@ class SessionOutOfOrder(InvalidRequest):
 
 
 class ImageUndecodable(InvalidRequest):
-    """The bytes are not an image that can be decoded."""
+    """The bytes are not an image, truncated, mislabelled, or of no pixels."""
 
 
 class ImageTooLarge(InvalidRequest):
-    """The image is over the pixel or byte limit."""
+    """The image is over the pixel or byte limit, by its header."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -112,7 +83,10 @@ class QuotaExceeded(Overloaded):
 
 
 class BytesExceeded(QuotaExceeded):
-    """The caller's share of bytes is used up; `metadata` has `caller` instead of `tenant`."""
+    """The caller's share of memory is used up, which no waiting gives back.
+
+    `metadata` has `caller` instead of `tenant`.
+    """
 
 
 class DeadlineExceeded(LegatoError):
@@ -148,7 +122,7 @@ class Draining(EngineUnavailable):
 
 
 class InternalError(LegatoError):
-    """A bug in Legato."""
+    """A bug in Legato; details go to the log, not to the caller."""
 
 
 class NumericError(InternalError):

@@ -45,13 +45,7 @@ _WORDS = "nobody looked at this picture and yet here is an answer of so many wor
 _THOUGHTS = "there is no model to ask"
 _OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
 _GRID = 8  # columns and rows of the grid of objects
-_CONFIDENCES = (
-    0.75,
-    0.9375,
-    0.375,
-    0.8125,
-    0.5625,
-)  # of consecutive objects, cyclic
+_CONFIDENCES = (0.75, 0.9375, 0.375, 0.8125, 0.5625)  # of consecutive objects, cyclic
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,7 +127,13 @@ class AdaptiveBlockPolicy:
         request.current_block_size = self.capped(block, request)
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        update_block_size(self, request, accepted, proposed)
+        """Update a request's average with one verification, then its block size.
+
+        The rule follows the seed, although `accepted / proposed` falls as blocks grow: with a share
+        `a` of the tokens right, `(a + a^2 + ... + a^B) / B` of a block of B are accepted.
+        """
+        update_average(self.alpha, request, accepted, proposed)
+        request.current_block_size = self.size(request)
 
     def allot(self, requests: abc.Sequence[BlockState]) -> None:
         """Do nothing: each request's size depends on that request alone."""
@@ -144,18 +150,6 @@ class AdaptiveBlockPolicy:
 
     def capped(self, block: int, request: BlockState) -> int:
         return min(block, self.pressure_block) if request.under_pressure else block
-
-
-def update_block_size(
-    policy: AdaptiveBlockPolicy, request: BlockState, accepted: int, proposed: int
-) -> None:
-    """Update a request's average with one verification, then its block size.
-
-    The rule follows the seed, although `accepted / proposed` falls as blocks grow: with a share `a`
-    of the tokens right, `(a + a^2 + ... + a^B) / B` of a block of B are accepted.
-    """
-    update_average(policy.alpha, request, accepted, proposed)
-    request.current_block_size = policy.size(request)
 
 
 def update_average(alpha: float, request: BlockState, accepted: int, proposed: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import LOOP_PATHS, RESIDENT_PATH, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -63,7 +63,7 @@ def graph() -> Iterator[Assembly]:
 
 @pytest.fixture(scope="module", params=["loop", "resident"])
 def looping(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
-    made = with_decode_path(graph, request.param)
+    made = with_settings(graph, decode_path=request.param)
     assert made.runner.decodes_by_loops
     if request.param == "resident" and not made.runner.megakernel_rows:
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -72,9 +72,9 @@ def looping(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
 
 def test_loops_are_the_default_with_kernels(graph: Assembly) -> None:
     """Without kernels a step's bits depend on its number of rows."""
-    auto = with_decode_path(graph, "auto")
+    auto = with_settings(graph, decode_path="auto")
     assert auto.runner.decodes_by_loops
-    assert with_speculation(auto, "fixed:2").runner.decodes_by_loops
+    assert with_settings(auto, speculation="fixed:2").runner.decodes_by_loops
     by_torch = assemble(EngineConfig(device="cuda", dtype="f32", max_running=2, num_pages=200))
     assert not by_torch.runner.decodes_by_loops
     by_torch.device.close()
@@ -238,11 +238,11 @@ def test_a_warm_decode_loop_is_quiet(
     assembly, num_steps, num_launches = large, 40, 40
     path, _, drafts = setting.partition(" ")
     if path in LOOP_PATHS:  # of up to 256 steps; behind it is a single one
-        assembly = with_speculation(large, drafts) if drafts else large
-        assembly = with_decode_path(assembly, path)
+        assembly = with_settings(large, speculation=drafts) if drafts else large
+        assembly = with_settings(assembly, decode_path=path)
         num_steps, num_launches = (60, 0) if drafts else (300, 2)
     elif setting != "graph":
-        assembly = with_speculation(large, setting)
+        assembly = with_settings(large, speculation=setting)
     seen = LaunchCounts()
     scheduler = decoding(assembly, seen, length=600, adapters=adapters)
     before = len(seen.kinds)

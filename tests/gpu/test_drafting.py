@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_speculation
+from legato_engine.core.assembly import assemble, with_settings
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.kernels.cuda.drafting import LookupKernel
@@ -445,7 +445,9 @@ def test_the_default_draft_says_what_the_model_will(temperature):
     """Answers by the kernels are the same bits, in far fewer steps."""
     tiny = assemble(EngineConfig(device="cuda", max_running=2, crops_per_launch=0))
     plain = captions(tiny, temperature)
-    figures = captions(with_speculation(tiny, "fixed:4"), temperature).figures("", 2, "", plain)
+    figures = captions(with_settings(tiny, speculation="fixed:4"), temperature).figures(
+        "", 2, "", plain
+    )
     tiny.device.close()
     assert figures.identical
     assert figures.tokens_per_verify > 1.5

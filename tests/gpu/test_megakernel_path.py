@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.kernels.decode_loop import BatchKind as Launches
 from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
 from legato_engine.runtime.autotune import ALL
@@ -37,7 +37,7 @@ def graph() -> Iterator[Assembly]:
 @pytest.fixture(scope="module", params=["resident", "auto"])
 def resident(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
     """`auto` takes the kernel where it measures it to be faster, if anywhere."""
-    made = with_decode_path(graph, request.param)
+    made = with_settings(graph, decode_path=request.param)
     assert request.param == "auto" or steps_of(made) is not None
     return made
 
@@ -132,7 +132,7 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, step: int) -> None:
     They start after the last step that they have, if any. The last row joins while the launch is
     stuck.
     """
-    assembly = with_decode_path(graph, "resident")
+    assembly = with_settings(graph, decode_path="resident")
     asked = [Ask(5 + index, 50, logprobs=False, after=4 * index) for index in range(3)]
     expected, _ = results(graph, asked, 2)
     results(assembly, asked, 2)  # its counters are no longer those of a first launch
@@ -164,7 +164,7 @@ def plain() -> Iterator[Assembly]:
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def drafting(plain: Assembly, request: pytest.FixtureRequest) -> Assembly:
-    made = with_speculation(plain, request.param)
+    made = with_settings(plain, speculation=request.param)
     assert set(drafting_steps_of(made).max_rows) == {Launches.DRAFTS, Launches.BOTH}
     return made
 
@@ -232,7 +232,7 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
 
     Also when some row was settled in the step after it.
     """
-    assembly = with_speculation(plain, "fixed:7")
+    assembly = with_settings(plain, speculation="fixed:7")
     wanted = drafted_answers(plain, [60, 60])
     drafted_answers(assembly, [60, 60])
     steps = drafting_steps_of(assembly)
@@ -254,6 +254,6 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
 def test_another_draft_is_left_to_loops(plain: Assembly) -> None:
     """The model's own draft layer is no lookup."""
     config = msgspec.structs.replace(plain.config, draft="")
-    other = with_speculation(dataclasses.replace(plain, config=config), "seed")
+    other = with_settings(dataclasses.replace(plain, config=config), speculation="seed")
     assert other.runner.megakernel_rows == 0
     assert other.runner.decodes_by_loops

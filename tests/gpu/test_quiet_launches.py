@@ -11,7 +11,7 @@ import pytest
 import torch
 from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.core.requests import make_sequence
 from legato_engine.models.moondream.refiner import Crop
 from legato_engine.scheduler.batch import LaunchKind, Refinement
@@ -101,7 +101,7 @@ def begun(assembly: Assembly, scheduler: Scheduler, path: str, length: int) -> N
 def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path: str) -> None:
     """Short ones share the launch behind it with its row; a long one has it alone."""
     seen = Decodes()
-    scheduler = with_decode_path(large, path).scheduler(
+    scheduler = with_settings(large, decode_path=path).scheduler(
         seen, pipeline_depth=2, observer=seen.committed
     )
     begun(large, scheduler, path, 120)
@@ -118,7 +118,7 @@ def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path
 def test_the_loop_of_a_list_begins_quietly(large: Assembly, path: str) -> None:
     """Its first constraints follow the token of its prompt. The image is cached by then."""
     seen = Decodes()
-    scheduler = with_decode_path(large, path).scheduler(
+    scheduler = with_settings(large, decode_path=path).scheduler(
         seen, pipeline_depth=2, observer=seen.committed
     )
     image = picture(large)
@@ -140,7 +140,7 @@ def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
     In steps of 32 tokens or in passes of 512. The whole is asked beside the same decode, too: what
     both have in common is cached, and has the bits of steps.
     """
-    assembly, given = with_decode_path(large, path), []
+    assembly, given = with_settings(large, decode_path=path), []
     for kind in ("whole", "parts"):
         seen = Decodes()
         with prompts(assembly, kind):
@@ -189,7 +189,7 @@ def test_moondream3_is_quiet() -> None:
     )
     assembly = assemble(config)
     for path in ("graph", "loop"):
-        looping = with_decode_path(assembly, path)
+        looping = with_settings(assembly, decode_path=path)
         num_steps, num_launches = (120, 1) if path == "loop" else (30, 30)
         seen = Decodes()
         scheduler = decoding(looping, seen, length=200)

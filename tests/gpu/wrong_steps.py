@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 from legato_engine.config import LOOKUP_DRAFT, SPECULATION_OFF, EngineConfig
-from legato_engine.core.assembly import assemble, with_speculation
+from legato_engine.core.assembly import assemble, with_settings
 from legato_engine.kernels.cuda import attention, draft_layer, module, skinny_gemm
 from legato_engine.models.moondream import decode_step
 from legato_engine.models.moondream import draft as moondream_draft
@@ -151,9 +151,9 @@ def run(name: str, device: str, streams: int, setting: str) -> str:
     if name == "plain 64":
         changed = assemble(msgspec.structs.replace(config, max_running=64))
     else:
-        changed = with_speculation(assembly, setting)
+        changed = with_settings(assembly, speculation=setting)
     drafted = asked(changed)
-    again = asked(with_speculation(assembly, SPECULATION_OFF))
+    again = asked(with_settings(assembly, speculation=SPECULATION_OFF))
     same = asked(assembly)
     written = [key for key, total in _sums().items() if weights.get(key, total) != total]
     counts = [_differ(plain, other) for other in (drafted, same, again)]

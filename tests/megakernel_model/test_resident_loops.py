@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path, with_speculation
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.kernels.cuda.capability import HOPPER, Gpu
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
@@ -148,14 +148,14 @@ def faking(made: Assembly, steps: int | None = None, *, has_values: bool = True)
 def with_fake(
     graph: Assembly, steps: int | None = None, *, has_values: bool = True
 ) -> tuple[Assembly, Fake]:
-    made = with_decode_path(graph, "resident")
+    made = with_settings(graph, decode_path="resident")
     return made, faking(made, steps, has_values=has_values)
 
 
 def drafting(graph: Assembly, setting: str) -> Assembly:
     """Return the assembly with loops of rows that draft by lookups."""
     config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
-    return with_speculation(dataclasses.replace(graph, config=config), setting)
+    return with_settings(dataclasses.replace(graph, config=config), speculation=setting)
 
 
 class Behind:
@@ -324,7 +324,9 @@ def test_where_it_cannot_run_loops_stand_in(
     config = msgspec.structs.replace(graph.config, decode_path="resident")
     setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
-        assembly = with_speculation(dataclasses.replace(graph, config=config), setting, proposer)
+        assembly = with_settings(
+            dataclasses.replace(graph, config=config), proposer, speculation=setting
+        )
     assert assembly.runner.megakernel_rows == 0
     assert assembly.runner.decodes_by_loops
     said = [line["reason"] for line in lines if line["event"] == "megakernel_unavailable"]

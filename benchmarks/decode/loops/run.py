@@ -27,8 +27,8 @@ from unittest import mock
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path
-from legato_engine.core.garbage import freeze_loaded
+from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.process import freeze_loaded
 
 from benchmarks import record, shared_options
 from benchmarks.decode.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
@@ -73,7 +73,7 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
 
     late = functools.partial(MegakernelBuild, delays=arguments.late)
     with mock.patch.object(offer, "MegakernelBuild", late):
-        others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
+        others = {path: with_settings(graph, decode_path=path) for path in PATHS[1:]}
     if not others["resident"].runner.megakernel_rows:  # loops stand in for it
         del others["resident"]
     freeze_loaded(config)

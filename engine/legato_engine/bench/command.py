@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -14,89 +15,84 @@ from rich.console import Console
 from rich.table import Table
 
 from legato_engine.bench.options import TABLES, bench_parser
-from legato_engine.bench.workload import DEPTHS, MIN_LENGTH, Comparison, Workload, compare, measure
+from legato_engine.bench.workload import MIN_LENGTH, Comparison, Workload, compare, measure
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 
+RowT = TypeVar("RowT")
+Cells = Mapping[str, Callable[[RowT], str]]
+"""Text of each column by its head."""
+
+_TASK: Cells[Comparison] = {
+    "task": lambda row: row.task,
+    "streams": lambda row: str(row.streams),
+}
+_STEP: Cells[Comparison] = {
+    **_TASK,
+    "context": lambda row: str(row.context),
+    "forward ms": lambda row: f"{row.pipelined.forward:.3f}",
+    "sampling ms": lambda row: f"{row.pipelined.sampling:.3f}",
+    "period ms": lambda row: f"{row.pipelined.period:.3f}",
+    "idle ms": lambda row: f"{row.pipelined.idle:.3f}",
+    "tick ms": lambda row: f"{row.pipelined.tick:.3f}",
+    "wait ms": lambda row: f"{row.pipelined.wait:.3f}",
+}
+_GAIN: Cells[Comparison] = {
+    "L": lambda row: str(row.length),
+    "predicted": lambda row: f"{row.predicted - 1:+.1%}",
+    "observed": lambda row: f"{row.observed - 1:+.1%}",
+}
+_SPEEDUP: Cells[Comparison] = {
+    **_TASK,
+    "blocking ms": lambda row: f"{row.blocking.period:.3f}",
+    "pipelined ms": lambda row: f"{row.pipelined.period:.3f}",
+    **_GAIN,
+    "blocking tok/s": lambda row: f"{row.tokens_per_second[1]:.0f}",
+    "pipelined tok/s": lambda row: f"{row.tokens_per_second[2]:.0f}",
+    "blocking idle ms": lambda row: f"{row.blocking.idle:.3f}",
+}
+_PHOTON: Cells[Comparison] = {
+    "": lambda row: "1 stream" if row.streams == 1 else f"{row.streams} streams"
+}
+_PHOTON_STEP: Cells[Comparison] = {
+    **_PHOTON,
+    "forward (ms)": lambda row: f"{row.pipelined.forward:.2f}",
+    "sampling (ms)": lambda row: f"{row.pipelined.sampling:.2f}",
+    "period (ms)": lambda row: f"{row.pipelined.period:.2f}",
+}
+_PHOTON_GAIN: Cells[Comparison] = {
+    **_PHOTON,
+    "blocking (ms)": lambda row: f"{row.blocking.period:.2f}",
+    "pipelined (ms)": lambda row: f"{row.pipelined.period:.2f}",
+    **_GAIN,
+}
+_CONSTRAINED: Cells[Mapping[str, float]] = {
+    "streams": lambda row: str(row["streams"]),
+    "context": lambda row: str(row["context"]),
+    "query ms": lambda row: f"{row['query_ms']:.3f}",
+    "detect ms": lambda row: f"{row['detect_ms']:.3f}",
+    "detect over text": lambda row: f"{row['detect_over_text']:.3f}",
+    "json ms": lambda row: f"{row['json_ms']:.3f}",
+    "json over text": lambda row: f"{row['json_over_text']:.3f}",
+}
+
 
 def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    return step_table(rows, title), speedup_table(rows, title)
-
-
-def step_table(rows: Sequence[Comparison], title: str) -> Table:
-    heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
-    table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
-    for row in rows:
-        cost = row.pipelined
-        parts = (cost.forward, cost.sampling, cost.period, cost.idle, cost.tick, cost.wait)
-        table.add_row(
-            row.task, str(row.streams), str(row.context), *(f"{part:.3f}" for part in parts)
-        )
-    return table
-
-
-def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
-    heads = (
-        *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
-        *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
-    )
-    table = _table(f"Blocking and pipelined: {title}", heads)
-    for row in rows:
-        table.add_row(
-            row.task,
-            str(row.streams),
-            f"{row.blocking.period:.3f}",
-            f"{row.pipelined.period:.3f}",
-            str(row.length),
-            f"{row.predicted - 1:+.1%}",
-            f"{row.observed - 1:+.1%}",
-            *(f"{row.tokens_per_second[depth]:.0f}" for depth in DEPTHS),
-            f"{row.blocking.idle:.3f}",
-        )
-    return table
+    step = _table(f"A pipelined step: {title}", rows, _STEP)
+    return step, _table(f"Blocking and pipelined: {title}", rows, _SPEEDUP)
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
     """Return the tables of Photon's article on pipelined decoding, with its rounding."""
-    parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
-    heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
-    gains = _table(title, heads)
-    for row in rows:
-        streams = "1 stream" if row.streams == 1 else f"{row.streams} streams"
-        cost = row.pipelined
-        parts.add_row(streams, f"{cost.forward:.2f}", f"{cost.sampling:.2f}", f"{cost.period:.2f}")
-        gains.add_row(
-            streams,
-            f"{row.blocking.period:.2f}",
-            f"{cost.period:.2f}",
-            str(row.length),
-            f"{row.predicted - 1:+.1%}",
-            f"{row.observed - 1:+.1%}",
-        )
-    return parts, gains
+    return _table(title, rows, _PHOTON_STEP), _table(title, rows, _PHOTON_GAIN)
 
 
-def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
-    others = ("detect ms", "detect over text", "json ms", "json over text")
-    heads = ("streams", "context", "query ms", *others)
-    table = _table(f"Constrained steps: {title}", heads)
-    for row in figures:
-        table.add_row(
-            str(row["streams"]),
-            str(row["context"]),
-            f"{row['query_ms']:.3f}",
-            f"{row['detect_ms']:.3f}",
-            f"{row['detect_over_text']:.3f}",
-            f"{row['json_ms']:.3f}",
-            f"{row['json_over_text']:.3f}",
-        )
-    return table
-
-
-def _table(title: str, heads: Sequence[str]) -> Table:
+def _table(title: str, rows: Sequence[RowT], cells: Cells[RowT]) -> Table:
     table = Table(title=title)
-    for head in heads:
+    for head in cells:
         table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in cells.values()))
     return table
 
 
@@ -145,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
         console.print(*_TABLES[arguments.table](rows, title))
         if compared:
-            console.print(task_table(compared, title))
+            console.print(_table(f"Constrained steps: {title}", compared, _CONSTRAINED))
     assembly.device.close()
     return 0
 

@@ -158,9 +158,8 @@ class Workload:
             return QuerySpec(question="What is there?", response_format=wanted)
         if self._kind == "caption":
             return CaptionSpec()
-        return DetectSpec(
-            object="cat", max_objects=self._length
-        )  # more than its tokens suffice for
+        # Of more objects than its tokens suffice for.
+        return DetectSpec(object="cat", max_objects=self._length)
 
 
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:

@@ -337,9 +337,7 @@ class EngineClient(EngineConnection):
         while (hang := self._hang_fraction()) < 2:
             if hang < 1:
                 asked = False
-            elif (
-                not asked and self.last_heartbeat > began
-            ):  # otherwise it may not handle the signal yet
+            elif not asked and self.last_heartbeat > began:  # else it may not handle it yet
                 asked = True
                 process.dump_stacks()
             await asyncio.sleep(TICK)

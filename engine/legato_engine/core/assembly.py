@@ -295,32 +295,18 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     return assembly
 
 
-def with_speculation(
-    assembly: Assembly, setting: str, proposer: Proposer | None = None
+def with_settings(
+    assembly: Assembly, proposer: Proposer | None = None, **settings: str
 ) -> Assembly:
-    """Return the same model and KV cache with another `speculation`; never use both at once.
+    """Return the same model and KV cache with another `speculation` or `decode_path`.
+
+    Never use both at once.
 
     Raises:
-        InvalidField: the setting is unknown, or the draft cannot be used.
+        InvalidField: a setting is unknown or excluded by another, or the draft cannot be used.
     """
-    config = msgspec.structs.replace(assembly.config, speculation=setting)
-    return _with_new_runner(assembly, config, proposer)
-
-
-def with_decode_path(assembly: Assembly, path: str) -> Assembly:
-    """Return the same model and KV cache with another `decode_path`; never use both at once.
-
-    Raises:
-        InvalidField: the path is unknown, or excluded by another setting.
-    """
-    config = msgspec.structs.replace(assembly.config, decode_path=path)
+    config = msgspec.structs.replace(assembly.config, **settings)
     check(config)
-    return _with_new_runner(assembly, config)
-
-
-def _with_new_runner(
-    assembly: Assembly, config: EngineConfig, proposer: Proposer | None = None
-) -> Assembly:
     runner = warm_runner(
         config,
         assembly.model,

@@ -340,9 +340,8 @@ class EngineCore:
             self._schedule(pending)
             return
         pending.cancel()
-        self._fail(
-            pending.request_id, failure
-        )  # not raised: a traceback would keep the image alive
+        # Not raised: a traceback would keep the image alive.
+        self._fail(pending.request_id, failure)
 
     def _place_images(self, pending: PendingRequest) -> None:
         """Make the prompt around the prepared images, on the thread for long texts."""

@@ -148,9 +148,8 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> RequestTimings:
     return RequestTimings(
         queue=_queue_time(sequence, request),
         image=request.image_seconds,
-        prefill=max(
-            0.0, timing.first_token - timing.prefill_start
-        ),  # an earlier engine's first token
+        # Of an earlier engine's first token it would be negative.
+        prefill=max(0.0, timing.first_token - timing.prefill_start),
         first_token=timing.first_token - timing.arrival,
         decode=now - timing.first_token,
         total=now - timing.arrival,

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -54,8 +54,6 @@ class Lazy(Generic[T]):
 
 # ---------------------------------------------------------------- preparation pool
 
-P = ParamSpec("P")
-
 
 class PreparationPool:
     """Pool of threads that prepare images, and of processes that decode for them.
@@ -64,17 +62,13 @@ class PreparationPool:
     """
 
     def __init__(self, name: str, threads: int, *, max_pixels: int, nice: int = 0) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, f"legato-{name}")
+        self.threads = concurrent.futures.ThreadPoolExecutor(threads, f"legato-{name}")
         self.workers = DecodingWorkers(max_pixels=max_pixels, nice=nice)
 
-    def submit(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run `work`, which must not raise, on a thread."""
-        self._pool.submit(work, *args, **kwargs)
-
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self.workers.close()
-        self._pool.shutdown(wait=True)
+        self.threads.shutdown(wait=True)
 
 
 # ---------------------------------------------------------------- loaded image
@@ -160,29 +154,19 @@ _MAX_IMAGES_OF_REQUEST = 8
 _HEAVY_NICE = 10  # heavy images yield the cores to other work
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Job:
     """An image on its way through the pools."""
 
-    __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source", "tenant")
-
-    def __init__(
-        self,
-        source: EncodedImage | RawImage,
-        loaded: LoadedImage | None,
-        tenant: str,
-        keep: bool,
-        sha256: str = "",
-    ) -> None:
-        self.source = source
-        self.tenant = tenant
-        self.loaded = loaded
-        self.keep = keep
-        self.sha256 = sha256
-        self.seconds = 0.0  # spent in earlier pools
-        self.future: concurrent.futures.Future[PreprocessedImage] = concurrent.futures.Future()
-
-    def succeed(self, result: PreprocessedImage) -> None:
-        self.future.set_result(result)
+    source: EncodedImage | RawImage
+    loaded: LoadedImage | None
+    tenant: str
+    keep: bool
+    sha256: str = ""
+    seconds: float = 0.0  # spent in earlier pools
+    future: concurrent.futures.Future[PreprocessedImage] = dataclasses.field(
+        default_factory=concurrent.futures.Future
+    )
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, LegatoError):
@@ -308,7 +292,7 @@ class Preprocessor:
             if prepared is not None:
                 return prepared
         job = _Job(source, loaded, tenant, keep)
-        self._light.submit(self._run, job, self._light)
+        self._light.threads.submit(self._run, job, self._light)
         if loaded is not None and loaded.is_small:
             loaded.key.get()
         return job.future
@@ -321,7 +305,7 @@ class Preprocessor:
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
         job = _Job(source, None, tenant, keep=False, sha256=sha256)
-        self._light.submit(self._run, job, self._light)
+        self._light.threads.submit(self._run, job, self._light)
         return job.future
 
     def warm_up(self) -> None:
@@ -347,7 +331,7 @@ class Preprocessor:
             cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
             if cached is None and pool is self._light and loaded.cost > _LIGHT_COST:
                 job.seconds = time.monotonic() - start
-                self._heavy.submit(self._run, job, self._heavy)
+                self._heavy.threads.submit(self._run, job, self._heavy)
                 return
             if not job.future.set_running_or_notify_cancel():
                 return
@@ -355,7 +339,7 @@ class Preprocessor:
         except BaseException as error:  # noqa: BLE001 - raised again where the image is needed
             job.fail(error)
         else:
-            job.succeed(PreprocessedImage(image, job.seconds + time.monotonic() - start))
+            job.future.set_result(PreprocessedImage(image, job.seconds + time.monotonic() - start))
 
     def _loaded(self, job: _Job) -> LoadedImage:
         if job.loaded is None:

@@ -26,9 +26,9 @@ import structlog
 from legato_engine import failpoints, null_engine
 from legato_engine.client.engine_client import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
-from legato_engine.core.garbage import freeze_loaded
 from legato_engine.core.quarantine import Quarantine
 from legato_engine.crash import CrashFiles, FlightRecorder
+from legato_engine.device.host import return_freed_memory
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -323,6 +323,14 @@ def serve(
     loop.run()
     if (kv := core.load().kv) is not None:
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
+
+
+def freeze_loaded(config: EngineConfig) -> None:
+    """Freeze loaded objects and raise the GC thresholds."""
+    gc.collect()
+    return_freed_memory()
+    gc.freeze()
+    gc.set_threshold(latency_policy.resolve(config.latency_policy).engine_gc)
 
 
 def _open(

@@ -61,23 +61,8 @@ class KVCacheStats(Value, frozen=True):
 
 
 SECONDS_BOUNDS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.004,
-    0.006,
-    0.008,
-    0.012,
-    0.016,
-    0.024,
-    0.032,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    5.0,
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032),
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
 """Upper bounds of the bins of an engine's `Durations`; one more bin holds larger values."""
 
@@ -122,9 +107,7 @@ class SchedulerLoad(Value, frozen=True):
 
     running: int = 0
     waiting: int = 0
-    preparing: int = (
-        0  # waiting requests whose image or adapter is being prepared, so no step is due
-    )
+    preparing: int = 0  # of `waiting`, whose image or adapter is being prepared: no step is due
     inflight: int = 0  # launches not yet committed
     pipeline_depth: int = 0  # launches that may be in flight; 0: no pipeline, or not known
     rows_used: int = 0

@@ -283,7 +283,6 @@ class Model(abc.ABC):
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
         """Allocate the bank of low-rank adapters; None if the model takes none."""
-        del num_slots, max_rank
         return None
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
@@ -296,12 +295,10 @@ class Model(abc.ABC):
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """Return kernels for a whole decode step; None without any for this device and cache."""
-        del kv, adapters
         return None
 
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder | None:
         """Return the device's image encoder; None if `prefix_embeddings` embeds images."""
-        del pinned, num_images
         return None
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer | None:
@@ -310,7 +307,6 @@ class Model(abc.ABC):
         Raises:
             InvalidField: the file does not fit the model.
         """
-        del path, kv
         return None
 
     def mask_refiner(self, path: Path) -> MaskRefiner | None:
@@ -319,5 +315,4 @@ class Model(abc.ABC):
         Raises:
             InvalidField: the file does not fit the model.
         """
-        del path
         return None

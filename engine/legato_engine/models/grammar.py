@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.models.text import Vocabulary
 from legato_engine.sequence import Grammar, grammar_refused
 from legato_engine.types import AnswerFormat
 
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
 
 _MAX_SOURCE = 65_536  # bytes of a schema or grammar
 _MAX_CHOICES = 1_024
-
-
-class Vocabulary(Protocol):
-    """Tokens and their bytes; a special token has none."""
-
-    def encode(self, text: str) -> Collection[int]: ...
-
-    def piece(self, token_id: int) -> bytes: ...
 
 
 class GrammarCompiler:

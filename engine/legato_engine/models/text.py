@@ -180,6 +180,14 @@ class Pieces(Protocol):
         ...
 
 
+class Vocabulary(Pieces, Protocol):
+    """Pieces of plain text."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Recognise no special tokens."""
+        ...
+
+
 class Detokenizer:
     """Joins tokens into text; the results of `push` and `close` add up to `text`.
 

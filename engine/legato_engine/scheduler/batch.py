@@ -214,14 +214,6 @@ class StepRecord:
     blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens per row and step
 
     @property
-    def plan_ns(self) -> int:
-        return self.plan_end - self.plan_start
-
-    @property
-    def launch_ns(self) -> int:
-        return self.launch_end - self.plan_end
-
-    @property
     def sample_ns(self) -> int:
         return self.sample_end - self.sample_start
 

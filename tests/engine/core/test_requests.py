@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from legato_engine.core.assembly import Assembly, with_decode_path
+from legato_engine.core.assembly import Assembly, with_settings
 from legato_engine.errors import ImageTooLarge, PromptTooLong
 from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
@@ -430,7 +430,7 @@ def served(world: World, batch: int) -> None:
 
 @pytest.mark.parametrize("path", ["graph", "loop"])
 def test_requests_leave_no_cycles(assembly: Assembly, path: str) -> None:
-    world = World(with_decode_path(assembly, path))
+    world = World(with_settings(assembly, decode_path=path))
     served(world, 0)
     with unreachable() as found:
         for batch in range(1, 5):

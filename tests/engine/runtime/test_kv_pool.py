@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_speculation
+from legato_engine.core.assembly import assemble, with_settings
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
@@ -219,5 +219,5 @@ def test_batches_and_cached_prefixes_change_no_answer(assembly, temperature):
 def test_speculation_changes_no_answer(assembly):
     """A step that verifies draft tokens reads what single steps would have stored."""
     alone = run_all(Alone(assembly), 0, depth=1)
-    run = run_all(with_speculation(assembly, "fixed:3"), 2, depth=2)
+    run = run_all(with_settings(assembly, speculation="fixed:3"), 2, depth=2)
     assert run.answers == alone.answers

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, check
-from legato_engine.core.assembly import Assembly, assemble, with_decode_path
+from legato_engine.core.assembly import Assembly, assemble, with_settings
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -68,7 +68,7 @@ def graph():
 
 @pytest.fixture(scope="module")
 def looping(graph: Assembly) -> Assembly:
-    return with_decode_path(graph, "loop")
+    return with_settings(graph, decode_path="loop")
 
 
 def answers(assembly: Assembly, lengths: list[int], num_failures: int = 0) -> Answers:

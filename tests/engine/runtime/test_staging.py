@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_speculation
+from legato_engine.core.assembly import assemble, with_settings
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime import calibration
@@ -226,7 +226,7 @@ def assembly():
     config = EngineConfig(
         model="random-tiny", device="cpu", threads=1, random_weights=True, max_running=3
     )
-    made = with_speculation(assemble(config), "budget")
+    made = with_settings(assemble(config), speculation="budget")
     yield made
     made.device.close()
 

@@ -38,7 +38,6 @@ from legato_engine.speculation import (
     TokenBudgetPolicy,
     block_policy,
     block_sizes,
-    update_block_size,
 )
 
 from tests.engine.speculative.drafted import (
@@ -171,7 +170,7 @@ def test_ema_rises_on_sustained_acceptance():
     request = fresh()
     averages = []
     for _ in range(30):
-        update_block_size(POLICY, request, 4, 4)
+        POLICY.update(request, 4, 4)
         averages.append(request.ema_acceptance_rate)
     assert averages == sorted(averages)
     assert averages[0] > np.float32(0.8)
@@ -184,7 +183,7 @@ def test_ema_falls_on_rejection_until_the_block_is_the_smallest():
     request = fresh()
     blocks = []
     for _ in range(10):
-        update_block_size(POLICY, request, 0, request.current_block_size)
+        POLICY.update(request, 0, request.current_block_size)
         blocks.append(request.current_block_size)
     assert blocks == sorted(blocks, reverse=True)
     assert set(blocks) == {POLICY.mid_block, POLICY.min_block}
@@ -197,7 +196,7 @@ def test_the_pressure_cap_is_never_exceeded(steps):
     request = fresh()
     for accepted, more, pressed in steps:
         request.set_flag(Flag.KV_PRESSURE, on=pressed)
-        update_block_size(POLICY, request, accepted, accepted + more)
+        POLICY.update(request, accepted, accepted + more)
         block = request.current_block_size
         assert block <= 2 if pressed else block in (1, 4, 8)
         assert 0.0 <= request.ema_acceptance_rate <= 1.0
@@ -207,19 +206,19 @@ def test_one_rejection_after_ten_acceptances_does_not_collapse_the_block():
     """The average absorbs the shock: it loses a fifth, and the block no more than one size."""
     request = fresh()
     for _ in range(10):
-        update_block_size(POLICY, request, 8, 8)
+        POLICY.update(request, 8, 8)
     before = request.ema_acceptance_rate
-    update_block_size(POLICY, request, 0, 8)
+    POLICY.update(request, 0, 8)
     assert request.ema_acceptance_rate == pytest.approx(0.8 * before)
     assert request.current_block_size == POLICY.mid_block
-    update_block_size(POLICY, request, 4, 4)
+    POLICY.update(request, 4, 4)
     assert request.current_block_size == POLICY.max_block
 
 
 def test_nothing_proposed_counts_as_nothing_accepted():
     """The seed's r is 0 then."""
     request = fresh()
-    update_block_size(POLICY, request, 0, 0)
+    POLICY.update(request, 0, 0)
     assert request.ema_acceptance_rate == pytest.approx(0.64)
 
 
@@ -233,7 +232,7 @@ def test_arithmetic_is_float32_to_the_bit(steps):
         proposed = accepted + more
         rate = np.float32(accepted) / np.float32(proposed) if proposed else np.float32(0)
         average = alpha * rate + (one - alpha) * average
-        update_block_size(POLICY, request, accepted, proposed)
+        POLICY.update(request, accepted, proposed)
         assert np.float32(request.ema_acceptance_rate).tobytes() == average.tobytes()
         assert request.ema_acceptance_rate == float(average)
 
@@ -244,7 +243,7 @@ def test_a_request_that_comes_back_keeps_what_it_learnt():
     assert request.current_block_size == POLICY.first_block
     request.block_size_history.append(4)
     for _ in range(9):
-        update_block_size(POLICY, request, 0, 4)
+        POLICY.update(request, 0, 4)
     POLICY.begin(request)
     assert request.current_block_size == POLICY.min_block
 

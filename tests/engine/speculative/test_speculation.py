@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import assemble, with_speculation
+from legato_engine.core.assembly import assemble, with_settings
 from legato_engine.core.requests import make_sequence
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.scheduler.batch import LaunchKind
@@ -186,8 +186,12 @@ def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
     assert plain.total("drafted") == 0
-    replay = with_speculation(assembly, setting, knowing(assembly, plain, 0.7))
-    for depth, changed in ((1, replay), (2, replay), (2, with_speculation(assembly, setting))):
+    replay = with_settings(assembly, knowing(assembly, plain, 0.7), speculation=setting)
+    for depth, changed in (
+        (1, replay),
+        (2, replay),
+        (2, with_settings(assembly, speculation=setting)),
+    ):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
         assert changed is not replay or run.total("accepted") > 0
@@ -200,7 +204,7 @@ def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperat
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
     path = draft_file(tmp_path / "draft.safetensors", random_draft())
     config = msgspec.structs.replace(assembly.config, draft=str(path))
-    changed = with_speculation(dataclasses.replace(assembly, config=config), setting)
+    changed = with_settings(dataclasses.replace(assembly, config=config), speculation=setting)
     for depth in (1, 2):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
@@ -215,7 +219,7 @@ def test_answers_of_the_default_model_are_those_without(temperature):
     # It has not learnt to reason, and pictures take it long.
     options = {"without": {"thought", "points", "outline"}, "temperature": temperature}
     plain = mixed(tiny, draw=random.Random(0), depth=1, **options)
-    changed = with_speculation(tiny, "fixed:8", knowing(tiny, plain, 0.7))
+    changed = with_settings(tiny, knowing(tiny, plain, 0.7), speculation="fixed:8")
     run = mixed(changed, draw=random.Random(1), **options)
     tiny.device.close()
     assert run.answers == plain.answers
@@ -230,7 +234,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     plain.finish()
     length = len(plain.answers["r"].tokens)
     assert length == 37, "this model ends its answers early"
-    right = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 1.0))
+    right = with_settings(assembly, knowing(assembly, plain, 1.0), speculation="fixed:8")
     run = Run(right, depth=1, max_tokens=37)
     run.submit("r", task)
     run.finish()
@@ -239,7 +243,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     assert run.num_decodes == (length - 1) // 9 == 4
     assert [record.tokens for record in run.records] == [1, 9, 9, 9, 9]
     assert (run.total("drafted"), run.total("accepted")) == (32, 32)
-    wrong = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 0.0))
+    wrong = with_settings(assembly, knowing(assembly, plain, 0.0), speculation="fixed:8")
     run = Run(wrong, depth=1, max_tokens=37)
     run.submit("r", task)
     run.finish()
@@ -255,7 +259,7 @@ def test_the_budget_ends_inside_a_block(assembly, max_tokens, depth):
     plain = Run(assembly, max_tokens=13)
     plain.submit("r", task)
     plain.finish()
-    right = with_speculation(assembly, "fixed:5", knowing(assembly, plain, 1.0))
+    right = with_settings(assembly, knowing(assembly, plain, 1.0), speculation="fixed:5")
     run = Run(right, depth=depth, max_tokens=max_tokens)
     run.submit("r", task)
     run.submit("other", QuerySpec(question="hello"))
@@ -286,7 +290,9 @@ def test_eos_inside_a_block(assembly, depth):
     assert plain.answers["r"].finish_reason is FinishReason.STOP
     assert len(plain.answers["r"].tokens) == length
     for block in (2, 3, 4, 8, 16):
-        changed = with_speculation(assembly, f"fixed:{block}", knowing(assembly, whole, 1.0))
+        changed = with_settings(
+            assembly, knowing(assembly, whole, 1.0), speculation=f"fixed:{block}"
+        )
         run = Run(changed, depth=depth, temperature=1.0)
         run.submit("r", task)
         ends_with(run, said[length - 1])
@@ -309,7 +315,9 @@ def test_a_stop_string_inside_a_block(assembly, depth):
     stopped.finish()
     assert len(stopped.answers["r"].tokens) < len(plain.answers["r"].tokens)
     for block in (3, 8):
-        changed = with_speculation(assembly, f"fixed:{block}", knowing(assembly, plain, 1.0))
+        changed = with_settings(
+            assembly, knowing(assembly, plain, 1.0), speculation=f"fixed:{block}"
+        )
         run = Run(changed, depth=depth, temperature=1.0, stop=stop)
         run.submit("r", task, seed=1)
         run.finish()
@@ -321,7 +329,7 @@ def test_a_stop_string_inside_a_block(assembly, depth):
 def test_who_leaves_between_two_blocks_disturbs_nobody(assembly, depth, how):
     """Aborted or stopped at any step, one request gives all back and its neighbours go on."""
     plain = mixed(assembly, draw=random.Random(0), temperature=0.8)
-    changed = with_speculation(assembly, "fixed:8", knowing(assembly, plain, 0.7))
+    changed = with_settings(assembly, knowing(assembly, plain, 0.7), speculation="fixed:8")
     for num_steps in range(1, 12):
         run = Run(changed, depth=depth, temperature=0.8)
         for name in ("query", "words", "caption"):
@@ -343,7 +351,7 @@ def test_a_block_is_chosen_by_the_launch_in_front(assembly):
     plain.submit("r", QuerySpec(question="what is it?"))
     plain.finish()
     for depth in (1, 2):
-        changed = with_speculation(assembly, "seed", knowing(assembly, plain, 0.0))
+        changed = with_settings(assembly, knowing(assembly, plain, 0.0), speculation="seed")
         run = Run(changed, depth=depth, max_tokens=60)
         run.submit("r", QuerySpec(question="what is it?"))
         run.finish()
@@ -360,7 +368,7 @@ def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
     for name, task in tasks.items():
         plain.submit(name, task)
     plain.finish()
-    changed = with_speculation(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    changed = with_settings(assembly, knowing(assembly, plain, 1.0, 0.0), speculation="seed")
     run = Run(changed, max_tokens=100)
     for name, task in tasks.items():
         run.submit(name, task)
@@ -396,7 +404,7 @@ class Foolish:
 def test_no_proposal_can_do_harm(assembly, token):
     """Ids that do not exist, coords and sizes, gaps: answers and their steps are as without."""
     plain = mixed(assembly, draw=random.Random(0))
-    changed = with_speculation(assembly, "fixed:4", Foolish(token))
+    changed = with_settings(assembly, Foolish(token), speculation="fixed:4")
     run = mixed(changed, draw=random.Random(0))
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
@@ -416,7 +424,7 @@ def test_pages_of_a_request_whose_drafts_fail_are_evicted_first(assembly, settin
         return run
 
     plain = asked(assembly)
-    told = with_speculation(assembly, setting, knowing(assembly, plain, 1.0, 0.0))
+    told = with_settings(assembly, knowing(assembly, plain, 1.0, 0.0), speculation=setting)
     held = plain.scheduler.load().prefix_pages
     run = asked(dataclasses.replace(told, num_pages=1 + held))
     assert run.answers == plain.answers
@@ -477,7 +485,7 @@ def test_few_pages_change_no_answer(small_pages, depth, block):
     plain = asked_in_turn(Run(small_pages, temperature=0.8), names)
     longest = max(sequence.max_length for sequence in plain.sequences.values())
     scarce = dataclasses.replace(small_pages, num_pages=longest // CONFIG.page_size + 4)
-    changed = with_speculation(scarce, f"fixed:{block}", knowing(scarce, plain, 0.7))
+    changed = with_settings(scarce, knowing(scarce, plain, 0.7), speculation=f"fixed:{block}")
     run = asked_in_turn(Run(changed, depth=depth, temperature=0.8), names)
     assert run.answers == plain.answers
     assert run.total("accepted") > 0
@@ -495,7 +503,7 @@ def test_adapters_verify_in_their_slots(small_pages, temperature):
     }
     names = (*RANKS, "none", "boxes")
     plain = asked_in_turn(Run(small_pages, temperature=temperature), names, adapters=adapters)
-    changed = with_speculation(small_pages, "fixed:4", knowing(small_pages, plain, 0.7))
+    changed = with_settings(small_pages, knowing(small_pages, plain, 0.7), speculation="fixed:4")
     run = asked_in_turn(Run(changed, temperature=temperature), names, adapters=adapters)
     assert run.answers == plain.answers
     both = [
@@ -514,7 +522,7 @@ def test_accepted_tokens_have_their_log_probabilities(small_pages, temperature):
         Run(small_pages, temperature=temperature), names, logprobs=("first", "boxes")
     )
     assert all(isinstance(token[1], float) for token in plain.answers["first"].tokens)
-    changed = with_speculation(small_pages, "fixed:4", knowing(small_pages, plain, 0.7))
+    changed = with_settings(small_pages, knowing(small_pages, plain, 0.7), speculation="fixed:4")
     run = asked_in_turn(Run(changed, temperature=temperature), names, logprobs=("first", "boxes"))
     assert run.answers == plain.answers
     assert run.total("accepted") > 0
@@ -523,7 +531,7 @@ def test_accepted_tokens_have_their_log_probabilities(small_pages, temperature):
 def test_a_proposer_knows_what_was_found(small_pages):
     """A prompt whose pages were found is read by the proposer like one that was computed."""
     plain = asked_in_turn(Run(small_pages), ("first",))
-    changed = with_speculation(small_pages, "fixed:8", knowing(small_pages, plain, 1.0))
+    changed = with_settings(small_pages, knowing(small_pages, plain, 1.0), speculation="fixed:8")
     run = Run(changed, depth=1)
     for name in ("first", "again"):
         run.submit(name, QuerySpec(question="first?"))
@@ -538,7 +546,7 @@ def test_pages_are_cached_with_the_rate_that_the_device_learnt(small_pages):
     """Eviction knows whose draft tokens were right."""
     names = ("good", "poor")
     plain = asked_in_turn(Run(small_pages, max_tokens=40), names)
-    changed = with_speculation(small_pages, "seed", knowing(small_pages, plain, 1.0, 0.0))
+    changed = with_settings(small_pages, knowing(small_pages, plain, 1.0, 0.0), speculation="seed")
     run = asked_in_turn(Run(changed, max_tokens=40), names)
     assert run.answers == plain.answers
     learnt = [run.sequences[name].draft_stats.learnt.ema_acceptance_rate for name in names]
@@ -574,10 +582,11 @@ def captions(assembly, temperature=0.0):
 def test_it_says_what_the_model_will(shipped, temperature):
     """Answers are the same, greedy and sampled, and come in far fewer steps than by lookup."""
     plain = captions(shipped, temperature)
-    by_draft = captions(with_speculation(shipped, "fixed:4"), temperature)
+    by_draft = captions(with_settings(shipped, speculation="fixed:4"), temperature)
     config = msgspec.structs.replace(shipped.config, draft=LOOKUP_DRAFT)
     lookup = captions(
-        with_speculation(dataclasses.replace(shipped, config=config), "fixed:4"), temperature
+        with_settings(dataclasses.replace(shipped, config=config), speculation="fixed:4"),
+        temperature,
     )
     drafted, found = (run.figures("", 4, "", plain) for run in (by_draft, lookup))
     assert drafted.identical

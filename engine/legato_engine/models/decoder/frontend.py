@@ -14,12 +14,13 @@ from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.frontend import PreparedImage
-from legato_engine.models.grammar import GrammarCompiler, Vocabulary
+from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.text import (
     SamplingDefaults,
     TaskSetup,
     TextOutput,
     TextTask,
+    Vocabulary,
     task_setup,
 )
 from legato_engine.sequence import Constraint

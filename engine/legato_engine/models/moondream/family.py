@@ -15,8 +15,9 @@ from legato_engine.models.confidence import read_calibrations
 from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
-from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer, Tokenizer
+from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer
 from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
+from legato_engine.models.text import Vocabulary
 
 if TYPE_CHECKING:
     import torch  # loaded by `load` alone
@@ -159,7 +160,7 @@ def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
 
 
 def _bundle(
-    source: ModelSource, config: MoondreamConfig, tokenizer: Tokenizer, weights: Path | None
+    source: ModelSource, config: MoondreamConfig, tokenizer: Vocabulary, weights: Path | None
 ) -> MoondreamBundle:
     config = _limited(config, source.max_context)
     if isinstance(tokenizer, BytePairTokenizer) and tokenizer.num_ids > config.text.vocab_size:

@@ -33,12 +33,12 @@ from legato_engine.models.moondream.tasks import (
     TextSkill,
     constraint_table,
 )
-from legato_engine.models.moondream.tokenizer import Tokenizer
 from legato_engine.models.text import (
     GenerationTask,
     SamplingDefaults,
     TaskSetup,
     TextOutput,
+    Vocabulary,
     max_objects,
     task_setup,
 )
@@ -67,7 +67,7 @@ Prompt = tuple[PromptToken, ...]
 class Prompts:
     """Makes each skill's prompt, which follows the shared prefix; text is stripped."""
 
-    def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: MoondreamConfig, tokenizer: Vocabulary) -> None:
         self._templates = config.templates
         self._tokens = config.tokens
         self._tokenizer = tokenizer
@@ -189,7 +189,7 @@ class MoondreamFrontend:
     def __init__(
         self,
         config: MoondreamConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         *,
         calibrations: CalibrationFile | None = None,
     ) -> None:

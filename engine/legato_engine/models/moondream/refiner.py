@@ -90,9 +90,8 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> MaskOutline:
     height, width = crop.size
     side = share_SS.shape[0]
     traced = tuple(min(count, _FINENESS * side) for count in crop.extent)
-    pixels = np.array(
-        [crop.extent[1] / traced[1], crop.extent[0] / traced[0]]
-    )  # per traced pixel, x and y
+    # Pixels per traced pixel, x and y.
+    pixels = np.array([crop.extent[1] / traced[1], crop.extent[0] / traced[0]])
     mask_HW = resized(share_SS, traced) > 0.5
     mask_HW = outline_shapes.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width / pixels.prod()))
     ys, xs = (np.flatnonzero(mask_HW.any(axis=axis)) for axis in (1, 0))

@@ -9,13 +9,14 @@ from typing import ClassVar, Generic, TypeVar
 
 from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
-from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
+from legato_engine.models.moondream.tokenizer import NUM_SPECIAL
 from legato_engine.models.text import (
     Detokenizer,
     GenerationTask,
     TaskSetup,
     TextOutput,
     TextTask,
+    Vocabulary,
 )
 from legato_engine.sequence import Constraint, SampledToken
 from legato_engine.types import (
@@ -86,7 +87,7 @@ class ReasoningOutput:
     unpaired last one is dropped, as is a span without points.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokens: SpecialTokens) -> None:
+    def __init__(self, tokenizer: Vocabulary, tokens: SpecialTokens) -> None:
         self._stream = Detokenizer(tokenizer)
         self._tokens = tokens
         self._span_start: int | None = None
@@ -406,7 +407,7 @@ class SegmentSkill(GenerationTask):
         self,
         setup: TaskSetup,
         label: str,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         tokens: SpecialTokens,
         calibration: Calibration,
     ) -> None:

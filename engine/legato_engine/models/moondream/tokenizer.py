@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -14,16 +14,6 @@ from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
 
 NUM_SPECIAL = 21
 """Ids below this are special in every Moondream vocabulary."""
-
-
-class Tokenizer(Protocol):
-    """Encoding and decoding of plain text."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Recognise no special tokens."""
-        ...
-
-    def piece(self, token_id: int) -> bytes: ...
 
 
 class BytePairTokenizer:
