@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from legato_engine.config import EngineConfig
 from legato_engine.core import process
-from legato_engine.null_engine import IMAGE_TOKENS, NullEngine, NullImages, NullModel
+from legato_engine.null_engine import IMAGE_TOKENS, NullEngine, NullImages
 from legato_engine.scripted_output import ScriptedOutput
 from legato_engine.types import (
     DetectOutput,
@@ -60,18 +60,20 @@ class SeenImages(NullImages):
         return image
 
 
-class TruthModel(NullModel):
-    """Answers of a detector to the images whose truth is known."""
+class TruthEngine(NullEngine):
+    """The null engine with the images of a clip, and answers of a detector that knows its truth."""
 
-    def __init__(self, config: EngineConfig, images: SeenImages, truth: dict[str, Any]) -> None:
-        super().__init__(config)
-        self._images = images
+    _images: SeenImages
+
+    def __init__(self, truth: dict[str, Any], config: EngineConfig, **how: Any) -> None:
+        super().__init__(config, **how)
+        self._images = SeenImages(config, how["blobs"])
         self._truth = truth
 
-    def answer(self, request: Request) -> tuple[int, ScriptedOutput]:
+    def _answer(self, request: Request) -> tuple[int, ScriptedOutput]:
         task, boxes = request.task, self._truth.get(self._images.latest)
         if not isinstance(task, DetectSpec) or boxes is None:
-            return super().answer(request)
+            return super()._answer(request)
         rng = np.random.default_rng(int(self._images.latest[:8], 16))
         found = tuple(
             ObjectEvent(box=_inexact(box, rng), label=task.object, confidence=0.9)
@@ -89,15 +91,6 @@ def _inexact(edges: list[float], rng: np.random.Generator) -> ImageBox:
     noisy = exact + rng.normal(size=4) * JITTER * np.tile(exact[2:] - exact[:2], 2)
     left, top, right, bottom = map(float, np.clip(noisy, 0, 1))
     return ImageBox(x_min=left, y_min=top, x_max=max(left, right), y_max=max(top, bottom))
-
-
-class TruthEngine(NullEngine):
-    """The null engine with images and answers of a clip."""
-
-    def __init__(self, truth: dict[str, Any], config: EngineConfig, **how: Any) -> None:
-        super().__init__(config, **how)
-        self._images = images = SeenImages(config, how["blobs"])
-        self._model = TruthModel(config, images, truth)
 
 
 def run_engine(path: str, arguments: list[str]) -> int:

@@ -66,8 +66,6 @@ from legato_engine.types import (
     TokenUsage,
 )
 
-# ---------------------------------------------------------------- request
-
 IMAGE_TOKENS = 729
 MAX_IMAGES = 8
 
@@ -138,7 +136,6 @@ class NullRequest(msgspec.Struct, eq=False):
 # ---------------------------------------------------------------- model
 
 NAME = "null"
-_NAMES = ("", NAME)
 _MAX_CONTEXT = 8192  # positions, unless configured
 _DEFAULTS = SamplingDefaults(max_tokens=_MAX_CONTEXT)
 
@@ -158,44 +155,6 @@ def info(config: EngineConfig) -> ServedModel:
         dtype="none",
         confidence=confidence_info(SKILLS, None),
     )
-
-
-class NullModel:
-    """Null model: checks requests and answers them."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._max_context = config.max_context or _MAX_CONTEXT
-        self._num_objects = config.null_objects
-
-    def check(self, request: Request) -> None:
-        """Check the names of the model and the adapter.
-
-        Raises:
-            ModelNotFound: another model.
-            AdapterNotFound: an adapter.
-        """
-        if request.model not in _NAMES:
-            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
-        if request.adapter:
-            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-
-    def answer(self, request: Request) -> tuple[int, ScriptedOutput]:
-        """Return the length of the prompt and the output.
-
-        Raises:
-            InvalidField: a field is out of range, or a resumed token is not of this output.
-            PromptTooLong: not even one token fits.
-        """
-        length, output = _scripted(
-            request.task,
-            request.sampling,
-            len(request.images),
-            self._num_objects,
-            self._max_context,
-        )
-        if request.resumed is not None:
-            _check_tokens(request.resumed, output)
-        return length, output
 
 
 def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
@@ -285,11 +244,6 @@ class NullImages:
         )
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
-    def drop(self, command: DropImage) -> None:
-        """End a lease; raise as `ImageLeases.drop`."""
-        key = ImageKey(command.request_id.tenant, command.image_id)
-        self.leases.drop(key, command.owner)
-
     def _cached(self, key: ImageKey) -> ImageProperties | None:
         cached = self._cache.get(key)
         if cached is None:
@@ -336,7 +290,8 @@ class NullEngine:
         timeline: TimelineStream | None = None,
     ) -> None:
         self._period = config.null_step_ms / 1000
-        self._model = NullModel(config)
+        self._num_objects = config.null_objects
+        self._max_context = config.max_context or _MAX_CONTEXT
         self._send = send
         self._timeline = timeline
         self._images = NullImages(config, blobs)
@@ -370,12 +325,12 @@ class NullEngine:
                 self._make_room(request.tenant, request.priority)
             images = self._load_images(request)
             image_seconds = time.monotonic() - arrival if images else 0.0
-            length, output = self._model.answer(request)
+            length, output = self._answer(request)
             null_request = NullRequest(request, output, images, arrival, image_seconds, length)
             if must_queue:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
-            self._fail(request, error)
+            self._fail(request.request_id, error)
             return
         if resumed is not None:
             null_request.arrival = resumed.arrival
@@ -427,14 +382,15 @@ class NullEngine:
             self._make_room(command.owner)
             self._send(self._images.hold(command))
         except LegatoError as error:
-            self._send(Failed(request_id=command.request_id, error=to_value(error)))
+            self._fail(command.request_id, error)
 
     def drop(self, command: DropImage) -> None:
         try:
-            self._images.drop(command)
+            key = ImageKey(command.request_id.tenant, command.image_id)
+            self._images.leases.drop(key, command.owner)
             self._send(ImageDropped(request_id=command.request_id))
         except LegatoError as error:
-            self._send(Failed(request_id=command.request_id, error=to_value(error)))
+            self._fail(command.request_id, error)
 
     def set_pipeline_depth(self, depth: int) -> None:
         """Ignore the depth: there is no pipeline."""
@@ -545,16 +501,37 @@ class NullEngine:
     # ------------------------------------------------------------ from a command to running
 
     def _check(self, request: Request) -> None:
-        self._model.check(request)
+        if request.model not in ("", NAME):
+            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
+        if request.adapter:
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         if not request.was_admitted and request.request_id in self._requests:
             raise _in_use()
+
+    def _answer(self, request: Request) -> tuple[int, ScriptedOutput]:
+        """Return the length of the prompt and the output.
+
+        Raises:
+            InvalidField: a field is out of range, or a resumed token is not of this output.
+            PromptTooLong: not even one token fits.
+        """
+        length, output = _scripted(
+            request.task,
+            request.sampling,
+            len(request.images),
+            self._num_objects,
+            self._max_context,
+        )
+        if request.resumed is not None:
+            _check_tokens(request.resumed, output)
+        return length, output
 
     def _make_room(self, tenant: str, priority: int = 0) -> None:
         """Make room as `EngineCore` does; no request is in preparation."""
         displaced = self._admission.choose_displaced(tenant, priority, time.monotonic())
         if isinstance(displaced, NullRequest):
             self.abort(displaced.request.request_id)
-            self._fail(displaced.request, self._admission.displaced_error())
+            self._fail(displaced.request.request_id, self._admission.displaced_error())
 
     def _admit(self, now: float) -> None:
         while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
@@ -596,12 +573,12 @@ class NullEngine:
                 continue
             if request.deadline <= now:
                 self.abort(request.request_id)
-                self._fail(request, DeadlineExceeded("the deadline passed"))
+                self._fail(request.request_id, DeadlineExceeded("the deadline passed"))
             else:
                 self._next_deadline = min(self._next_deadline, request.deadline)
 
-    def _fail(self, request: Request, error: LegatoError) -> None:
-        self._send(Failed(request_id=request.request_id, error=to_value(error)))
+    def _fail(self, request_id: RequestKey, error: LegatoError) -> None:
+        self._send(Failed(request_id=request_id, error=to_value(error)))
 
 
 def _fits(_: NullRequest) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.gguf import ROPE_FACTORS, GgufFile, is_gguf, read_gguf
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.models.untrusted import refusing
 
 _SINGLE_FILE = "model.safetensors"
@@ -318,29 +319,23 @@ def _summary(problems: Sequence[str]) -> str:
 _MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger
 _GIB = 2**30
 
-Progress = Callable[[float], None]
-"""Called with the fraction done, which rises to 1."""
-
 
 def load(
     network: nn.Module,
     headers: Sequence[TensorHeader],
     rename: Rename,
     device: torch.device,
-    *,
-    memory: int | None = None,
-    progress: Progress = lambda fraction: None,
+    options: LoadOptions = LOAD_DEFAULTS,
 ) -> None:
     """Fill a network with frozen copies of the tensors.
 
     Raises:
         InvalidField: the tensors do not fit the network (see `plan`), or the network does not fit
-            `memory` bytes (None: unlimited), and the network is unchanged; or a tensor holds a
-            number that is not finite.
+            the memory, and the network is unchanged; or a tensor holds a number that is not finite.
     """
     moves = plan(network, headers, rename)
-    require_memory(network, device, memory)
-    meter = ProgressMeter(sum(move.header.num_bytes for move in moves), progress)
+    require_memory(network, device, options.memory)
+    meter = ProgressMeter(sum(move.header.num_bytes for move in moves), options.progress)
     for part in _mappings(moves):
         with opened(part[0].header.file) as fill:
             for move in part:
@@ -357,18 +352,16 @@ def randomise(
     device: torch.device,
     scale: Callable[[str, torch.Size], float],
     gains: re.Pattern[str],
-    *,
-    memory: int | None = None,
-    progress: Progress = lambda fraction: None,
+    options: LoadOptions = LOAD_DEFAULTS,
 ) -> None:
     """Fill a network with seeded noise, made on the device (CPU and GPU seeds differ).
 
     `scale`: standard deviation by name and shape. Tensors that match `gains` have a mean of 1.
     """
-    require_memory(network, device, memory)
+    require_memory(network, device, options.memory)
     generator = torch.Generator(device).manual_seed(seed)
     state: dict[str, torch.Tensor] = network.state_dict()
-    meter = ProgressMeter(sum(like.nbytes for like in state.values()), progress)
+    meter = ProgressMeter(sum(like.nbytes for like in state.values()), options.progress)
     for name, like in state.items():
         noise = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
         noise.mul_(scale(name, like.shape))

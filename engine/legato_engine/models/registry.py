@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from legato_engine.models.base import Model
-    from legato_engine.models.checkpoint import Progress
 
 DEFAULT = "legato-tiny"
 
@@ -55,6 +54,10 @@ class ModelSource:
     tokenizer: str = ""
     random_weights: bool = False
     max_context: int = 0
+
+
+Progress = Callable[[float], None]
+"""Called with the fraction done, which rises to 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from legato_engine.models import checkpoint, untrusted
 from legato_engine.models.checkpoint import Destination, headers
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
+from legato_engine.models.registry import LoadOptions
 from legato_engine.models.untrusted import check_tokenizer, encoding, refusing, start_check
 from safetensors.torch import save_file
 from torch import nn
@@ -86,7 +87,7 @@ def write_pickled(tensors, folder):
 def load(path, rename=lambda name: name, dtype=torch.float32, **options):
     """Load and return the tensors by name."""
     network = empty(dtype)
-    checkpoint.load(network, headers(path), rename, CPU, **options)
+    checkpoint.load(network, headers(path), rename, CPU, LoadOptions(**options))
     return network.state_dict()
 
 
@@ -297,7 +298,9 @@ def test_memory_is_asked_for_before_it_is_taken(tensors, tmp_path):
     with pytest.raises(
         InvalidField, match=r"as float32 and float8_e4m3fn, and 0\.00 GiB"
     ) as caught:
-        checkpoint.load(network, headers(path), lambda name: name, CPU, memory=needed - 1)
+        checkpoint.load(
+            network, headers(path), lambda name: name, CPU, LoadOptions(memory=needed - 1)
+        )
     assert caught.value.metadata == {
         "field": "weights",
         "needed_bytes": str(needed),
@@ -314,7 +317,9 @@ def test_progress_grows_to_one(tensors, tmp_path):
     network = empty()
     network.more = nn.ParameterList(torch.empty(100, device="meta") for _ in many)
     seen: list[float] = []
-    checkpoint.load(network, headers(path), lambda name: name, CPU, progress=seen.append)
+    checkpoint.load(
+        network, headers(path), lambda name: name, CPU, LoadOptions(progress=seen.append)
+    )
     assert seen == sorted(set(seen))
     assert seen[-1] == 1.0
     assert 50 < len(seen) <= 100

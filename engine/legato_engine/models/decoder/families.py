@@ -16,7 +16,7 @@ from legato_engine.kernels.cpu.library import library
 from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.layers.attention import Attend, GroupedAttention
-from legato_engine.layers.cpu import cpu_map, cpu_norm
+from legato_engine.layers.cpu import ungated_layer
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.checkpoint import require_layers
 from legato_engine.models.decoder.config import (
@@ -103,11 +103,9 @@ class DecoderBundle:
             problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
             raise InvalidField(problem, field="weight_dtype")
         if self.weights is None:
-            random_weights(network, _SEED, device, memory=options.memory, progress=options.progress)
+            random_weights(network, _SEED, device, options)
         else:
-            load_weights(
-                network, self.weights, device, memory=options.memory, progress=options.progress
-            )
+            load_weights(network, self.weights, device, options)
             read_gguf.cache_clear()
         model = self.family.model(network)
         if quantises:
@@ -250,14 +248,8 @@ class PhiBlock(nn.Module):
 
     def cpu_layer(self) -> cpu.CpuLayer:
         """Return this layer for a decoder on the CPU, once it is packed."""
-        attention, mlp = self.self_attn, self.mlp
-        return cpu.CpuLayer(
-            norm=cpu_norm(self.input_layernorm),
-            qkv=cpu_map(attention.qkv),
-            out=cpu_map(attention.o_proj),
-            up=cpu_map(mlp.fc1),
-            down=cpu_map(mlp.fc2),
-        )
+        attention = self.self_attn
+        return ungated_layer(self.input_layernorm, attention.qkv, attention.o_proj, self.mlp)
 
 
 class PhiNetwork(DecoderNetwork):

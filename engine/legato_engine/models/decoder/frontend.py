@@ -43,10 +43,6 @@ _PLACEHOLDER = "\ue000{}\ue000"  # private-use characters, in no template
 _PLACEHOLDERS = re.compile("\ue000(\\d+)\ue000")
 
 
-Render = Callable[[Sequence[Message], str], str]
-"""Renders messages; errors name the given field."""
-
-
 class Shown(NamedTuple):
     """Parts of a message before character `offset` of question `turn`, as templates take images."""
 
@@ -88,7 +84,8 @@ class ChatTemplate:
     ) -> None:
         """Start the process that renders; `check` waits for it."""
         templates.start()
-        self._render = _renderer(template, variables)
+        self._template = template
+        self._variables = variables
         self._tokenizer = tokenizer
 
     def check(self) -> None:
@@ -126,6 +123,13 @@ class ChatTemplate:
             ids += self._tokenizer.encode(texts[int(index)])
             ids += self._tokenizer.encode_marked(text)
         return tuple(ids)
+
+    def _render(self, messages: Sequence[Message], field: str) -> str:
+        """Render messages; errors name the given field."""
+        try:
+            return templates.render(self._template, self._variables, messages)
+        except TemplateRefused as error:
+            raise InvalidField(f"the chat template: {error}", field=field) from None
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
         """Split the rendered template into texts, alternating with indices of `_texts`.
@@ -190,16 +194,6 @@ def _changed(message: Message, change: Callable[[str], str]) -> Message:
         for part in content
     ]
     return {"role": message["role"], "content": parts}
-
-
-def _renderer(template: str, variables: Mapping[str, str]) -> Render:
-    def render(messages: Sequence[Message], field: str) -> str:
-        try:
-            return templates.render(template, variables, messages)
-        except TemplateRefused as error:
-            raise InvalidField(f"the chat template: {error}", field=field) from None
-
-    return render
 
 
 # ---------------------------------------------------------------- frontend

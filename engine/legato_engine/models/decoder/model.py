@@ -43,6 +43,7 @@ from legato_engine.models.paged_attention import (
     step_attention,
     step_metadata,
 )
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"
@@ -60,9 +61,7 @@ def load_weights(
     network: DecoderNetwork,
     folder: Path,
     device: torch.device,
-    *,
-    memory: int | None = None,
-    progress: checkpoint.Progress = lambda fraction: None,
+    options: LoadOptions = LOAD_DEFAULTS,
 ) -> DecoderNetwork:
     """Fill a network made on the meta device.
 
@@ -80,7 +79,7 @@ def load_weights(
             return None
         return parts[name].destination if name in parts else name
 
-    checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
+    checkpoint.load(network, stored, rename, device, options)
     return network.eval()
 
 
@@ -88,11 +87,9 @@ def random_weights(
     network: DecoderNetwork,
     seed: int,
     device: torch.device,
-    *,
-    memory: int | None = None,
-    progress: checkpoint.Progress = lambda fraction: None,
+    options: LoadOptions = LOAD_DEFAULTS,
 ) -> DecoderNetwork:
-    checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
+    checkpoint.randomise(network, seed, device, _scale, _GAINS, options)
     return network.eval()
 
 

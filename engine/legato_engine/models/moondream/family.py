@@ -58,20 +58,11 @@ class MoondreamBundle:
 
         codes = ""
         if self.weights is None:
-            network = weights.random_weights(
-                self.config, _SEED, device, dtype, memory=options.memory, progress=options.progress
-            )
+            network = weights.random_weights(self.config, _SEED, device, dtype, options)
         else:
             codes = weights.quantised_kind(self.weights, self.config, options.weight_dtype)
             network = weights.load_weights(
-                self.config,
-                self.weights,
-                device,
-                dtype,
-                kv_dtype=options.kv_dtype,
-                codes=codes,
-                memory=options.memory,
-                progress=options.progress,
+                self.config, self.weights, device, dtype, options, codes=codes
             )
         if options.vision_fp8:
             network.vision.use_fp8()

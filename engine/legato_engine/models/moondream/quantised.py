@@ -25,7 +25,7 @@ from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
 from legato_engine.kernels.map_codes import KINDS, MapCodes
 from legato_engine.kernels.step import FoldedCodes
-from legato_engine.models import checkpoint
+from legato_engine.models import checkpoint, registry
 from legato_engine.models.checkpoint import Destination, TensorHeader
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.family import MoondreamBundle
@@ -38,7 +38,6 @@ from legato_engine.models.moondream.weights import (
     quantised_kind,
     rename,
 )
-from legato_engine.models.registry import resolve
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 """Exit codes, the same as those of the command `legato`."""
@@ -51,7 +50,7 @@ _CPU = torch.device("cpu")
 # ---------------------------------------------------------------- quantize
 
 
-def write(bundle: MoondreamBundle, kind: str, output: Path, progress: checkpoint.Progress) -> int:
+def write(bundle: MoondreamBundle, kind: str, output: Path, progress: registry.Progress) -> int:
     """Quantise a bundle's checkpoint into a file, and return its bytes.
 
     Raises:
@@ -66,9 +65,8 @@ def write(bundle: MoondreamBundle, kind: str, output: Path, progress: checkpoint
         raise InvalidField(problem, field="weights")
     kept, num_bytes = _planned(config, weights, kind)
     _require_room(output, num_bytes)
-    network = load_weights(
-        config, weights, _CPU, torch.bfloat16, progress=lambda part: progress(0.5 * part)
-    )
+    options = registry.LoadOptions(progress=lambda part: progress(0.5 * part))
+    network = load_weights(config, weights, _CPU, torch.bfloat16, options)
     if reason_against := network.text.cannot_quantise():
         raise InvalidField(f"weight_dtype {kind} {reason_against}", field="weight_dtype")
     tensors = _quantised(network, kind, lambda part: progress(0.5 + 0.4 * part))
@@ -103,9 +101,7 @@ def _planned(config: MoondreamConfig, weights: Path, kind: str) -> tuple[list[Te
     return kept, codes + sum(header.num_bytes for header in kept) + _HEADER_BYTES
 
 
-def _quantised(
-    network: Network, kind: str, progress: checkpoint.Progress
-) -> dict[str, torch.Tensor]:
+def _quantised(network: Network, kind: str, progress: registry.Progress) -> dict[str, torch.Tensor]:
     """Quantise layer by layer, and free the weights of each."""
     tensors: dict[str, torch.Tensor] = {}
 
@@ -173,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if output.exists() and not (arguments.force and output.is_file()):
         return fail(f"{output} exists: use --force to replace it, or another --output", _WRONG)
     try:
-        bundle = resolve(
+        bundle = registry.resolve(
             arguments.model, arguments.weights, arguments.tokenizer, models=arguments.models
         )
         assert isinstance(bundle, MoondreamBundle), "the parser takes no other model"

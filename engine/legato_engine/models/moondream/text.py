@@ -38,7 +38,7 @@ from legato_engine.kernels.step import (
     quantised_layer,
 )
 from legato_engine.layers.attention import Attend, Attention, Heads, Tau
-from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
+from legato_engine.layers.cpu import ungated_decoder, ungated_layer
 from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
 from legato_engine.layers.mlp import MLP, MoE
@@ -199,13 +199,7 @@ class TextBlock(nn.Module):
         """Return this layer for a CPU decoder, once it is packed; None with gains or experts."""
         if self.attn.tau is not None or not isinstance(self.mlp, MLP):
             return None
-        return cpu.CpuLayer(
-            norm=cpu_norm(self.ln),
-            qkv=cpu_map(self.attn.qkv),
-            out=cpu_map(self.attn.proj),
-            up=cpu_map(self.mlp.fc1),
-            down=cpu_map(self.mlp.fc2),
-        )
+        return ungated_layer(self.ln, self.attn.qkv, self.attn.proj, self.mlp)
 
     def cache(
         self,

@@ -16,7 +16,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.attention import Attention
-from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
+from legato_engine.layers.cpu import ungated_decoder, ungated_layer
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, Sum, TileCounters
 from legato_engine.layers.mlp import MLP
@@ -46,14 +46,7 @@ class VisionBlock(nn.Module):
         """Return this block for the CPU's kernels, once it is packed; None in e4m3."""
         if not isinstance(self.attn, Attention) or not isinstance(self.mlp, MLP):
             return None
-        return cpu.CpuLayer(
-            norm=cpu_norm(self.ln1),
-            qkv=cpu_map(self.attn.qkv),
-            out=cpu_map(self.attn.proj),
-            up=cpu_map(self.mlp.fc1),
-            down=cpu_map(self.mlp.fc2),
-            next_norm=cpu_norm(self.ln2),
-        )
+        return ungated_layer(self.ln1, self.attn.qkv, self.attn.proj, self.mlp, self.ln2)
 
     @property
     def tall(self) -> list[Linear]:

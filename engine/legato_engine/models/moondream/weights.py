@@ -27,6 +27,7 @@ from legato_engine.models.checkpoint import (
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 from legato_engine.models.moondream.text import head_kind
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions
 from legato_engine.models.untrusted import reason
 
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
@@ -123,11 +124,9 @@ def load_weights(
     path: Path,
     device: torch.device,
     dtype: torch.dtype,
+    options: LoadOptions = LOAD_DEFAULTS,
     *,
-    kv_dtype: str = "auto",
     codes: str = "",
-    memory: int | None = None,
-    progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
     """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
 
@@ -142,15 +141,15 @@ def load_weights(
     network = empty_network(config, dtype)
     if has_fp8_experts(stored):
         network.text.use_fp8_experts()
-    kv_scales = _uses_kv_scales(stored, config.text.num_layers, kv_dtype)
+    kv_scales = _uses_kv_scales(stored, config.text.num_layers, options.kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()
     if codes:
         if device.type == "cpu":  # which dequantises
-            checkpoint.require_memory(network, device, memory)
+            checkpoint.require_memory(network, device, options.memory)
         network.text.expect_codes(KINDS[codes])
     renamed = rename(config.text.num_heads, kv_scales=kv_scales)
-    checkpoint.load(network, stored, renamed, device, memory=memory, progress=progress)
+    checkpoint.load(network, stored, renamed, device, options)
     _check_kv_scales(network)
     return network.eval()
 
@@ -160,12 +159,10 @@ def random_weights(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    memory: int | None = None,
-    progress: checkpoint.Progress = lambda fraction: None,
+    options: LoadOptions = LOAD_DEFAULTS,
 ) -> Network:
     network = empty_network(config, dtype)
-    checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
+    checkpoint.randomise(network, seed, device, _scale, _GAINS, options)
     return network.eval()
 
 

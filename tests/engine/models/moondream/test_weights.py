@@ -21,6 +21,7 @@ from legato_engine.models.moondream.presets import (
     tiny_random3_config,
 )
 from legato_engine.models.moondream.weights import load_weights, random_weights
+from legato_engine.models.registry import LoadOptions
 from safetensors.torch import save_file
 
 from tests.engine.models.moondream.published import layout_a, layout_b, quantised
@@ -281,7 +282,7 @@ def test_scales_of_keys_and_values(tiny3_config, state, tmp_path, e4m3, kv_dtype
     """Scales of either shape are loaded with experts of either kind, unless switched off."""
     expected = quantised(state) if e4m3 else state
     path = write(layout_b(expected, tiny3_config, kv_scales=True), tmp_path)
-    network = load_weights(tiny3_config, path, CPU, torch.bfloat16, kv_dtype=kv_dtype)
+    network = load_weights(tiny3_config, path, CPU, torch.bfloat16, LoadOptions(kv_dtype=kv_dtype))
     model = MoondreamModel(tiny3_config, network)
     if kv_dtype == "model":
         assert network.state_dict().keys() == expected.keys()
@@ -304,11 +305,11 @@ def test_some_scales_of_keys_and_values_are_an_error(
         del tensors[KV_SCALE.format(layer, kind)]
     path = write_single(tensors, tmp_path)
     with pytest.raises(InvalidField) as caught:
-        load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype=kv_dtype)
+        load_weights(tiny3_config, path, CPU, torch.float32, LoadOptions(kv_dtype=kv_dtype))
     assert caught.value.metadata["field"] == "kv_dtype"
     assert f"{KV_SCALE.format(*min(lacking))} is missing" in caught.value.message
     assert "kv_dtype model" in caught.value.message
-    plain = load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="model")
+    plain = load_weights(tiny3_config, path, CPU, torch.float32, LoadOptions(kv_dtype="model"))
     assert same(plain.state_dict(), state)
 
 
@@ -316,7 +317,7 @@ def test_some_scales_of_keys_and_values_are_an_error(
 def test_scales_that_a_checkpoint_lacks_are_calibrated(tiny3_config, state, tmp_path, layout):
     """With fp8 they are above zero, and other tokens' keys and values stay below the last code."""
     path = write_single(stored_as(layout, state, tiny3_config), tmp_path)
-    network = load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="fp8")
+    network = load_weights(tiny3_config, path, CPU, torch.float32, LoadOptions(kv_dtype="fp8"))
     assert network.text.kv_scales() is None
     assert same(load(tiny3_config, path), state)
     network.text.calibrate_kv()
