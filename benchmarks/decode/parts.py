@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         decode_path="graph",
     )
     assembly = assemble(config)
-    freeze_loaded(config)
+    freeze_loaded()
     rows = [
         _row(assembly, *each, arguments) for each in product(arguments.callers, arguments.words)
     ]

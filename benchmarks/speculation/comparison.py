@@ -185,7 +185,7 @@ def _plain(off: Assembly, load: _Load, plan: Plan) -> Run:
 
 
 def _fastest(assembly: Assembly, load: _Load, repeats: int) -> Run:
-    freeze_loaded(assembly.config)
+    freeze_loaded()
     return min((load.run(assembly) for _ in range(repeats)), key=lambda run: run.seconds)
 
 

@@ -172,7 +172,6 @@ _KINDS = _tree(LegatoError)
 
 
 def to_value(error: LegatoError) -> ErrorValue:
-    """Convert an error to be sent to another process."""
     return ErrorValue(kind=type(error).__name__, message=error.message, metadata=error.metadata)
 
 

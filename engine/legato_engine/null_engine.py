@@ -211,7 +211,6 @@ class NullImages:
 
     @property
     def totals(self) -> ImageTotals:
-        """Return the totals; an inspected image counts as decoded."""
         return ImageTotals(
             decoded=self._num_loaded,
             found=self._num_found,

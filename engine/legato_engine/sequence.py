@@ -447,12 +447,10 @@ class Sequence:
 
     @property
     def max_cost(self) -> int:
-        """Return the positions of the prompt and of the longest output."""
         return self.prompt_length + self.task.max_tokens
 
     @property
     def cost(self) -> int:
-        """Return the positions of the prompt and of the output so far."""
         return self.length
 
     @property

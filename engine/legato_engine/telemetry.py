@@ -510,7 +510,6 @@ class TimelineStream:
             self.flush()
 
     def flush(self) -> None:
-        """Send the buffered spans."""
         if self._spans:
             spans, self._spans = self._spans, []
             self._watchers.send_timeline(

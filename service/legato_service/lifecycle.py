@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from legato_engine.client.connection import EngineConnection
 from legato_engine.errors import Draining, EngineUnavailable
-from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.ipc.latency_policy import SERVICE_GC, LatencyPolicy
 from legato_engine.types import RequestKey
 
 from legato_service.requests.registry import RequestRegistry
@@ -126,7 +126,7 @@ class Signals:
 def tune_process(policy: LatencyPolicy) -> None:
     """Call after imports and before other threads."""
     gc.freeze()  # imported modules stay; collections skip them
-    gc.set_threshold(*policy.service_gc)
+    gc.set_threshold(*SERVICE_GC)
     _schedule(policy.service_scheduler)
 
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from legato.v1 import image_pb2, inference_pb2, media_pb2, server_pb2, session_pb2, task_pb2
-from legato_engine.ipc.latency_policy import SHARED
+from legato_engine.ipc.latency_policy import SERVICE_GC, SHARED
 from legato_service import lifecycle
 from legato_service.console import TerminalAnnouncer, example
 from rich.console import Console
@@ -264,7 +264,7 @@ def test_a_refused_scheduling_policy_is_ignored(monkeypatch):
     try:
         lifecycle.tune_process(SHARED)
         assert gc.get_freeze_count() > 0
-        assert gc.get_threshold() == SHARED.service_gc
+        assert gc.get_threshold() == SERVICE_GC
     finally:
         gc.set_threshold(*thresholds)
 

@@ -76,7 +76,7 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
         others = {path: with_settings(graph, decode_path=path) for path in PATHS[1:]}
     if not others["resident"].runner.megakernel_rows:  # loops stand in for it
         del others["resident"]
-    freeze_loaded(config)
+    freeze_loaded()
     return {"graph": graph, **others}
 
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
-from PIL import Image
 from rich.console import Console
 
 from legato_engine import crash as bundles
 from legato_engine import failpoints
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import replay_parser
-from legato_engine.bench.workload import endless, fixed_length
+from legato_engine.bench.workload import endless, fixed_length, noise
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
@@ -32,7 +31,6 @@ from legato_engine.sequence import Sequence as Scheduled
 from legato_engine.types import (
     SKILL_OF_TASK,
     CachedImageRef,
-    ImageProperties,
     Request,
     RequestKey,
     SamplingParams,
@@ -162,11 +160,7 @@ class SyntheticRequests:
         name = f"replay-{seq_id}"
         image, source = None, None
         if shape.width and frontend.max_images:
-            info = ImageProperties(
-                image_id=name, width=shape.width, height=shape.height, cache_hit=False
-            )
-            pixels = self._random.integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
-            image = frontend.prepare_image(Image.fromarray(pixels), name, info)
+            image = noise(frontend, name, shape.width, shape.height, self._random)
             source = CachedImageRef(image_id=name)
         context = self._assembly.model.max_context
         length = max(1, min(self._lengths[seq_id], context // 2))

@@ -14,7 +14,7 @@ from PIL import Image
 from legato_engine.core.assembly import Assembly
 from legato_engine.core.requests import make_sequence
 from legato_engine.errors import InvalidField
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.interfaces import Step
 from legato_engine.scheduler.output import SilentSink
@@ -44,7 +44,6 @@ from legato_engine.types import (
     TaskSpec,
 )
 
-_IMAGE_SIZE = (480, 640)  # height, width
 _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 
 
@@ -97,6 +96,14 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
     return dataclasses.replace(sequence, task=task, prompt=prompt)
 
 
+def noise(
+    frontend: ModelFrontend, name: str, width: int, height: int, random: np.random.Generator
+) -> PreparedImage:
+    info = ImageProperties(image_id=name, width=width, height=height, cache_hit=False)
+    pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return frontend.prepare_image(Image.fromarray(pixels), name, info)
+
+
 _ENDLESS = """{"type": "array", "minItems": 500, "items": {"type": "object",
 "properties": {"name": {"type": "string", "maxLength": 24}, "seen": {"type": "boolean"}},
 "required": ["name", "seen"], "additionalProperties": false}}"""
@@ -124,9 +131,7 @@ class Workload:
         self._constraints = endless(self._frontend.constraints)
         self._image: PreparedImage | None = None
         if kind not in ("query", "json"):
-            info = ImageProperties(image_id="bench", width=640, height=480, cache_hit=False)
-            pixels = np.random.default_rng(0).integers(0, 256, (*_IMAGE_SIZE, 3), dtype=np.uint8)
-            self._image = self._frontend.prepare_image(Image.fromarray(pixels), "bench", info)
+            self._image = noise(self._frontend, "bench", 640, 480, np.random.default_rng(0))
         natural = self._natural(0).prompt_length
         if context and context < natural:
             raise InvalidField(f"a {kind} has a context of {natural} tokens", field="context")

@@ -211,12 +211,10 @@ class EngineConnection(EngineMonitor):
 
     @property
     def resumptions(self) -> int:
-        """Return the number of requests that this process resubmitted to another engine."""
         return self.recovery.num_resumptions
 
     @property
     def num_poisoned(self) -> int:
-        """Return the number of requests rejected because they crashed engines."""
         return self.recovery.num_poisoned
 
     @property

@@ -167,7 +167,6 @@ class EngineMonitor:
 
     @property
     def num_open(self) -> int:
-        """Return the number of open requests of this process."""
         return 0
 
     # ------------------------------------------------------------ hangs

@@ -352,15 +352,22 @@ class Preprocessor:
         return job.loaded
 
     def _decode(self, loaded: LoadedImage, pool: PreparationPool) -> Pixels:
-        """Decode an image; on this thread only if it is known to take a few milliseconds."""
+        pixels_HWC = self._decode_here(loaded)
+        if pixels_HWC is not None:
+            return pixels_HWC
+        return pool.workers.decode(loaded.view, loaded.header.get(), self._memory.allocate)
+
+    def _decode_here(self, loaded: LoadedImage) -> Pixels | None:
+        """Decode an image that is known to take a few milliseconds.
+
+        Return None for any other, and for a JPEG that may be corrupt.
+        """
         if isinstance(loaded.source, RawImage):
             return decode_raw(loaded.view, loaded.source, self._memory.allocate)
         header = loaded.header.get()
-        if header.is_baseline and header.cost <= _LIGHT_COST:
-            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
-            if pixels_HWC is not None:
-                return pixels_HWC
-        return pool.workers.decode(loaded.view, header, self._memory.allocate)
+        if not header.is_baseline or header.cost > _LIGHT_COST:
+            return None
+        return decode_baseline(loaded.view, header, self._memory.allocate)
 
     def _run_prefetches(self) -> None:
         while (value := self._prefetches.get()) is not None:
@@ -407,12 +414,7 @@ class Preprocessor:
     def _prepare_inline(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage | None:
         """Prepare a small image on this thread; return None for a JPEG that may be corrupt."""
         start = time.monotonic()
-        pixels_HWC: Pixels | None
-        if isinstance(loaded.source, RawImage):
-            pixels_HWC = decode_raw(loaded.view, loaded.source, self._memory.allocate)
-        else:
-            header = loaded.header.get()
-            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
+        pixels_HWC = self._decode_here(loaded)
         if pixels_HWC is None:
             return None
         image = self._prepare(loaded, pixels_HWC, keep)

@@ -319,18 +319,18 @@ def serve(
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
-    freeze_loaded(config)
+    freeze_loaded()
     loop.run()
     if (kv := core.load().kv) is not None:
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
 
 
-def freeze_loaded(config: EngineConfig) -> None:
+def freeze_loaded() -> None:
     """Freeze loaded objects and raise the GC thresholds."""
     gc.collect()
     return_freed_memory()
     gc.freeze()
-    gc.set_threshold(latency_policy.resolve(config.latency_policy).engine_gc)
+    gc.set_threshold(latency_policy.ENGINE_GC)
 
 
 def _open(

@@ -155,6 +155,14 @@ _STARMIE = RepositoryFiles(
 )
 _BSL = "Business Source License 1.1 with an additional use grant: read it before you serve others"
 
+
+def _text_model(
+    name: str, family: str, repository: str, revision: str, sha256: str, num_bytes: int
+) -> Published:
+    files = RepositoryFiles(repository, revision, _TEXT, {"model.safetensors": sha256})
+    return Published(name, family, (files,), "Apache-2.0", bf16_bytes=num_bytes)
+
+
 _ALL = (
     Published(
         "moondream2",
@@ -201,41 +209,21 @@ _ALL = (
         fp8_bytes=10_500_000_000,
         stored_fp8=True,
     ),
-    Published(
+    _text_model(
         "smollm2-135m",
         "llama",
-        (
-            RepositoryFiles(
-                "HuggingFaceTB/SmolLM2-135M-Instruct",
-                "12fd25f77366fa6b3b4b768ec3050bf629380bac",
-                _TEXT,
-                {
-                    "model.safetensors": (
-                        "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c"
-                    )
-                },
-            ),
-        ),
-        "Apache-2.0",
-        bf16_bytes=269_060_552,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "12fd25f77366fa6b3b4b768ec3050bf629380bac",
+        "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+        269_060_552,
     ),
-    Published(
+    _text_model(
         "qwen3-0.6b",
         "qwen",
-        (
-            RepositoryFiles(
-                "Qwen/Qwen3-0.6B",
-                "c1899de289a04d12100db370d81485cdf75e47ca",
-                _TEXT,
-                {
-                    "model.safetensors": (
-                        "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b"
-                    )
-                },
-            ),
-        ),
-        "Apache-2.0",
-        bf16_bytes=1_503_300_328,
+        "Qwen/Qwen3-0.6B",
+        "c1899de289a04d12100db370d81485cdf75e47ca",
+        "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
+        1_503_300_328,
     ),
 )
 

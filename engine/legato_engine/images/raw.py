@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from legato_engine.errors import ImageTooLarge, InvalidField
+from legato_engine.errors import InvalidField
+from legato_engine.images.headers import too_large
 from legato_engine.images.memory import Allocate, Pixels, new_pixels
 from legato_engine.types import PixelFormat, RawImage
 
@@ -70,13 +71,7 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
     """
     check_layout(raw.format, raw.width, raw.height, raw.row_stride)
     if raw.width * raw.height > max_pixels:
-        raise ImageTooLarge(
-            f"the image has {raw.width * raw.height} pixels, the limit is {max_pixels}",
-            field="image",
-            limit=max_pixels,
-            actual=raw.width * raw.height,
-            unit="pixels",
-        )
+        raise too_large(raw.width * raw.height, max_pixels, "pixels")
     needed = num_bytes(raw.format, raw.width, raw.height, raw.row_stride)
     if raw.blob.size < needed:
         raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")

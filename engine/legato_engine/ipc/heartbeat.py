@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
 
 from legato_engine.ipc.messages import Heartbeat, SchedulerLoad
-from legato_engine.ipc.service_connections import Subscribers, WakeReason
+from legato_engine.ipc.service_connections import Subscribers
 
 _REFRESH_TIME = 0.01  # seconds before a heartbeat
 
@@ -70,11 +71,11 @@ class HeartbeatThread:
                 return
 
     def _stops_within(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
+        until, sources = time.monotonic() + seconds, (self._subscribers.fileno(), self._stop_fd)
         while (left := until - time.monotonic()) > 0:
-            match self._subscribers.wait(self._stop_fd, left):
-                case WakeReason.STOP:
-                    return True
-                case WakeReason.CONNECTION:
-                    self._subscribers.send(self._vitals.beat)
+            readable, _, _ = select.select(sources, (), (), left)
+            if self._stop_fd in readable:
+                return True
+            if readable:
+                self._subscribers.send(self._vitals.beat)
         return False

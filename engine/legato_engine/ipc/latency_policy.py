@@ -51,6 +51,22 @@ class BusyPoll:
 
 # ---------------------------------------------------------------- latency policy
 
+SERVICE_GC = (1_000, 1, 1_000)
+"""Garbage collection thresholds of a service process.
+
+gRPC leaves five containers of each call in a cycle when the call begins; this server leaves none.
+So garbage is young, and frequent collections are short and find it in the caches. Objects that
+survive two collections belong to sessions or long streams, over a hundred containers each, and are
+freed with their last reference. A full collection takes 0.3 s for 5,000 sessions; it runs after two
+million more containers.
+"""
+
+ENGINE_GC = 50_000
+"""Garbage collection threshold of the engine process, in containers made and not freed.
+
+Requests and steps create no cycles, so that collections are only for what libraries leave.
+"""
+
 _MANY_CORES = 8  # with this many cores, one may be spent on polling
 
 
@@ -77,22 +93,6 @@ class LatencyPolicy(msgspec.Struct, frozen=True, kw_only=True):
     With SCHED_BATCH, a thread that wakes up takes a free core or waits for its turn, but preempts
     no other. A call wakes gRPC's threads some four times; on few cores each would preempt the event
     loop for a single event and evict its data from that core's caches.
-    """
-
-    service_gc: tuple[int, int, int] = (1_000, 1, 1_000)
-    """Garbage collection thresholds of a service process.
-
-    gRPC leaves five containers of each call in a cycle when the call begins; this server leaves
-    none. So garbage is young, and frequent collections are short and find it in the caches. Objects
-    that survive two collections belong to sessions or long streams, over a hundred containers each,
-    and are freed with their last reference. A full collection takes 0.3 s for 5,000 sessions; it
-    runs after two million more containers.
-    """
-
-    engine_gc: int = 50_000
-    """Garbage collection threshold of the engine process, in containers made and not freed.
-
-    Requests and steps create no cycles, so that collections are only for what libraries leave.
     """
 
 

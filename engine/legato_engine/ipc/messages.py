@@ -121,7 +121,6 @@ class SchedulerLoad(Value, frozen=True):
 
     @property
     def has_steps(self) -> bool:
-        """Return whether a step has work to do."""
         return self.running + self.waiting - self.preparing + self.inflight > 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import select
 import socket
@@ -40,14 +39,6 @@ from legato_engine.shm import namespace_of
 from legato_engine.types import RequestKey
 
 
-class WakeReason(enum.Enum):
-    """Reason that a wait ended."""
-
-    STOP = enum.auto()
-    CONNECTION = enum.auto()
-    TIMEOUT = enum.auto()
-
-
 class Subscribers:
     """Connections of the service processes; belongs to the heartbeat thread."""
 
@@ -69,12 +60,9 @@ class Subscribers:
                 del self._connections[connection]
                 connection.close()
 
-    def wait(self, stop_fd: int, seconds: float) -> WakeReason:
-        listener_fd = self._listener.fileno()
-        readable, _, _ = select.select((listener_fd, stop_fd), (), (), seconds)
-        if stop_fd in readable:
-            return WakeReason.STOP
-        return WakeReason.CONNECTION if readable else WakeReason.TIMEOUT
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a connection is pending."""
+        return self._listener.fileno()
 
     def close(self) -> None:
         for connection in self._connections:
@@ -309,7 +297,6 @@ class ServiceConnections:
 
     @property
     def watched(self) -> bool:
-        """Return whether a process watches the timeline."""
         return bool(self._watching)
 
     def send_timeline(self, batch: TimelineBatch) -> None:

@@ -115,7 +115,6 @@ class Loops(ABC):
         return None
 
     def stop(self, record: StepRecord) -> None:
-        """Stop the loop after its current step."""
         self._runner.stop_loop(record.launch)
 
     def is_ending(self, record: StepRecord) -> bool:
@@ -169,7 +168,6 @@ class Loops(ABC):
 
 
 def max_new_pages(num_rows: int, page_size: int, max_block: int = 0) -> int:
-    """Return the maximum pages a loop of `num_rows` rows can start."""
     return num_rows * (-(-(MAX_STEPS + max_block) // page_size) + 1)
 
 

@@ -432,7 +432,6 @@ class Admission(Generic[WaitingT]):
         return QueueFull(message, limit=self._max_waiting, retry_after_ms=self._retry_after_ms())
 
     def displaced_error(self) -> QueueFull:
-        """Return the error of a displaced request."""
         return self.queue_full("the waiting queue is full, and another request has a better claim")
 
     def check_deadline(self, item: WaitingT) -> None:

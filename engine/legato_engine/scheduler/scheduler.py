@@ -481,7 +481,6 @@ class Planner:
 
     @property
     def has_non_decode_work(self) -> bool:
-        """Return whether work other than decodes is waiting."""
         return bool(self._refinements) or self._prefill.has_work
 
     @property
