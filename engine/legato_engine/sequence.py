@@ -248,8 +248,10 @@ class VisualPrompt:
         return range(shown[0] * self.pieces_per_image, (shown[-1] + 1) * self.pieces_per_image)
 
     def cost(self, piece: int) -> int:
-        """Return a piece's share of the tokens of its image."""
-        return -(-self.spans[piece // self.pieces_per_image].length // self.pieces_per_image)
+        """Return a piece's share of the tokens of its image; together they are all."""
+        index, at = divmod(piece, count := self.pieces_per_image)
+        length = self.spans[index].length
+        return length * (at + 1) // count - length * at // count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -185,11 +185,11 @@ class ImageFeatures:
         """Return the most that are in memory at a time.
 
         Beside those kept, a chunk reads whole images between one that begins before it and one that
-        ends after it, and a copy of its own rows.
+        ends after it, and a copy of its own rows. A short prompt may pass between two chunks.
         """
         if not model.has_visual_prompts:
             return 0
-        num_tokens = 2 * (model.max_image_tokens + CHUNK)
+        num_tokens = 2 * model.max_image_tokens + 3 * CHUNK
         return max_bytes + num_tokens * model.image_token_bytes
 
     def encode(self, visual: VisualInputs, pieces: range, request: Request) -> None:

@@ -139,8 +139,9 @@ class PrefillPlanner:
     """Planner of prefills: admits sequences that fit, in the order of the `WaitingQueue`.
 
     No other sequence is planned between the encodes of an image and its prefill, because the device
-    has one feature buffer, nor between the chunks of a prompt, so that the device holds the
-    features of one chunk's images.
+    has one feature buffer, nor between the chunks of a prompt. A prompt with many images is an
+    exception: every other time a prompt of one chunk passes it, with images or without. So the
+    device holds features for one chunk of each.
 
     Chunked prefill: decodes wait while a prompt passes over the weights, so a prompt of several
     passes may be split into chunks, one per launch. The images of a chunk are encoded before it.
@@ -160,6 +161,7 @@ class PrefillPlanner:
         self._limits = limits
         self._queue = queue
         self._partial: _Admitted | None = None  # its image or prompt is partly computed
+        self._was_passed = False  # it waited for the latest launch of another
         self._nothing_fits = False  # at the last admission
 
     def __len__(self) -> int:
@@ -203,14 +205,17 @@ class PrefillPlanner:
             decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: a decode streams; then at most one image is computed.
         """
-        first = self._partial or self._admit_next()
+        partial = self._partial
+        passing = self._admit_passing(partial) if partial is not None else None
+        self._was_passed = passing is not None
+        first = passing or partial or self._admit_next()
         if first is None:
             return None
         long_chunk = self._long_chunk(first) if decodes else 0
         encode = self._encode(first, max_crops, long_chunk, others_decode=bool(decodes))
         if encode is not None:
             return encode
-        self._partial = None
+        self._partial = None if passing is None else partial
         self._manager.mark_planned(first.sequence)
         if long_chunk:
             return self._plan_chunk(first, (), long_chunk)
@@ -292,6 +297,17 @@ class PrefillPlanner:
         sequence = self._peek()
         self._nothing_fits = sequence is None
         return None if sequence is None else self._admit(sequence)
+
+    def _admit_passing(self, partial: _Admitted) -> _Admitted | None:
+        """Admit a prompt of one launch that passes a partly computed visual prompt."""
+        limit = self._limits.image_tokens
+        if partial.sequence.inputs.visual is None or self._was_passed:
+            return None
+        sequence = self._peek()
+        is_short = sequence is not None and sequence.length <= limit
+        if sequence is None or not is_short or sequence.image_prefix_length:
+            return None
+        return self._admit(sequence)
 
     def _admit(self, sequence: Sequence) -> _Admitted:
         self._queue.dequeue(sequence)

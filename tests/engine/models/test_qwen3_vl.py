@@ -31,6 +31,7 @@ from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SampledToken
+from legato_engine.telemetry import StepFeed, Timeline, trace_events
 from legato_engine.types import (
     CachedImageRef,
     CaptionSpec,
@@ -343,21 +344,23 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
 
 
 class Behind:
-    """Requests with images behind a stream of text, and the plans of committed launches."""
+    """Requests with images behind a stream of text, and the timeline of their launches."""
 
     def __init__(self, engine, **fields):
         assembly = dataclasses.replace(engine.assembly, **fields)
         self.answers = same.Answers()
-        self.launches: list[Any] = []
+        self.timeline = Timeline(10_000)
+        feed = StepFeed(assembly.runner.times, (self.timeline.add,))
         self.frontend = assembly.frontend
-        self.scheduler = assembly.scheduler(
-            self.answers,
-            pipeline_depth=2,
-            observer=lambda record: self.launches.append(record.launch.plan),
-        )
+        self.scheduler = assembly.scheduler(self.answers, pipeline_depth=2, observer=feed.committed)
         self._numbers = itertools.count()
         self.submit("stream", "tell all of it", max_tokens=80)
         self.scheduler.step()
+
+    @property
+    def kinds(self):
+        """Kinds of the committed launches, in order."""
+        return [step.record.launch.plan.kind for step in self.timeline.steps]
 
     def submit(self, name, question, images=(), max_tokens=20):
         """Return the sequence."""
@@ -392,7 +395,7 @@ def test_images_are_encoded_between_the_steps_of_a_stream(small, monkeypatch):
     with same.Engine("qwen3-vl", small[0]) as engine:
         whole = Behind(engine)
         told = whole.ask((1, 2, 3, 4))
-        assert LaunchKind.ENCODE not in {plan.kind for plan in whole.launches}
+        assert LaunchKind.ENCODE not in whole.kinds
     monkeypatch.setattr(torch_backend, "CHUNK", 3)
     with same.Engine("qwen3-vl", small[0]) as engine:
         for counts, fields in (
@@ -402,13 +405,15 @@ def test_images_are_encoded_between_the_steps_of_a_stream(small, monkeypatch):
         ):
             split = Behind(engine, **fields)
             assert split.ask(counts).items() <= told.items()
-            kinds = [plan.kind for plan in split.launches]
+            kinds = split.kinds
             assert kinds.count(LaunchKind.ENCODE) > len(counts)
             while kinds[-1] is LaunchKind.DECODE:
                 del kinds[-1]
             for neighbours in itertools.pairwise(kinds):
                 assert LaunchKind.DECODE in neighbours
         assert split.scheduler.load().kv.preemptions > 0
+        spans = [each for each in trace_events(split.timeline.steps) if each["ph"] == "X"]
+        assert {each["cat"] for each in spans} == {"encode", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("num_encodes", [1, 2, 4])
@@ -418,12 +423,11 @@ def test_features_end_with_a_request(small, monkeypatch, num_encodes):
     with same.Engine("qwen3-vl", small[0]) as engine:
         behind = Behind(engine)
         asked = behind.submit("1", "?", prepared(behind.frontend, *SHAPES[1:]))
-        while [plan.kind for plan in behind.launches].count(LaunchKind.ENCODE) < num_encodes:
+        while behind.kinds.count(LaunchKind.ENCODE) < num_encodes:
             behind.scheduler.step()
         held = [weakref.ref(each) for each in asked.inputs.visual.features.values()]
         assert held
         behind.scheduler.abort(asked.request.request_id)
-        behind.launches.clear()
         behind.scheduler.drain()
         engine.assembly.runner._backend._features._kept.clear()
         assert [each() for each in held] == [None] * len(held)
@@ -448,7 +452,7 @@ def test_features_stay_within_what_is_reserved(small, monkeypatch):
         model = engine.assembly.model
         assert (model.image_token_bytes, model.max_image_tokens) == (token_bytes, 16)
         reserved = ImageFeatures.reserved_bytes(model, limit)
-        assert reserved == limit + 2 * (16 + 5) * token_bytes
+        assert reserved == limit + (2 * 16 + 3 * 5) * token_bytes
         Behind(engine).ask((1, 2, 3, 4))
     assert 0 < most[0] < reserved
 

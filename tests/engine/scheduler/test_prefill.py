@@ -758,3 +758,26 @@ def test_tenants_with_images_take_turns() -> None:
     order = [plan.rows[0].sequence for plan in world.runner.plans if plan.kind is not DECODE]
     assert order.index(few) < order.index(many[1])
     assert order.index(many[0]) < order.index(few)
+
+
+def test_short_prompts_pass_one_with_many_images() -> None:
+    """Every other launch, with images or without; a long prompt and one with a prefix wait."""
+    world = World(image_tokens=VISUAL_TOKENS, num_rows=8, num_pages=130)
+    decoding(world, max_tokens=14)
+    many = visual(world)
+    world.steps(2)
+    short = [
+        world.submit(
+            FakeTask(seed=LONG_SEED, num_prompt=4 + number, max_tokens=1),
+            prefix_key="",
+            prefix_length=0,
+            images=[(0, 5)] * number,
+        )
+        for number in range(2)
+    ]
+    world.submit(FakeTask(max_tokens=1), prefix_key="k", prefix_length=3)
+    world.drain()
+    order = [plan.rows[0].sequence for plan in world.runner.plans if plan.kind is not DECODE]
+    assert order[1:6] == [many, short[0], many, short[1], many]
+    assert order.count(many) == len(launches(world, many)) == 10
+    assert order[-1] is world.sequences[-1]
