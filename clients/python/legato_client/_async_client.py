@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec
 
 from legato_client._client_methods import ClientMethods
 from legato_client._grpc.settings import ClientSettings, ConfiguredClient
@@ -17,30 +16,19 @@ from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
 
 P = ParamSpec("P")
-AnswerT = TypeVar("AnswerT")
-
-
-def _async(
-    method: Callable[Concatenate[ClientMethods, P], AnswerT],
-) -> Callable[Concatenate[AsyncClient, P], AnswerT]:
-    @functools.wraps(method)
-    def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
-        return method(self._calls, *args, **kwargs)
-
-    return call
 
 
 def _session(
     plan: Callable[P, SessionPlan],
 ) -> Callable[Concatenate[AsyncClient, P], AsyncSession]:
     def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncSession:
-        return AsyncSession(self._calls, self._connection, plan(*args, **kwargs))
+        return AsyncSession(self, self._connection, plan(*args, **kwargs))
 
     show_as_method(call, "AsyncSession")
     return call
 
 
-class AsyncClient(ConfiguredClient):
+class AsyncClient(ConfiguredClient, ClientMethods):
     """An asyncio client of one Legato server.
 
         async with AsyncClient("127.0.0.1:50051", timeout=10) as client:
@@ -76,26 +64,8 @@ class AsyncClient(ConfiguredClient):
         TypeError, ValueError, OSError: From calls whose image cannot be read.
     """
 
-    query = _async(ClientMethods.query)
-    chat = _async(ClientMethods.chat)
-    caption = _async(ClientMethods.caption)
-    detect = _async(ClientMethods.detect)
-    point = _async(ClientMethods.point)
-    segment = _async(ClientMethods.segment)
-    run_tasks = _async(ClientMethods.run_tasks)
-    generate = _async(ClientMethods.generate)
     session = _session(plan)
-    put_image = _async(ClientMethods.put_image)
-    encode_image = put_image  # the moondream SDK's word
-    delete_image = _async(ClientMethods.delete_image)
-    server_info = _async(ClientMethods.server_info)
-    models = _async(ClientMethods.models)
-    load = _async(ClientMethods.load)
-    abort = _async(ClientMethods.abort)
-    drain = _async(ClientMethods.drain)
-    metrics = _async(ClientMethods.metrics)
-    set_pipeline_depth = _async(ClientMethods.set_pipeline_depth)
-    watch_timeline = _async(ClientMethods.watch_timeline)
+    encode_image = ClientMethods.put_image  # the moondream SDK's word
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -109,12 +79,12 @@ class AsyncClient(ConfiguredClient):
 
     def _connect(self, settings: ClientSettings) -> None:
         self._connection = AsyncTransport(settings)
-        self._calls = ClientMethods(settings, self._connection)
+        ClientMethods.__init__(self, settings, self._connection)
 
 
 async def ask(
     client: AsyncClient, image: ImageInput | None, task: Task, options: Options, seconds: float
 ) -> Result:
     """Run one task by its skill's own call; a conversation has its image among its messages."""
-    result: Result = await client._calls._ask(skills.of(task), image, task, options, seconds)
+    result: Result = await client._ask(skills.of(task), image, task, options, seconds)
     return result

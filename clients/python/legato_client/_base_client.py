@@ -33,7 +33,7 @@ class BaseClient:
         self._transport = transport
         self._server: server.ServerInfo | None = None
 
-    async def image_message(self, image: ImageInput) -> media_pb2.Image:
+    async def _image_message(self, image: ImageInput) -> media_pb2.Image:
         """Convert an image that a request can carry.
 
         A shared frame needs a server that reads this host's shared memory.
@@ -53,7 +53,7 @@ class BaseClient:
         messages = []
         for each in images:
             shown = each.image if isinstance(each, ClipFrame) else each
-            message = task_pb2.QueryImage(image=await self.image_message(shown))
+            message = task_pb2.QueryImage(image=await self._image_message(shown))
             if isinstance(each, ClipFrame):
                 message.time.CopyFrom(pieces.duration(each.time))
             messages.append(message)
@@ -65,7 +65,7 @@ class BaseClient:
         """Return the image as a message, or an encoded file as its bytes, without a copy."""
         if image is None or isinstance(image, bytes):
             return None, image
-        return await self.image_message(image), None
+        return await self._image_message(image), None
 
     async def _unary(
         self,

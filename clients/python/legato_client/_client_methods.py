@@ -23,7 +23,7 @@ _DEFAULT_OPTIONS = _tasks.Options()
 
 
 class ClientMethods(BaseClient):
-    """The calls; `AsyncClient` and `Client` show these methods as their own."""
+    """The calls, which `AsyncClient` inherits and `Client` shows as its own."""
 
     # ------------------------------------------------------------ questions
 

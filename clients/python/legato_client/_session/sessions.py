@@ -147,7 +147,7 @@ class SessionMethods(BaseSession):
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            shown = await self._calls.image_message(image)
+            shown = await self._calls._image_message(image)
             with self._lock:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(
