@@ -7,17 +7,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from legato_client import Client, LegatoError, Result
-from legato_client._images.sources import ImageInput
 from legato_client.batch import tasks
 from legato_client.batch.output import replacing
-from legato_client.batch.run import BatchClient, is_about_image
+from legato_client.batch.run import BatchClient
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from legato_client.ros.bag import BagAnswerer, BagCounts
+    from legato_client.ros.bag import BagCounts
 
 _PARALLEL = 8
 _MAX_PROBLEMS = 10
@@ -96,39 +94,20 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> BagCounts:
     ):
         batch_client = BatchClient(client, tuple(asked.values()), arguments.options_of(args))
         answerer = bag.BagAnswerer(
-            _ask_function(batch_client),
-            topics,
-            parallel=args.parallel,
-            absent_score=args.absent_score,
+            batch_client.ask, topics, parallel=args.parallel, absent_score=args.absent_score
         )
-        with terminal.counting("images", source.num_images, 0) as tell:
-            _write(answerer, source, args.output, tell, _abort_function(batch_client, client))
+
+        def give_up() -> None:
+            batch_client.end()
+            client.close()
+
+        with (
+            terminal.counting("images", source.num_images, 0) as tell,
+            replacing(args.output) as part,
+            part.open("wb") as file,
+        ):
+            answerer.perform(source, file, tell, give_up)
     return answerer.count
-
-
-def _write(answerer: BagAnswerer, source: Any, out: Path, tell: Any, give_up: Any) -> None:
-    with replacing(out) as part, part.open("wb") as file:
-        answerer.perform(source, file, tell, give_up)
-
-
-def _ask_function(batch_client: BatchClient) -> Any:
-    def ask(image: ImageInput) -> tuple[Result | LegatoError, ...]:
-        try:
-            return batch_client.ask(image)
-        except LegatoError as error:
-            if is_about_image(error):
-                raise ValueError(str(error)) from error
-            raise
-
-    return ask
-
-
-def _abort_function(batch_client: BatchClient, client: Client) -> Any:
-    def give_up() -> None:
-        batch_client.end()
-        client.close()
-
-    return give_up
 
 
 def _report(args: argparse.Namespace, count: BagCounts, terminal: Terminal) -> None:

@@ -25,6 +25,7 @@ from legato_client import ros2
 from legato_client._errors import LegatoError
 from legato_client._images.sources import ImageInput
 from legato_client._types.results import Result
+from legato_client.batch.run import is_about_image
 from legato_client.ros import cdr, images
 
 _LIBRARY = "legato"
@@ -197,7 +198,9 @@ class BagAnswerer:
                 drawn = _drawn(shown, outcomes)
                 message = SimpleNamespace(header=array.header, format="jpeg", data=drawn)
                 drawing = cdr.encode(cdr.COMPRESSED_IMAGE, message)
-        except (OSError, ValueError, struct.error) as error:
+        except (LegatoError, OSError, ValueError, struct.error) as error:
+            if isinstance(error, LegatoError) and not is_about_image(error):
+                raise
             return str(error)
         return array, drawing
 
