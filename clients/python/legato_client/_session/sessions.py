@@ -18,7 +18,7 @@ import grpc.aio
 from legato.v1 import session_pb2
 
 from legato_client._client_methods import ClientMethods
-from legato_client._errors import LegatoError, from_rpc_error
+from legato_client._errors import DeadlineExceeded, LegatoError, from_rpc_error
 from legato_client._grpc import channel
 from legato_client._grpc.transport import AsyncTransport, BlockingTransport, ServerStatus, run
 from legato_client._images.sources import ImageInput, SharedFrame
@@ -93,7 +93,8 @@ class BaseSession:
     async def _until_opened(self) -> None:
         with self._lock:
             if not await self._until(lambda: self._state.is_open, self._plan.open_timeout):
-                raise self._plan.open_timeout_error()
+                seconds = self._plan.open_timeout
+                raise DeadlineExceeded(f"the session was not opened within {seconds:g} s")
             self._state.check_open()
 
     def _may_send(self) -> bool:
@@ -106,7 +107,10 @@ class BaseSession:
         if not self._may_send() and self._plan.when_full == "drop":
             return False
         if not await self._until(self._may_send, self._plan.send_timeout):
-            raise self._plan.credit_timeout_error()
+            raise DeadlineExceeded(
+                f"the server took no further frame within {self._plan.send_timeout:g} s: read the "
+                "answers, send fewer frames, or use when_full='drop'"
+            )
         return True
 
     def _say(self, message: bytes) -> None:

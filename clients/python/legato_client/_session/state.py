@@ -14,7 +14,6 @@ from legato.v1 import media_pb2, session_pb2, task_pb2
 
 from legato_client._errors import (
     Cancelled,
-    DeadlineExceeded,
     IncompleteStream,
     InternalError,
     LegatoError,
@@ -61,15 +60,6 @@ class SessionPlan:
 
     def first_message(self) -> bytes:
         return session_pb2.SessionRequest(open=self.opening).SerializeToString()
-
-    def open_timeout_error(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the session was not opened within {self.open_timeout:g} s")
-
-    def credit_timeout_error(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"the server took no further frame within {self.send_timeout:g} s: read the answers, "
-            "send fewer frames, or use when_full='drop'"
-        )
 
 
 def plan(
@@ -461,7 +451,7 @@ class SessionState:
         self._reserved -= 1
 
     def skip(self) -> None:
-        self.stats = dataclasses.replace(self.stats, skipped=self.stats.skipped + 1)
+        self._count("skipped")
 
     def frame(
         self,
@@ -503,7 +493,7 @@ class SessionState:
         self._open.add(sequence)
         if slot is not None:
             self._slots[sequence] = slot
-        self.stats = dataclasses.replace(self.stats, sent=self.stats.sent + 1)
+        self._count("sent")
         return sequence, data
 
     def read(self, answer: Answer) -> None:
@@ -585,6 +575,10 @@ class SessionState:
         self._end()
         self._age_limit.warn()
 
+    def _count(self, name: str) -> None:
+        counts: dict[str, Any] = {name: getattr(self.stats, name) + 1}
+        self.stats = dataclasses.replace(self.stats, **counts)
+
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
         self._credits = opened.frame_credits
         self.terms = pieces.read(SessionTerms, opened)
@@ -596,7 +590,7 @@ class SessionState:
 
     def _drop(self, sequence: int, reason: str) -> FrameDropped:
         if sequence in self._open:
-            self.stats = dataclasses.replace(self.stats, dropped=self.stats.dropped + 1)
+            self._count("dropped")
         watch = self._age_limit
         if reason == "too_old":
             watch.note_too_old()
@@ -619,7 +613,7 @@ class SessionState:
         self.tracks.note_received(result)
         if result.last_for_frame:
             self._age_limit.note_answered()
-            self.stats = dataclasses.replace(self.stats, answered=self.stats.answered + 1)
+            self._count("answered")
             self._settle(result.sequence)
         return result
 

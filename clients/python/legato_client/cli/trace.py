@@ -53,54 +53,39 @@ def trace(spans: Iterable[TimelineSpan]) -> dict[str, Any]:
         if phase is not None:
             events.append(_arrow(span, lane, phase))
     named = [
-        {"ph": "M", "pid": _pid(engine), "tid": lane, "name": "thread_name", "args": {"name": name}}
+        _named("thread_name", engine, name, tid=lane)
         for engine in sorted(engines)
         for name, lane in lanes.items()
     ]
     if len(engines) > 1:
-        named += [_process_name(each) for each in sorted(engines)]
+        named += [_named("process_name", each, f"engine-{each}") for each in sorted(engines)]
     return {"traceEvents": named + events, "displayTimeUnit": "ms"}
 
 
-def _process_name(engine: int) -> dict[str, Any]:
-    name = f"engine-{engine}"
-    return {"ph": "M", "pid": _pid(engine), "name": "process_name", "args": {"name": name}}
-
-
-def _pid(engine: int) -> int:
-    return 1 + engine
+def _named(kind: str, engine: int, name: str, **more: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1 + engine, **more, "name": kind, "args": {"name": name}}
 
 
 def _complete(span: TimelineSpan, lane: int) -> dict[str, Any]:
+    fields = ("launch", "kind", "rows", "riding", "zombies")
     return {
+        **_at(span, lane),
         "ph": "X",
-        "pid": _pid(span.engine),
-        "tid": lane,
         "name": f"{span.name} {span.launch}",
         "cat": span.kind,
-        "ts": span.start * _SECOND,
         "dur": span.duration * _SECOND,
-        "args": {
-            "launch": span.launch,
-            "kind": span.kind,
-            "rows": span.rows,
-            "riding": span.riding,
-            "zombies": span.zombies,
-        },
+        "args": {name: getattr(span, name) for name in fields},
     }
 
 
 def _arrow(span: TimelineSpan, lane: int, phase: str) -> dict[str, Any]:
-    return {
-        "ph": phase,
-        "bp": "e",
-        "pid": _pid(span.engine),
-        "tid": lane,
-        "name": "launch",
-        "cat": "launch",
-        "id": span.launch + span.engine * _LAUNCHES,
-        "ts": span.start * _SECOND,
-    }
+    number = span.launch + span.engine * _LAUNCHES
+    about = {"name": "launch", "cat": "launch", "id": number}
+    return {**_at(span, lane), "ph": phase, "bp": "e", **about}
+
+
+def _at(span: TimelineSpan, lane: int) -> dict[str, Any]:
+    return {"pid": 1 + span.engine, "tid": lane, "ts": span.start * _SECOND}
 
 
 # ---------------------------------------------------------------- slot view
