@@ -11,9 +11,11 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import Meta
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -63,39 +65,49 @@ from legato_client._types.server import (
 from legato_client._types.tasks import Options, Task
 from legato_client.web import openapi as http
 from legato_client.web import timeline
+from legato_client.web.bodies import explained
 from legato_client.web.errors import RejectedRequest, response_of, status_of
 from legato_client.web.playground import tasks
 from legato_client.web.playground.snippets import Connection, code, file_name
 from legato_client.web.playground.tasks import invalid
 from legato_client.web.server import backend_of
 
+ValueT = TypeVar("ValueT")
+
 MAX_JSON_BYTES = 256 * 1024
 MAX_IMAGE_BYTES = 32 * 1024 * 1024
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+class AskBody(msgspec.Struct):
+    """Request about an image; `task` and `options` are in the contract's own JSON."""
+
+    task: dict[str, Any]
+    options: dict[str, Any] = {}
+    image_id: str | None = None
+
+
+class CodeBody(AskBody):
+    """Request for programs; these show files named `picture` and `pictures`."""
+
+    picture: str | None = None
+    pictures: list[str] = []
+
+
+async def read_body(request: Request, kind: type[ValueT]) -> ValueT:
     """Read a JSON object. Raises InvalidArgument, and as `Bodies.holding`."""
     async with backend_of(request).bodies.holding(request, MAX_JSON_BYTES) as data:
-        return json_object(data)
+        return parsed(data, kind)
 
 
-def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
+def parsed(text: str | bytes | bytearray, kind: type[ValueT]) -> ValueT:
     """Parse a JSON object. Raises InvalidArgument."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        problem, field = explained(str(error))
+        raise invalid(field or "message", problem) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidArgument("the request is not JSON") from None
-    if not isinstance(value, dict):
-        raise InvalidArgument("the request is not a JSON object")
-    return value
-
-
-def text_of(body: dict[str, Any], key: str) -> str | None:
-    """Return a text or nothing. Raises InvalidArgument."""
-    value = body.get(key)
-    if value is None or isinstance(value, str):
-        return value
-    raise invalid(key, "must be a text")
 
 
 # ---------------------------------------------------------------- guard
@@ -336,28 +348,19 @@ async def upload(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Stream the events of one task as JSON lines; leaving cancels the work on the server."""
     client = backend_of(request).client
-    body = await read_object(request)
-    image_id, options = text_of(body, "image_id"), tasks.read_options(body.get("options", {}))
-    task = tasks.read_task(body.get("task"))
+    body = await read_body(request, AskBody)
+    image_id, options = body.image_id, tasks.read_options(body.options)
+    task = tasks.read_task(body.task)
     image = None if image_id is None else CachedImage(image_id)
     lines = _lines(client, image, task, options)
     return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
 async def show_snippets(request: Request, connection: Connection) -> Response:
-    body = await read_object(request)
-    image, options = text_of(body, "picture"), tasks.read_options(body.get("options", {}))
-    task = tasks.read_task(body.get("task"), _file_names(body))
-    made = code(connection, image, task, options)
-    return JSONResponse(dataclasses.asdict(made))
-
-
-def _file_names(body: dict[str, object]) -> list[str]:
-    """Return the files that a conversation shows. Raises InvalidArgument."""
-    names = body.get("pictures", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise invalid("pictures", "must be a list of texts")
-    return [file_name(name, number) for number, name in enumerate(names, 1)]
+    body = await read_body(request, CodeBody)
+    files = [file_name(name, number) for number, name in enumerate(body.pictures, 1)]
+    task, options = tasks.read_task(body.task, files), tasks.read_options(body.options)
+    return JSONResponse(dataclasses.asdict(code(connection, body.picture, task, options)))
 
 
 async def _lines(
@@ -387,10 +390,18 @@ def _line(value: Json) -> str:
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _MAX_TASKS = 8
 _HEAD = struct.Struct("<dI")
-_SETTINGS = ("tasks", "policy", "max_frame_age", "model")
 _CLOSED_NORMALLY = 1000
 _MAX_SESSIONS = 8  # a websocket holds a frame or two while it waits
 _OPEN_TIMEOUT = 30.0  # seconds until the page sends the session's settings
+
+
+class Opening(msgspec.Struct, forbid_unknown_fields=True):
+    """Settings of a session."""
+
+    tasks: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=_MAX_TASKS)]
+    policy: FramePolicy | None = None
+    max_frame_age: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None = None
+    model: str | None = None
 
 
 class Sessions:
@@ -420,7 +431,7 @@ class Sessions:
 async def _session(websocket: WebSocket) -> None:
     try:
         async with asyncio.timeout(_OPEN_TIMEOUT):
-            opening = await _receive(websocket)
+            opening = await _receive(websocket, Opening)
     except TimeoutError:
         raise DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
     async with _open(websocket.state.backend.client, opening) as running:
@@ -428,7 +439,7 @@ async def _session(websocket: WebSocket) -> None:
     await websocket.close(_CLOSED_NORMALLY)
 
 
-async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
+async def _receive(websocket: WebSocket, kind: type[ValueT]) -> bytes | ValueT:
     """Receive a frame or a JSON object.
 
     Raises InvalidArgument, and WebSocketDisconnect at the end.
@@ -437,29 +448,19 @@ async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
     data: bytes | None = message.get("bytes")
-    return json_object(message.get("text") or "") if data is None else data
+    return parsed(message.get("text") or "", kind) if data is None else data
 
 
-def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
+def _open(client: AsyncClient, opening: bytes | Opening) -> AsyncSession:
     """Open the session. Raises InvalidArgument."""
     if isinstance(opening, bytes):
         raise tasks.invalid("message", "must open the session")
-    if unknown := opening.keys() - set(_SETTINGS):
-        raise tasks.invalid(min(unknown), "is no setting of a session")
-    wanted = opening.get("tasks")
-    if not isinstance(wanted, list) or not 1 <= len(wanted) <= _MAX_TASKS:
-        raise tasks.invalid("tasks", f"must be a list of 1 to {_MAX_TASKS} tasks")
-    age = opening.get("max_frame_age")
-    if age is not None and not (isinstance(age, int | float) and 0 < age <= MAX_SECONDS):
-        raise tasks.invalid(
-            "max_frame_age", f"must be a number of seconds above 0, at most {MAX_SECONDS}"
-        )
     try:
         return client.session(
-            [tasks.read_task(each) for each in wanted],
-            policy=cast(FramePolicy, text_of(opening, "policy") or "latest_wins"),
-            max_frame_age=age,
-            model=text_of(opening, "model") or "",
+            [tasks.read_task(each) for each in opening.tasks],
+            policy=opening.policy or "latest_wins",
+            max_frame_age=opening.max_frame_age,
+            model=opening.model or "",
             when_full="drop",
         )
     except ValueError as error:
@@ -486,7 +487,7 @@ async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
 async def _read_page(websocket: WebSocket, running: AsyncSession) -> None:
     """Read the page's messages until it has said that it is finished."""
     while True:
-        message = await _receive(websocket)
+        message = await _receive(websocket, dict[str, Any])
         if isinstance(message, bytes):
             await _send_frame(websocket, running, message)
             continue

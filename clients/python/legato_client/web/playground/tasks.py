@@ -37,20 +37,16 @@ def invalid(field: str, description: str) -> InvalidArgument:
     )
 
 
-def read_task(value: object, files: Sequence[str] = ()) -> Task:
+def read_task(value: Mapping[str, Any], files: Sequence[str] = ()) -> Task:
     """Parse the JSON form of `legato.v1.Task`. Raises InvalidArgument.
 
     Its messages show the images that the server holds under the task's ids, or else `files`.
     """
-    if not isinstance(value, dict):
-        raise invalid("task", "must be an object")
     return task_of(_parsed("task", value, task_pb2.Task()), files)
 
 
-def read_options(value: object) -> Options:
+def read_options(value: Mapping[str, Any]) -> Options:
     """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
-    if not isinstance(value, dict):
-        raise invalid("options", "must be an object")
     return pieces.read(Options, _parsed("options", value, inference_pb2.RequestOptions()))
 
 
