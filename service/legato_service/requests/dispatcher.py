@@ -53,7 +53,7 @@ from legato_service.images.intake import (
     NewImage,
     stage_all,
 )
-from legato_service.requests.registry import ActiveRequest, Deadlines, RequestRegistry
+from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
@@ -125,7 +125,6 @@ class Dispatcher:
         self._held = held
         self._engines = engines
         self._registry = registry
-        self._deadlines = Deadlines()
 
     def key(self, given: str) -> RequestKey:
         """Return a key with the client's id, or a free one.
@@ -257,7 +256,7 @@ class Dispatcher:
         field = next((each.field for each in given if isinstance(each, NewImage)), "")
         if field and len(given) > 1:
             field = "images"
-        active.own(stream, self._deadlines, field)
+        active.own(stream, field)
         return stream
 
     def _restage(

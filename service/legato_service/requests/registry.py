@@ -24,65 +24,21 @@ from legato_engine.types import RequestKey
 
 from legato_service.errors import RequestIdInUse
 
-RESOLUTION = 0.02  # seconds that a deadline may be late
-
-
-class Deadlines:
-    """Timers that abort streams with `DeadlineExceeded`. Needs a running event loop.
-
-    One timer fires at the earliest deadline, in `time.monotonic()` seconds. Most requests end long
-    before theirs, so a timer for each would cost more than the wait for its result.
-    """
-
-    def __init__(self) -> None:
-        self._deadlines: dict[RequestStream, float] = {}
-        self._fires_at = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def watch(self, stream: RequestStream, deadline: float) -> None:
-        self._deadlines[stream] = deadline
-        if deadline < self._fires_at:
-            self._set_timer(deadline)
-
-    def forget(self, stream: RequestStream) -> None:
-        """Forget the deadline. Idempotent."""
-        self._deadlines.pop(stream, None)
-
-    def _set_timer(self, moment: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._fires_at = moment
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, moment - time.monotonic()), self._expire)
-
-    def _expire(self) -> None:
-        self._timer, self._fires_at = None, math.inf
-        now = time.monotonic()
-        for stream in [stream for stream, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[stream]
-            stream.abort(DeadlineExceeded("the deadline passed"))
-        following = min(self._deadlines.values(), default=math.inf)
-        if following < math.inf:
-            self._set_timer(max(following, now + RESOLUTION))
-
-
-# ---------------------------------------------------------------- registry
-
 MAX_ENDED = 4096  # ended requests whose keys are kept
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request in flight; its streams are aborted at the end of the `with` block.
+    """A request in flight; its streams are aborted at its deadline and at the end of the block.
 
-    `deadline` is `time.monotonic()` seconds. Errors about the image or the adapter leave the block
-    with the request's field, which the engine does not know.
+    `deadline` is `time.monotonic()` seconds. Needs a running event loop. Errors about the image or
+    the adapter leave the block with the request's field, which the engine does not know.
     """
 
     deadline: float
     _registry: RequestRegistry | None = None
     _key: RequestKey = RequestKey("")
     _streams: tuple[RequestStream, ...] = ()
-    _deadlines: Deadlines | None = None
+    _timer: asyncio.TimerHandle | None = None  # of the deadline, once there is a stream
     _image_field: str = ""
     is_stopped: bool = False
     is_generate: bool = False  # a client may resume it
@@ -90,12 +46,13 @@ class ActiveRequest(msgspec.Struct, eq=False):
     on_fail: Callable[[], None] | None = None
     """Called after `failure` is set, to end work other than streams."""
 
-    def own(self, stream: RequestStream, deadlines: Deadlines, image_field: str = "") -> None:
-        """Own the stream, which `deadlines` aborts; `image_field` names the image's bytes."""
+    def own(self, stream: RequestStream, image_field: str = "") -> None:
+        """Own the stream; `image_field` names the image's bytes."""
         self._streams += (stream,)
-        self._deadlines = deadlines
         self._image_field = self._image_field or image_field
-        deadlines.watch(stream, self.deadline)
+        if self._timer is None:
+            left = max(0.0, self.deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(left, self._expire)
         if self.failure is not None:
             stream.abort(self.failure)
         elif self.is_stopped:
@@ -108,6 +65,9 @@ class ActiveRequest(msgspec.Struct, eq=False):
             stream.abort(error)
         if self.on_fail is not None:
             self.on_fail()
+
+    def _expire(self) -> None:
+        self.fail(DeadlineExceeded("the deadline passed"))
 
     def stop(self) -> bool:
         """End with the partial result; False when it was stopped before."""
@@ -127,11 +87,11 @@ class ActiveRequest(msgspec.Struct, eq=False):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._deadlines is not None:
-            for stream in self._streams:
-                self._deadlines.forget(stream)
-                if not stream.ended:
-                    stream.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams:
+            if not stream.ended:
+                stream.abort()
         if self._registry is not None:
             self._registry.leave(self._key, self)
         if isinstance(error, (ImageUndecodable, ImageTooLarge)) and self._image_field:

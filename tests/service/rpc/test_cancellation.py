@@ -17,7 +17,7 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import DeadlineExceeded, Overloaded
 from legato_engine.types import QuerySpec, Request, RequestKey
-from legato_service.requests.registry import Deadlines
+from legato_service.requests.registry import ActiveRequest
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 from tests.grammar import Grammar, check
@@ -284,13 +284,18 @@ async def _read_all(call):
 
 
 # ---------------------------------------------------------------- deadlines
-# One timer for the deadlines of all requests.
 
 
-def watched(order):
-    """Return a watched stream that records its end."""
+def owned(deadline, order, count=1):
+    """Return a request in flight with streams that record their ends."""
+    active = ActiveRequest(deadline)
     request = Request(request_id=RequestKey("a"), task=QuerySpec(question="?"))
-    return RequestStream(request, on_abort=order.append, on_stop=order.append)
+    streams = [
+        RequestStream(request, on_abort=order.append, on_stop=order.append) for _ in range(count)
+    ]
+    for stream in streams:
+        active.own(stream)
+    return active, streams
 
 
 async def exceeded(stream):
@@ -302,40 +307,27 @@ async def exceeded(stream):
 async def test_each_deadline_is_met_in_its_turn():
     """Earlier deadlines expire first, in whatever order they were set; others are left alone."""
     order: list[RequestStream] = []
-    deadlines, now = Deadlines(), time.monotonic()
-    late, early, forgotten, endless = (watched(order) for _ in range(4))
-    for stream, deadline in (
-        (late, now + 0.2),
-        (forgotten, now + 0.01),
-        (endless, math.inf),
-        (early, now + 0.05),
-    ):
-        deadlines.watch(stream, deadline)
-    deadlines.forget(forgotten)
+    now = time.monotonic()
+    _, (late, too_late) = owned(now + 0.2, order, 2)
+    ended, (forgotten,) = owned(now + 0.01, order)
+    owned(math.inf, order)
+    _, (early,) = owned(now + 0.05, order)
+    with ended:
+        pass
     await exceeded(late)
-    assert order == [early, late]
+    assert order == [forgotten, early, late, too_late]
     assert time.monotonic() >= now + 0.2
 
 
-async def test_a_deadline_is_watched_after_all_others_have_passed():
-    """A timer without deadlines left is set again for a new one."""
+async def test_a_passed_deadline_ends_later_streams_at_once():
+    """A stream that a request gets after its deadline is aborted as those before it."""
     order: list[RequestStream] = []
-    deadlines = Deadlines()
-    for _ in range(2):
-        stream = watched(order)
-        deadlines.watch(stream, time.monotonic())
-        await exceeded(stream)
-    assert len(order) == 2
-
-
-async def test_forgetting_twice_is_harmless():
-    """A stream may be forgotten after its deadline, or without having been watched."""
-    deadlines = Deadlines()
-    stream = watched([])
-    deadlines.watch(stream, time.monotonic())
-    await exceeded(stream)
-    deadlines.forget(stream)
-    deadlines.forget(watched([]))
+    active, (first,) = owned(time.monotonic(), order)
+    await exceeded(first)
+    later = RequestStream(first.request, on_abort=order.append, on_stop=order.append)
+    active.own(later)
+    await exceeded(later)
+    assert order == [first, later]
 
 
 # ---------------------------------------------------------------- reusable timeout
