@@ -1,9 +1,11 @@
-"""The version of the distribution."""
+"""The versions of the distribution and of the contract."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+
+CONTRACT_REVISION = 1  # grows by one with each released addition
 
 
 @functools.cache

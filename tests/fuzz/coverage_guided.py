@@ -48,7 +48,7 @@ from tests.fuzz.messages import methods
 
 _MAX_PIXELS = 100_000
 _MAX_BYTES = 1 << 20
-_SKILLS: dict[type[Message], skills.AnySkill] = {
+_SKILLS: dict[type[Message], skills.SkillConversions] = {
     inference_pb2.QueryRequest: skills.QUERY,
     inference_pb2.CaptionRequest: skills.CAPTION,
     inference_pb2.DetectRequest: skills.DETECT,
@@ -103,7 +103,7 @@ def _convert(message: Message) -> None:
             _unary(message, _SKILLS[type(message)])
 
 
-def _unary(message: Any, skill: skills.AnySkill) -> None:
+def _unary(message: Any, skill: skills.SkillConversions) -> None:
     requests.heartbeat(message.options)
     task = skill.task(message, "")
     requests.check_image(message.image, task)
@@ -128,7 +128,7 @@ def _run_tasks(message: inference_pb2.RunTasksRequest) -> None:
 
 def _session(message: session_pb2.SessionRequest) -> None:
     conversion.settings(message.open, credit_timeout=30)
-    conversion.heartbeat(message.open)
+    requests.heartbeat(message.open)
     requests.tasks(message.update.standing_tasks)
     _check(message.frame.image)
 

@@ -357,7 +357,7 @@ RECOMPUTING = 0.1  # seconds
 
 
 def chosen(*candidates, turn=0):
-    return choose(candidates, turn, RECOMPUTING)
+    return choose(candidates, turn, RECOMPUTING).number
 
 
 @pytest.mark.parametrize("turn", range(3))
@@ -403,7 +403,7 @@ def test_one_hot_image_does_not_overload_its_holder():
             Candidate(number, load=count / rows, holds=number == 0)
             for number, count in enumerate(open_requests)
         ]
-        open_requests[choose(candidates, turn, RECOMPUTING)] += 1
+        open_requests[choose(candidates, turn, RECOMPUTING).number] += 1
         assert max(open_requests) - min(open_requests) <= MAX_LEAD * rows + 1
         if sum(open_requests) > 60:
             busy = [number for number, count in enumerate(open_requests) if count]

@@ -148,11 +148,5 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> SamplingParams:
     if "" in message.stop:
         index = list(message.stop).index("")
         raise InvalidField("must not be empty", field=f"{prefix}stop[{index}]")
-    return SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        seed=message.seed if message.HasField("seed") else None,
-        stop=tuple(message.stop),
-    )
+    given = {field.name: value for field, value in message.ListFields()}
+    return SamplingParams(**{**given, "stop": tuple(message.stop)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.rpc import status_pb2
@@ -39,11 +40,9 @@ from legato_service.convert import skills
 
 _NANOSECONDS = 1_000_000_000
 FINISH_REASONS = {
-    FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
-    FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
-    FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
+    each: task_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}") for each in FinishReason
 }
+_DECODE_STEPS = {field.name for field in admin_pb2.DecodeSteps.DESCRIPTOR.fields}
 
 
 def fill_info(
@@ -132,12 +131,6 @@ def image_info(value: ImageProperties) -> media_pb2.ImageInfo:
     )
 
 
-# ---------------------------------------------------------------- responses
-
-# `core` values to protobuf responses.
-#
-# Results are filled in place; see `response_info`.
-
 # ---------------------------------------------------------------- results
 
 
@@ -161,22 +154,9 @@ def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
 
 
 def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
-    return admin_pb2.DecodeSteps(
-        steps=stats.num_steps,
-        tokens=stats.num_tokens,
-        rows=stats.rows,
-        step_ms=stats.step_ms,
-        forward_ms=stats.forward_ms,
-        sampling_ms=stats.sampling_ms,
-        bookkeeping_ms=stats.bookkeeping_ms,
-        wait_ms=stats.wait_ms,
-        idle_ms=stats.idle_ms,
-        blocking_ms=stats.blocking_ms,
-        zombie_ratio=stats.zombie_ratio,
-        predicted_gain=stats.predicted_gain,
-        observed_gain=stats.observed_gain,
-        mask_ms=stats.mask_ms,
-    )
+    values = msgspec.structs.asdict(stats)
+    same = {name: values[name] for name in _DECODE_STEPS & values.keys()}
+    return admin_pb2.DecodeSteps(steps=stats.num_steps, tokens=stats.num_tokens, **same)
 
 
 def timeline(
@@ -196,18 +176,9 @@ def timeline(
 
 
 def _timeline_span(span: LaunchSpan) -> admin_pb2.TimelineSpan:
-    return admin_pb2.TimelineSpan(
-        lane=span.lane,
-        name=span.name,
-        start_ns=span.start,
-        duration_ns=span.duration,
-        launch=span.launch,
-        kind=span.kind,
-        rows=span.rows,
-        riding=span.riding,
-        zombies=span.zombies,
-        tokens=span.tokens,
-    )
+    values = msgspec.structs.asdict(span)
+    start, duration = values.pop("start"), values.pop("duration")
+    return admin_pb2.TimelineSpan(start_ns=start, duration_ns=duration, **values)
 
 
 # ---------------------------------------------------------------- events

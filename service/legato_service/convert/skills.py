@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -48,11 +48,8 @@ Listing: TypeAlias = (
     | inference_pb2.PointRequest
 )
 
-_ORDERS = {
-    task_pb2.OBJECT_ORDER_UNSPECIFIED: ObjectOrder.MODEL,
-    task_pb2.OBJECT_ORDER_MODEL: ObjectOrder.MODEL,
-    task_pb2.OBJECT_ORDER_CONFIDENCE: ObjectOrder.CONFIDENCE,
-}
+_ORDERS = {task_pb2.ObjectOrder.Value(f"OBJECT_ORDER_{each.name}"): each for each in ObjectOrder}
+_ORDERS[task_pb2.OBJECT_ORDER_UNSPECIFIED] = ObjectOrder.MODEL
 
 
 def seconds(message: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
@@ -279,18 +276,13 @@ def box(value: ImageBox) -> geometry_pb2.Box:
 MAX_OBJECT = 1_024  # characters
 
 _LENGTHS = {
-    task_pb2.CAPTION_LENGTH_UNSPECIFIED: CaptionLength.NORMAL,
-    task_pb2.CAPTION_LENGTH_SHORT: CaptionLength.SHORT,
-    task_pb2.CAPTION_LENGTH_NORMAL: CaptionLength.NORMAL,
-    task_pb2.CAPTION_LENGTH_LONG: CaptionLength.LONG,
+    task_pb2.CaptionLength.Value(f"CAPTION_LENGTH_{each.name}"): each for each in CaptionLength
 }
-
-ResultT = TypeVar("ResultT", bound=TaskOutput)
-ResponseT = TypeVar("ResponseT", bound=Message)
+_LENGTHS[task_pb2.CAPTION_LENGTH_UNSPECIFIED] = CaptionLength.NORMAL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SkillConversions(Generic[ResultT, ResponseT]):
+class SkillConversions:
     """Conversions of one skill, named as in `core`.
 
     `task` takes the task's message or the request of the skill's own call, and the path of its
@@ -300,11 +292,11 @@ class SkillConversions(Generic[ResultT, ResponseT]):
 
     name: str
     task: Callable[[Any, str], TaskSpec]
-    result: type[ResultT]
-    response: Callable[[], ResponseT]
-    fill: Callable[[Any, ResultT], None]
+    result: type[TaskOutput]
+    response: Callable[[], Any]
+    fill: Callable[[Any, Any], None]
 
-    def answer(self, result: ResultT) -> ResponseT:
+    def answer(self, result: TaskOutput) -> Any:
         """Build the skill's response, without its info."""
         response = self.response()
         self.fill(response, result)
@@ -504,12 +496,10 @@ SEGMENT = SkillConversions(
 
 # ---------------------------------------------------------------- table
 
-AnySkill: TypeAlias = SkillConversions[Any, Any]
-
-SKILLS: tuple[AnySkill, ...] = (QUERY, CAPTION, DETECT, POINT, SEGMENT)
-BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}
+SKILLS: tuple[SkillConversions, ...] = (QUERY, CAPTION, DETECT, POINT, SEGMENT)
+BY_NAME: Mapping[str, SkillConversions] = {skill.name: skill for skill in SKILLS}
 """Skills by the field of the contract's Task and TaskResult."""
-BY_REQUEST: Mapping[type[Message], AnySkill] = {
+BY_REQUEST: Mapping[type[Message], SkillConversions] = {
     inference_pb2.QueryRequest: QUERY,
     inference_pb2.CaptionRequest: CAPTION,
     inference_pb2.DetectRequest: DETECT,
@@ -517,4 +507,4 @@ BY_REQUEST: Mapping[type[Message], AnySkill] = {
     inference_pb2.SegmentRequest: SEGMENT,
 }
 """Skills by the request of their own call."""
-BY_RESULT: Mapping[type, AnySkill] = {skill.result: skill for skill in SKILLS}
+BY_RESULT: Mapping[type, SkillConversions] = {skill.result: skill for skill in SKILLS}

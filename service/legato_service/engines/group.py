@@ -52,14 +52,14 @@ class Candidate(NamedTuple):
         return self.wait + self.load
 
 
-def choose(candidates: Sequence[Candidate], turn: int, recomputing: float) -> int:
-    """Return the number of the engine where a request waits least.
+def choose(candidates: Sequence[Candidate], turn: int, recomputing: float) -> Candidate:
+    """Return the engine where a request waits least.
 
     An engine that holds what the request needs is preferred, unless it lets the request wait
     longer than the `recomputing` takes elsewhere, in seconds, or leads by `MAX_LEAD`. Of equal
     engines `turn` decides.
     """
-    least = _least(candidates, turn)
+    least = least_loaded(candidates, turn)
     holders = [
         each
         for each in candidates
@@ -68,22 +68,16 @@ def choose(candidates: Sequence[Candidate], turn: int, recomputing: float) -> in
         and each.wait <= least.wait + recomputing
         and each.load <= least.load + MAX_LEAD
     ]
-    return (_least(holders, turn) if holders else least).number
+    return least_loaded(holders, turn) if holders else least
 
 
-def least_loaded(candidates: Sequence[Candidate], turn: int) -> int:
-    """Return the number of the engine where a request waits least, whatever it holds."""
-    return _least(candidates, turn).number
-
-
-def _least(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def least_loaded(candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """Return the engine where a request waits least, whatever it holds."""
     start = turn % len(candidates)
     return min((*candidates[start:], *candidates[:start]), key=lambda each: each.score)
 
 
 # ---------------------------------------------------------------- directory
-
-# Cache contents of each engine, as far as this process has seen.
 
 Key = tuple[Hashable, ...]
 """Cache key; its first part is the kind."""
@@ -132,22 +126,17 @@ class Directory:
 # ---------------------------------------------------------------- totals
 
 
+_ADDED = (
+    *("running", "waiting", "preparing", "inflight", "rows_used", "adapters_used"),
+    *("pages_used", "prefix_pages", "pages_total", "images_cached"),
+)
+
+
 def total_load(loads: Sequence[SchedulerLoad]) -> SchedulerLoad:
     """Add up the loads of engines; measurements over a window are kept for a single engine only."""
     if len(loads) == 1:
         return loads[0]
-    return SchedulerLoad(
-        running=sum(each.running for each in loads),
-        waiting=sum(each.waiting for each in loads),
-        preparing=sum(each.preparing for each in loads),
-        inflight=sum(each.inflight for each in loads),
-        rows_used=sum(each.rows_used for each in loads),
-        pages_used=sum(each.pages_used for each in loads),
-        prefix_pages=sum(each.prefix_pages for each in loads),
-        pages_total=sum(each.pages_total for each in loads),
-        adapters_used=sum(each.adapters_used for each in loads),
-        images_cached=sum(each.images_cached for each in loads),
-    )
+    return SchedulerLoad(**{name: sum(getattr(each, name) for each in loads) for name in _ADDED})
 
 
 # ---------------------------------------------------------------- timeline
@@ -311,11 +300,12 @@ class EngineGroup:
         holders = self._holders(keys[:1] if not has_bytes else keys)
         candidates = [self._candidate(each, holders) for each in serving]
         if not has_bytes and (known := [each for each in candidates if each.holds]):
-            number = least_loaded(known, self._turn)
+            chosen = least_loaded(known, self._turn)
         elif self._affinity:
-            number = choose(candidates, self._turn, self._recomputing)
+            chosen = choose(candidates, self._turn, self._recomputing)
         else:
-            number = least_loaded(candidates, self._turn)
+            chosen = least_loaded(candidates, self._turn)
+        number = chosen.number
         self._directory.note(keys[0 if has_bytes else 1 :], number)
         return self.members[number]
 
@@ -368,7 +358,7 @@ class EngineGroup:
             return False
         self._turn += 1
         candidates = [self._candidate(each, frozenset()) for each in serving]
-        self.members[least_loaded(candidates, self._turn)].adopt(stream)
+        self.members[least_loaded(candidates, self._turn).number].adopt(stream)
         return True
 
     def find_image(self, stream: RequestStream) -> bool:

@@ -89,15 +89,7 @@ def file_type(
 
 # ---------------------------------------------------------------- pixel layout
 
-_FORMATS = {
-    media_pb2.PIXEL_FORMAT_RGB8: PixelFormat.RGB8,
-    media_pb2.PIXEL_FORMAT_BGR8: PixelFormat.BGR8,
-    media_pb2.PIXEL_FORMAT_RGBA8: PixelFormat.RGBA8,
-    media_pb2.PIXEL_FORMAT_BGRA8: PixelFormat.BGRA8,
-    media_pb2.PIXEL_FORMAT_MONO8: PixelFormat.MONO8,
-    media_pb2.PIXEL_FORMAT_NV12: PixelFormat.NV12,
-    media_pb2.PIXEL_FORMAT_YUYV: PixelFormat.YUYV,
-}
+_FORMATS = {media_pb2.PixelFormat.Value(f"PIXEL_FORMAT_{each.name}"): each for each in PixelFormat}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,8 +142,6 @@ def check_complete(layout: Layout, actual: int, field: str) -> None:
 
 
 # ---------------------------------------------------------------- held uploads
-
-# Bytes of uploads that engines hold, kept for another engine.
 
 log = structlog.get_logger("legato.service")
 

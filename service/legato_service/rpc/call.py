@@ -64,11 +64,9 @@ def _is_valid(match: re.Match[str]) -> bool:
 
 # ---------------------------------------------------------------- metadata
 
-# The metadata of a call.
-#
 # Unknown keys are ignored. A malformed value raises `InvalidField` with the field
-# `metadata.<key>`,
-# except for keys that only observe: a malformed trace context is as none, as W3C asks.
+# `metadata.<key>`, except for keys that only observe: a malformed trace context is as none, as W3C
+# asks.
 
 PRIORITY = "legato-priority"
 TENANT = "legato-tenant"
@@ -260,20 +258,9 @@ current = CURRENT.get
 
 
 def total(usages: Iterable[TokenUsage]) -> TokenUsage:
-    input_tokens = output_tokens = cached = image = reasoning = 0
-    for usage in usages:
-        input_tokens += usage.input_tokens
-        output_tokens += usage.output_tokens
-        cached += usage.cached_tokens
-        image += usage.image_tokens
-        reasoning += usage.reasoning_tokens
-    return TokenUsage(
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        cached_tokens=cached,
-        image_tokens=image,
-        reasoning_tokens=reasoning,
-    )
+    counts = [msgspec.structs.astuple(each) for each in usages]
+    none = (0,) * len(TokenUsage.__struct_fields__)
+    return TokenUsage(*map(sum, zip(none, *counts, strict=True)))
 
 
 # ---------------------------------------------------------------- whom a call counts for

@@ -105,8 +105,6 @@ UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
 
 # ---------------------------------------------------------------- middleware
 
-# RPC middleware: name each call, map its failure to a status, log how it ended.
-#
 # A disconnected client reaches its handler as CancelledError at an await; an async generator is
 # closed in its own task. CancelledError is always re-raised, because gRPC leaks memory otherwise.
 

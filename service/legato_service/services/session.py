@@ -14,7 +14,6 @@ from legato_engine.errors import SessionOutOfOrder
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call
 from legato_service.rpc.call import Context
-from legato_service.services.server import CONTRACT_REVISION
 from legato_service.session.session import SessionDriver, SessionLimits, SessionRegistry
 
 
@@ -42,12 +41,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         with self._registry.reserve(key), _counted(rpc):
             opening = await self._opening(request_iterator)
             session = SessionDriver(
-                key.caller_id,
-                opening,
-                self._dispatcher,
-                self._limits,
-                CONTRACT_REVISION,
-                self._registry.totals,
+                key.caller_id, opening, self._dispatcher, self._limits, self._registry.totals
             )
             self._registry.add(key, session)
             async with aclosing(session.messages(request_iterator)) as messages:

@@ -11,7 +11,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 from legato_engine.types import SKILL_OF_TASK, Request, RequestKey
 
-from legato_service.convert import requests, skills
+from legato_service.convert import skills
 from legato_service.convert.responses import duration, image_info
 from legato_service.convert.stream import EventStream
 from legato_service.requests.dispatcher import task_result
@@ -30,21 +30,10 @@ from legato_service.session.frames import FrameRequest, fill_tracks
 
 MAX_IN_FLIGHT = 8  # frames
 QUEUED_FRAMES = 8  # under EVERY_FRAME
-DEFAULT_HEARTBEAT = 10.0  # seconds
 
-_POLICIES = {
-    pb.FRAME_POLICY_UNSPECIFIED: FramePolicy.LATEST_WINS,
-    pb.FRAME_POLICY_LATEST_WINS: FramePolicy.LATEST_WINS,
-    pb.FRAME_POLICY_EVERY_FRAME: FramePolicy.EVERY_FRAME,
-    pb.FRAME_POLICY_PREEMPT: FramePolicy.PREEMPT,
-}
-_DROP_REASONS = {
-    DropReason.SUPERSEDED: pb.DROP_REASON_SUPERSEDED,
-    DropReason.TOO_OLD: pb.DROP_REASON_TOO_OLD,
-    DropReason.OVERLOADED: pb.DROP_REASON_OVERLOADED,
-    DropReason.CANCELLED: pb.DROP_REASON_CANCELLED,
-    DropReason.GOING_AWAY: pb.DROP_REASON_GOING_AWAY,
-}
+_POLICIES = {pb.FramePolicy.Value(f"FRAME_POLICY_{each.name}"): each for each in FramePolicy}
+_POLICIES[pb.FRAME_POLICY_UNSPECIFIED] = FramePolicy.LATEST_WINS
+_DROP_REASONS = {each: pb.DropReason.Value(f"DROP_REASON_{each.name}") for each in DropReason}
 
 
 def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
@@ -64,11 +53,6 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
         response_credits=message.response_credits or None,
         credit_timeout=credit_timeout,
     )
-
-
-def heartbeat(message: pb.SessionOpen) -> float:
-    """Return the seconds of silence before a heartbeat."""
-    return requests.heartbeat(message, DEFAULT_HEARTBEAT)
 
 
 class ResponseBuilder:

@@ -348,8 +348,6 @@ def _append_merged(waiting: list[Output], piece: Output) -> None:
 
 # ---------------------------------------------------------------- core
 
-# The rules of a session as a state machine: each frame gets exactly one outcome.
-#
 # The core neither waits nor reads a clock; `SessionDriver` reports what happened and when. The core
 # orders its `FrameExecutor` at once; messages to the client leave through `next`.
 

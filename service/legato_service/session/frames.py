@@ -1,41 +1,31 @@
-"""Frames of a session: planning, running, tracks."""
+"""Frames of a session: planning, tracks."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import structlog
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
-from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import (
-    InternalError,
     InvalidField,
     LegatoError,
     QuotaExceeded,
     SessionOutOfOrder,
 )
-from legato_engine.ipc.messages import Done, PrefillStarted, ServedModel
-from legato_engine.types import CachedImageRef, Request, RequestKey, TaskSpec
+from legato_engine.ipc.messages import ServedModel
+from legato_engine.types import Request, RequestKey, TaskSpec
 
 from legato_service.convert import requests, skills
-from legato_service.images.intake import CheckedImage, NewImage
-from legato_service.requests.dispatcher import SHARED_FAILURES, Dispatcher, cached_image, follow
-from legato_service.requests.registry import ActiveRequest
+from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call, limits
-from legato_service.session.core import CaptureClock, Frame, Outcome
+from legato_service.session.core import CaptureClock, Frame
 from legato_service.tracking import Array, Tracked, Tracker, TrackIds
 
-if TYPE_CHECKING:
-    from legato_service.session.session import SessionDriver
+log = structlog.get_logger("legato.session")
 
 MAX_TRACKS = 512  # alive in a session; about 4 KiB each
 
@@ -253,200 +243,3 @@ def _over_quota() -> QuotaExceeded | None:
     except QuotaExceeded as error:
         return error
     return None
-
-
-# ---------------------------------------------------------------- frame runner
-
-log = structlog.get_logger("legato.session")
-
-ImageResult = asyncio.Future[CachedImageRef | LegatoError | None]
-"""Result of the task with the image's bytes: the cached image, or a failure of all tasks."""
-
-
-class FrameRunner:
-    """Runner of one session's frames, each for at most `frame_deadline` seconds.
-
-    The session is its listener and owns it, and shuts it down at the end of the call; only running
-    frames refer back to the listener.
-    """
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        listener: SessionDriver,
-        session_id: str,
-        *,
-        frame_deadline: float,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._listener = weakref.ref(listener)
-        self._session_id = session_id
-        self._frame_deadline = frame_deadline
-        self._runs: dict[FrameRequest, FrameRun] = {}
-        self._shut_down = False
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, frame: FrameRequest) -> None:
-        listener = self._listener()
-        if self._shut_down or listener is None:
-            return
-        key = RequestKey(self._session_id, part=str(frame.sequence))
-        deadline = time.monotonic() + self._frame_deadline
-        run = FrameRun(self._dispatcher, listener, frame, key, deadline)
-        self._runs[frame] = run
-        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
-        run.cancel = task.cancel
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._runs.pop(frame, None))
-
-    def stop(self, frame: FrameRequest, index: int) -> None:
-        if frame in self._runs:
-            self._runs[frame].stop(index)
-
-    def abort(self, frame: FrameRequest) -> None:
-        """Abort the frame. Idempotent."""
-        if frame in self._runs:
-            self._runs.pop(frame).abort()
-
-    def shut_down(self) -> None:
-        """Abort all frames at once. Idempotent.
-
-        A frame's end starts a waiting one, which would otherwise outlive the runner.
-        """
-        self._shut_down = True
-        for frame in list(self._runs):
-            self.abort(frame)
-
-    async def wait_stopped(self) -> None:
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-
-class FrameRun:
-    """A running frame. `cancel` cancels its asyncio task."""
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        listener: SessionDriver,
-        frame: FrameRequest,
-        key: RequestKey,
-        deadline: float,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._listener = listener
-        self._frame = frame
-        self._key = key
-        self._deadline = deadline
-        self._streams: dict[int, RequestStream] = {}
-        self._stopped: set[int] = set()
-        self.cancel: Callable[[], object] = lambda: None
-
-    def stop(self, index: int) -> None:
-        self._stopped.add(index)
-        if index in self._streams:
-            self._streams[index].stop()
-
-    def abort(self) -> None:
-        for stream in self._streams.values():
-            stream.abort()
-        self.cancel()
-
-    async def run(self) -> None:
-        """Give every task an outcome, unless this is cancelled."""
-        try:
-            image = await self._read_image()
-            async with asyncio.TaskGroup() as group:
-                await self._start_tasks(image, group)
-        except Exception as error:
-            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
-            for index in range(len(self._frame.tasks)):  # earlier outcomes stay
-                self._listener.ended(self._frame, index, InternalError("a frame could not be run"))
-        finally:
-            del self._listener  # a cancelled task group keeps its stack frames, and so this object
-
-    async def _read_image(self) -> CheckedImage | LegatoError:
-        message, self._frame.image = self._frame.image, None
-        image: CheckedImage | LegatoError = None
-        try:
-            if message is not None:
-                image = await self._dispatcher.images.check(message)
-            if image is None:
-                image = InvalidField("a frame needs an image", field="image")
-        except LegatoError as error:
-            image = error.with_traceback(None)  # it would keep this frame, and so the bytes
-        self._listener.image_ready(self._frame)
-        return image
-
-    async def _start_tasks(
-        self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
-    ) -> None:
-        """Start the tasks; the first carries the image's bytes, the others refer to it."""
-        last = len(self._frame.tasks) - 1
-        original = None if isinstance(image, LegatoError) else image
-        for index, task in enumerate(self._frame.tasks):
-            request = task.request
-            if isinstance(request, LegatoError):
-                self._listener.ended(self._frame, index, request)
-            elif isinstance(image, LegatoError):
-                self._listener.ended(self._frame, index, _with_session_field(image))
-            else:
-                cached: ImageResult = asyncio.get_running_loop().create_future()
-                group.create_task(self._run_task(index, request, image, cached, original))
-                if isinstance(image, NewImage) and index < last:
-                    image = await cached or image
-
-    async def _run_task(
-        self,
-        index: int,
-        request: Request,
-        image: CheckedImage,
-        cached: ImageResult,
-        original: CheckedImage,
-    ) -> None:
-        outcome: Outcome = None
-        try:
-            if index not in self._stopped:
-                outcome = await self._follow(index, request, image, cached, original)
-        except LegatoError as error:
-            outcome = _with_session_field(error)
-        if not cached.done():
-            cached.set_result(outcome if isinstance(outcome, SHARED_FAILURES) else None)
-        self._listener.ended(self._frame, index, outcome)
-
-    async def _follow(
-        self,
-        index: int,
-        request: Request,
-        image: CheckedImage,
-        cached: ImageResult,
-        original: CheckedImage,
-    ) -> Done:
-        part = f"{self._key.part}.{index}"
-        key = RequestKey(self._key.caller_id, call.current().tenant, part)
-        request = msgspec.structs.replace(request, request_id=key)
-        with ActiveRequest(self._deadline) as active:
-            stream = self._streams[index] = self._dispatcher.submit(
-                request, (image,), active, originals=(original,), may_wait=index > 0
-            )
-            async with aclosing(follow(stream)) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Done):
-                        return output
-                    if isinstance(output, PrefillStarted) and not cached.done():
-                        cached.set_result(cached_image(output))
-                    if request.deltas and output is not None:
-                        self._listener.output(self._frame, index, output)
-        raise InternalError("a stream ended without its result")
-
-
-def _with_session_field(error: LegatoError) -> LegatoError:
-    """Name the session's field; keep no frames alive, which hold the image's bytes."""
-    error.with_traceback(None)
-    field = error.metadata.get("field", "")
-    if field.split(".")[0] == "image":
-        error.metadata["field"] = f"frame.{field}"
-    elif field == "options.adapter":
-        error.metadata["field"] = "open.adapter"
-    return error

@@ -1,4 +1,4 @@
-"""Session lifecycle, and the registry of open sessions."""
+"""Session lifecycle, the run of its frames, and the registry of open sessions."""
 
 from __future__ import annotations
 
@@ -7,29 +7,40 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 
+import msgspec
 import structlog
 from legato.v1 import session_pb2 as pb
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import (
     Draining,
+    InternalError,
     InvalidField,
     LegatoError,
     SessionOutOfOrder,
     StoppedByOperator,
 )
-from legato_engine.types import RequestKey
+from legato_engine.ipc.messages import Done, PrefillStarted
+from legato_engine.types import CachedImageRef, Request, RequestKey
 
+from legato_service.convert import requests
 from legato_service.convert.responses import duration
 from legato_service.errors import SessionsFull, failure
-from legato_service.requests.dispatcher import Dispatcher
+from legato_service.images.intake import CheckedImage, NewImage
+from legato_service.requests.dispatcher import SHARED_FAILURES, Dispatcher, cached_image, follow
+from legato_service.requests.registry import ActiveRequest
+from legato_service.rpc import call
 from legato_service.session import conversion
 from legato_service.session.core import Outcome, Output, SessionCore, SessionTotals
-from legato_service.session.frames import FramePlanner, FrameRequest, FrameRunner
+from legato_service.session.frames import FramePlanner, FrameRequest
+from legato_service.version import CONTRACT_REVISION
 
 log = structlog.get_logger("legato.session")
 
+DEFAULT_HEARTBEAT = 10.0  # seconds
 STOP_GRACE = 1.0
 """Seconds, at the end of the time left, in which stopped work returns its partial results."""
 IDLE_LINGER = 0.25
@@ -62,14 +73,13 @@ class SessionDriver:
         opening: pb.SessionOpen,
         dispatcher: Dispatcher,
         limits: SessionLimits,
-        contract_revision: int,
-        totals: SessionTotals | None = None,
+        totals: SessionTotals,
     ) -> None:
         settings = conversion.settings(opening, credit_timeout=limits.credit_timeout)
         self._limits = limits
         self._name = opening.session_name
         self._session_id = session_id
-        self._heartbeat = conversion.heartbeat(opening)
+        self._heartbeat = requests.heartbeat(opening, DEFAULT_HEARTBEAT)
         self._silence = self._next_silence()
         self._planner = FramePlanner(dispatcher, opening, settings.max_frame_age)
         self._runner = FrameRunner(
@@ -91,7 +101,7 @@ class SessionDriver:
                 frame_credits=settings.frame_credits,
                 max_in_flight=settings.max_in_flight,
                 heartbeat_interval=duration(self._heartbeat),
-                contract_revision=contract_revision,
+                contract_revision=CONTRACT_REVISION,
             )
         )
 
@@ -102,10 +112,10 @@ class SessionDriver:
     # ------------------------------------------------------------ the writer
 
     async def messages(
-        self, requests: AsyncIterator[pb.SessionRequest]
+        self, received: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionResponse]:
         """Yield the session's messages; frames that still run at the end are aborted."""
-        self._reader = asyncio.create_task(self._read(requests), name="session reader")
+        self._reader = asyncio.create_task(self._read(received), name="session reader")
         self._reader.add_done_callback(lambda _: self._wake())
         try:
             yield self._opened
@@ -180,9 +190,9 @@ class SessionDriver:
 
     # ------------------------------------------------------------ the reader
 
-    async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    async def _read(self, received: AsyncIterator[pb.SessionRequest]) -> None:
         """Read at once, so that a newer frame can replace a waiting one."""
-        async for request in requests:
+        async for request in received:
             self._receive(request)
             self._wake()
         self._core.half_close()
@@ -262,6 +272,201 @@ class SessionDriver:
             must_run=self._core.num_must_run,
             dropped=dropped,
         )
+
+
+# ---------------------------------------------------------------- frame runner
+
+ImageResult = asyncio.Future[CachedImageRef | LegatoError | None]
+"""Result of the task with the image's bytes: the cached image, or a failure of all tasks."""
+
+
+class FrameRunner:
+    """Runner of one session's frames, each for at most `frame_deadline` seconds.
+
+    The session is its listener and owns it, and shuts it down at the end of the call; only running
+    frames refer back to the listener.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        listener: SessionDriver,
+        session_id: str,
+        *,
+        frame_deadline: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._listener = weakref.ref(listener)
+        self._session_id = session_id
+        self._frame_deadline = frame_deadline
+        self._runs: dict[FrameRequest, FrameRun] = {}
+        self._shut_down = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, frame: FrameRequest) -> None:
+        listener = self._listener()
+        if self._shut_down or listener is None:
+            return
+        key = RequestKey(self._session_id, part=str(frame.sequence))
+        deadline = time.monotonic() + self._frame_deadline
+        run = FrameRun(self._dispatcher, listener, frame, key, deadline)
+        self._runs[frame] = run
+        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
+        run.cancel = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._runs.pop(frame, None))
+
+    def stop(self, frame: FrameRequest, index: int) -> None:
+        if frame in self._runs:
+            self._runs[frame].stop(index)
+
+    def abort(self, frame: FrameRequest) -> None:
+        """Abort the frame. Idempotent."""
+        if frame in self._runs:
+            self._runs.pop(frame).abort()
+
+    def shut_down(self) -> None:
+        """Abort all frames at once. Idempotent.
+
+        A frame's end starts a waiting one, which would otherwise outlive the runner.
+        """
+        self._shut_down = True
+        for frame in list(self._runs):
+            self.abort(frame)
+
+    async def wait_stopped(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class FrameRun:
+    """A running frame. `cancel` cancels its asyncio task."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        listener: SessionDriver,
+        frame: FrameRequest,
+        key: RequestKey,
+        deadline: float,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._listener = listener
+        self._frame = frame
+        self._key = key
+        self._deadline = deadline
+        self._streams: dict[int, RequestStream] = {}
+        self._stopped: set[int] = set()
+        self.cancel: Callable[[], object] = lambda: None
+
+    def stop(self, index: int) -> None:
+        self._stopped.add(index)
+        if index in self._streams:
+            self._streams[index].stop()
+
+    def abort(self) -> None:
+        for stream in self._streams.values():
+            stream.abort()
+        self.cancel()
+
+    async def run(self) -> None:
+        """Give every task an outcome, unless this is cancelled."""
+        try:
+            image = await self._read_image()
+            async with asyncio.TaskGroup() as group:
+                await self._start_tasks(image, group)
+        except Exception as error:
+            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
+            for index in range(len(self._frame.tasks)):  # earlier outcomes stay
+                self._listener.ended(self._frame, index, InternalError("a frame could not be run"))
+        finally:
+            del self._listener  # a cancelled task group keeps its stack frames, and so this object
+
+    async def _read_image(self) -> CheckedImage | LegatoError:
+        message, self._frame.image = self._frame.image, None
+        image: CheckedImage | LegatoError = None
+        try:
+            if message is not None:
+                image = await self._dispatcher.images.check(message)
+            if image is None:
+                image = InvalidField("a frame needs an image", field="image")
+        except LegatoError as error:
+            image = error.with_traceback(None)  # it would keep this frame, and so the bytes
+        self._listener.image_ready(self._frame)
+        return image
+
+    async def _start_tasks(
+        self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
+    ) -> None:
+        """Start the tasks; the first carries the image's bytes, the others refer to it."""
+        last = len(self._frame.tasks) - 1
+        original = None if isinstance(image, LegatoError) else image
+        for index, task in enumerate(self._frame.tasks):
+            request = task.request
+            if isinstance(request, LegatoError):
+                self._listener.ended(self._frame, index, request)
+            elif isinstance(image, LegatoError):
+                self._listener.ended(self._frame, index, _with_session_field(image))
+            else:
+                cached: ImageResult = asyncio.get_running_loop().create_future()
+                group.create_task(self._run_task(index, request, image, cached, original))
+                if isinstance(image, NewImage) and index < last:
+                    image = await cached or image
+
+    async def _run_task(
+        self,
+        index: int,
+        request: Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
+    ) -> None:
+        outcome: Outcome = None
+        try:
+            if index not in self._stopped:
+                outcome = await self._follow(index, request, image, cached, original)
+        except LegatoError as error:
+            outcome = _with_session_field(error)
+        if not cached.done():
+            cached.set_result(outcome if isinstance(outcome, SHARED_FAILURES) else None)
+        self._listener.ended(self._frame, index, outcome)
+
+    async def _follow(
+        self,
+        index: int,
+        request: Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
+    ) -> Done:
+        part = f"{self._key.part}.{index}"
+        key = RequestKey(self._key.caller_id, call.current().tenant, part)
+        request = msgspec.structs.replace(request, request_id=key)
+        with ActiveRequest(self._deadline) as active:
+            stream = self._streams[index] = self._dispatcher.submit(
+                request, (image,), active, originals=(original,), may_wait=index > 0
+            )
+            async with aclosing(follow(stream)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Done):
+                        return output
+                    if isinstance(output, PrefillStarted) and not cached.done():
+                        cached.set_result(cached_image(output))
+                    if request.deltas and output is not None:
+                        self._listener.output(self._frame, index, output)
+        raise InternalError("a stream ended without its result")
+
+
+def _with_session_field(error: LegatoError) -> LegatoError:
+    """Name the session's field; keep no frames alive, which hold the image's bytes."""
+    error.with_traceback(None)
+    field = error.metadata.get("field", "")
+    if field.split(".")[0] == "image":
+        error.metadata["field"] = f"frame.{field}"
+    elif field == "options.adapter":
+        error.metadata["field"] = "open.adapter"
+    return error
 
 
 # ---------------------------------------------------------------- registry

@@ -20,7 +20,7 @@ from legato_client import (
 )
 from legato_client._grpc.channel import COMMON_REQUEST_BYTES
 from legato_client._version import CONTRACT_REVISION
-from legato_service.services import server as real
+from legato_service import version as real
 from PIL import Image
 
 from tests.clients.python.face import Face

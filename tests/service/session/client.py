@@ -50,8 +50,8 @@ class SessionClient:
     # ------------------------------------------------------------ saying
 
     async def send(self, **fields: Any) -> None:
-        """Send a message; a refused session loses it, and its reader has the status."""
-        with suppress(grpc.aio.AioRpcError):
+        """Send a message; a session that has ended loses it, and its reader has the status."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.write(session_pb2.SessionRequest(**fields))
 
     async def frame(self, sequence: int, **fields: Any) -> None:
@@ -182,7 +182,7 @@ def reason_of(result: task_pb2.TaskResult) -> str:
 
 async def settled(server: Running) -> None:
     """Check that nothing is held: no session, no request, no blob."""
-    await until(lambda: server.server.num_in_flight == 0 and len(server.server.sessions) == 0)
+    await until(lambda: len(server.server.requests) == 0 and len(server.server.sessions) == 0)
     assert not server.engine.streams
     assert len(server.engine.blobs) == 0
 

@@ -24,8 +24,7 @@ from legato_engine.types import (
     RequestKey,
 )
 from legato_service.arguments import parse
-from legato_service.session.frames import FrameRun, FrameRunner
-from legato_service.session.session import SessionDriver
+from legato_service.session.session import FrameRun, FrameRunner, SessionDriver
 
 from tests.service.fakes import FakeEngine, answer, begin, done, hold, refuse, started
 from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
