@@ -29,6 +29,7 @@ from legato_service import lifecycle, logs
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
+from legato_service.workers.processes import WorkerProcesses
 
 CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
 
@@ -136,7 +137,13 @@ class InsideEngine:
 async def _serve() -> None:
     engine = InsideEngine()
     config = ServiceConfig(listen="127.0.0.1:0", engine=CONFIG)
-    server = Server(config, EngineGroup([cast(EngineConnection, engine)]))
+    peers = WorkerProcesses(
+        config,
+        (),
+        lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
+        lambda: server.metrics.snapshot(),  # noqa: PLW0108 - the same
+    )
+    server = Server(config, EngineGroup([cast(EngineConnection, engine)]), peers)
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
 

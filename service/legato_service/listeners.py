@@ -13,7 +13,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from legato_service import addresses
-from legato_service.access.admin_socket import admin_socket
 from legato_service.access.control import AccessControl
 from legato_service.access.tls import ServerCertificate
 from legato_service.config import ServiceConfig
@@ -237,7 +236,7 @@ class Listeners:
             self.admin_address = await admin.start(self._config.admin_listen)
             return
         try:  # a server without a folder for its socket still serves
-            self.admin_address = await admin.start(admin_socket(main_port))
+            self.admin_address = await admin.start(addresses.admin_socket(main_port))
         except OSError as error:
             self.admin_problem = str(error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 
@@ -83,7 +82,7 @@ async def serve(
         try:
             workers.start()
             start_up = _start_up(engines, workers, address, announcer)
-            if not await _first_of(server.wait_drain_begun(), start_up):
+            if not await _first_of(server.shutdown.begun.wait(), start_up):
                 unservable = any(each.unservable for each in engines)
                 return EXIT_UNSERVABLE if unservable else EXIT_FAILED
             announcer.close()
@@ -153,13 +152,13 @@ async def _drain_on(
 ) -> None:
     """Drain after a signal and the delay, which the next signal skips; then wait for `cut`."""
     await signals.next()
-    if config.drain_delay and server.is_ready:
-        server.withdraw()
+    if config.drain_delay and server.health.is_ready:
+        server.health.withdraw()
         workers.withdraw()
         log.info("drain_delayed", seconds=config.drain_delay)
         with suppress(TimeoutError):
             async with asyncio.timeout(config.drain_delay):
-                await _first_of(signals.next(), server.wait_drain_begun())
+                await _first_of(signals.next(), server.shutdown.begun.wait())
     workers.drain(config.drain_grace)
     await signals.next()
     signals.cut.set()
@@ -169,19 +168,19 @@ async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signa
     """Finish draining; this process exits last, because the workers need the engine."""
     await _first_of(signals.cut.wait(), _all_drained(server, workers))
     if signals.cut.is_set():
-        log.warning("drain_cut", in_flight=server.num_in_flight)
+        log.warning("drain_cut", in_flight=len(server.requests))
         workers.drain(0.0)
         await asyncio.gather(server.stop(), workers.wait_exited(within=_CUT_TIME))
         return 128 + signals.number
-    if server.num_in_flight:
-        log.warning("drain_grace_expired", in_flight=server.num_in_flight)
+    if len(server.requests):
+        log.warning("drain_grace_expired", in_flight=len(server.requests))
     return EXIT_OK
 
 
 async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
     """Wait until all have drained; workers keep the grace themselves, and `LAST_WRITES` more."""
-    in_time = await server.wait_drained()
-    while server.grace_left and not await workers.wait_exited(within=_POLL_INTERVAL):
+    in_time = await server.shutdown.wait()
+    while server.shutdown.time_left and not await workers.wait_exited(within=_POLL_INTERVAL):
         pass  # the grace may have been shortened
     return await workers.wait_exited(within=LAST_WRITES) and in_time
 
@@ -203,9 +202,9 @@ async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, Non
 async def start(
     config: ServiceConfig, announcer: Announcer, make_engines: Callable[[], Sequence[EngineClient]]
 ) -> int:
-    """Start the engines, which load while this process imports gRPC; then serve.
+    """Start the engines, and serve while they load; return the exit code, as `serve`.
 
-    `make_engines` runs within the loop. Return the exit code, as `process.serve`.
+    `make_engines` runs within the loop.
     """
     signals = Signals()
     try:
@@ -215,8 +214,4 @@ async def start(
         return EXIT_UNSERVABLE
     for each in engines:
         await each.start()
-    await asyncio.sleep(0)  # so that their processes begin before the imports
-    # takes half a second
-
-    gc.freeze()  # these modules stay, too
     return await serve(config, announcer, engines, signals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import structlog
 from legato.kserve import open_inference_pb2, open_inference_pb2_grpc
@@ -44,7 +45,9 @@ from legato_service.services.kserve import KServeServicer
 from legato_service.services.server import ServerServicer
 from legato_service.services.session import SessionServicer
 from legato_service.session.session import SessionLimits, SessionRegistry
-from legato_service.tracing.settings import tracer
+
+if TYPE_CHECKING:
+    from legato_service.tracing import Tracer
 
 log = structlog.get_logger("legato.service")
 
@@ -77,34 +80,32 @@ class Server:
         self,
         config: ServiceConfig,
         engines: EngineGroup,
-        sessions: SessionRegistry | None = None,
-        peers: Peers | None = None,
+        peers: Peers,
     ) -> None:
         self._config = config
         self._engines = engines
-        self._requests = RequestRegistry()
+        self.requests = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
-        self._drain = Drain(self._requests, self.sessions)
+        self.shutdown = Drain(self.requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.idempotency_cache = IdempotencyCache()
-        number = 0 if peers is None else peers.number
         calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
-        self.tracer = tracer(config, lambda: engines.model.name if engines.model else "")
+        self.tracer = _tracer(config, engines)
         self._call_log = CallLog(
             [each.observe for each in (calls, self.tracer) if each is not None]
         )
         self.metrics = Collector(
             config,
             engines,
-            self._requests,
+            self.requests,
             self.sessions,
             calls,
             self._call_log,
-            number=number,
-            gather=None if peers is None else peers.gather,
+            number=peers.number,
+            gather=peers.gather,
             reload_failures=lambda: self.listeners.reload_failures(),  # noqa: PLW0108 - made below
         )
-        serves_metrics = bool(config.metrics_listen) and number == 0
+        serves_metrics = bool(config.metrics_listen) and peers.number == 0
         self._scrapes = MetricsListener(self.metrics.exposition) if serves_metrics else None
         self.metrics_address = ""  # empty: there is no listener
         self._upload_quota = ByteQuota(
@@ -118,30 +119,29 @@ class Server:
             max_pixels=config.engine.max_image_pixels,
             read_shared=shared_reader(config, [each.blobs for each in engines.members]),
         )
-        self._health = HealthServicer(MAIN_SERVICES)
+        self.health = HealthServicer(MAIN_SERVICES)
         self.listeners = Listeners(
             config,
             self._call_log,
-            self._health,
+            self.health,
             engines.expect,
             Gate(engines, return_freed_memory),
-            is_first=number == 0,
+            is_first=peers.number == 0,
         )
         admin = AdminServicer(
             engines,
-            self._requests,
-            self.sessions if sessions is None else sessions,
-            drain=self.begin_drain if peers is None else peers.drain,
-            abort_elsewhere=None if peers is None else peers.abort,
+            self.requests,
+            self.sessions,
+            peers,
             default_grace=config.drain_grace,
             scrape=self.metrics.exposition,
             sets_depth=config.depth_switch,
         )
         self._add_services(admin)
-        engines.subscribe(self._health.update)
+        engines.subscribe(self.health.update)
 
     def _add_services(self, admin: AdminServicer) -> None:
-        dispatcher = Dispatcher(self._engines, self.images, self._requests, self.held_uploads)
+        dispatcher = Dispatcher(self._engines, self.images, self.requests, self.held_uploads)
         main = self.listeners.main
         inference = InferenceServicer(
             dispatcher,
@@ -153,7 +153,7 @@ class Server:
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             KServeServicer(
                 dispatcher,
-                lambda: self._health.is_ready,
+                lambda: self.health.is_ready,
                 deadline=self._config.unary_deadline,
             ),
             main.as_server,
@@ -166,7 +166,7 @@ class Server:
                 self._config,
                 self._engines,
                 self._engines.members[0].blobs,
-                self._requests,
+                self.requests,
                 self.held_uploads,
                 self._upload_quota,
             ),
@@ -184,16 +184,6 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, own.as_server)
             own.reflect((_ADMIN.full_name,))
 
-    @property
-    def admin_address(self) -> str:
-        """Empty: AdminService is off."""
-        return self.listeners.admin_address
-
-    @property
-    def grace_left(self) -> float:
-        """Infinite before a drain begins."""
-        return self._drain.time_left
-
     def _session_limits(self) -> SessionLimits:
         return SessionLimits(
             open_timeout=self._config.session_open_timeout,
@@ -201,13 +191,6 @@ class Server:
             frame_deadline=self._config.unary_deadline,
             max_age=self._config.max_session_age,
         )
-
-    async def snapshot(self) -> Snapshot:
-        return self.metrics.snapshot()
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._requests)
 
     async def start(self) -> int:
         """Listen; return the main port.
@@ -223,29 +206,20 @@ class Server:
                 await self.listeners.stop(0)
                 raise
         self.metrics.start()
-        self._health.update(self._engines.state)
+        self.health.update(self._engines.state)
         return port
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether health checks report serving."""
-        return self._health.is_ready
-
-    def withdraw(self) -> None:
-        """Report not serving for good, and serve on."""
-        self._health.withdraw()
 
     def begin_drain(self, grace: float) -> None:
         """Report not serving, refuse new requests, and give open ones `grace` seconds.
 
         Does not wait. Repeated, it can only shorten the grace.
         """
-        self._health.withdraw()
-        self._drain.begin(grace)
+        self.health.withdraw()
+        self.shutdown.begin(grace)
         if self._engine_drain is None:
             self._engine_drain = asyncio.create_task(self._drain_engine(), name="engine drain")
         log.info(
-            "drain_begun", in_flight=len(self._requests), grace=round(self._drain.time_left, 3)
+            "drain_begun", in_flight=len(self.requests), grace=round(self.shutdown.time_left, 3)
         )
 
     async def _drain_engine(self) -> None:
@@ -253,36 +227,46 @@ class Server:
         await self.sessions.wait_empty()
         self._engines.drain()
 
-    async def wait_drain_begun(self) -> bool:
-        return await self._drain.begun.wait()
-
-    async def wait_drained(self) -> bool:
-        """Return whether all requests ended in time."""
-        return await self._drain.wait()
+    async def snapshot(self) -> Snapshot:
+        return self.metrics.snapshot()
 
     async def drain(self, grace: float) -> bool:
+        """Return whether all requests ended in time."""
         self.begin_drain(grace)
-        return await self.wait_drained()
+        return await self.shutdown.wait()
 
     async def stop(self) -> None:
         """Send finished responses, end the rest with `Draining`, close the listeners. Idempotent.
 
         Without open requests responses have `LAST_WRITES` seconds, else `CUT_WRITES`.
         """
-        self._health.withdraw()
-        self._health.close()
+        self.health.withdraw()
+        self.health.close()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
         self.metrics.close()
         self.held_uploads.close()
         grace = LAST_WRITES
-        if len(self._requests) + len(self.sessions):
+        if len(self.requests) + len(self.sessions):
             grace = CUT_WRITES
-            self._requests.close()
-            await self._drain.cut()
+            self.requests.close()
+            await self.shutdown.cut()
         await self.listeners.stop(grace)
         self._call_log.close()
         if self._scrapes is not None:
             self._scrapes.close()
         if self.tracer is not None:
             await self.tracer.close()
+
+
+def _tracer(config: ServiceConfig, engines: EngineGroup) -> Tracer | None:
+    """Return None when tracing is off; OpenTelemetry is imported only when it is on."""
+    if not config.otlp_endpoint:
+        return None
+    from legato_service.tracing import Tracer, span_exporter
+
+    return Tracer(
+        span_exporter(config.otlp_endpoint),
+        config.trace_ratio,
+        lambda: engines.model.name if engines.model else "",
+    )

@@ -284,7 +284,7 @@ ALLOWED = {
     "service/legato_service/rpc/call_log.py",
     "service/legato_service/services/image.py",
     "service/legato_service/session/session.py",
-    "service/legato_service/tracing/tracer.py",
+    "service/legato_service/tracing.py",
     "engine/legato_engine/crash.py",
     "engine/legato_engine/core/process.py",
 }

@@ -27,7 +27,7 @@ from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
-from legato_service.session.session import SessionRegistry
+from legato_service.workers.processes import WorkerProcesses
 from PIL import Image
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -105,7 +105,6 @@ async def running(
     engine: FakeEngine | Sequence[FakeEngine] | None = None,
     channel_options: Sequence[tuple[str, int | str]] = (),
     engine_settings: dict[str, Any] | None = None,
-    sessions: SessionRegistry | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Serve for the length of the block; settings are fields of the two configurations."""
@@ -118,7 +117,12 @@ async def running(
     server = Server(
         config,
         EngineGroup([cast(EngineConnection, each) for each in engines], affinity=config.affinity),
-        sessions,
+        WorkerProcesses(
+            config,
+            (),
+            lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made by this statement
+            lambda: server.metrics.snapshot(),  # noqa: PLW0108 - the same
+        ),
     )
     port = await server.start()
     try:

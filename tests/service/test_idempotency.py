@@ -63,7 +63,7 @@ async def test_calls_of_one_id_and_content_share_a_run(rpc):
         finish(engine)
         assert await first == await second == await method(UNARY[rpc])
         assert len(engine.requests) == 1
-        assert server.server.num_in_flight == 0
+        assert len(server.server.requests) == 0
         assert len(engine.blobs) == 0
 
 
@@ -157,7 +157,7 @@ async def test_a_failure_goes_to_all_joined_calls():
             failed = await refusal(each)
             assert failed.reason == "QUEUE_FULL"
             assert failed.details["RequestInfo"].request_id == "mine"
-        assert server.server.num_in_flight == 0
+        assert len(server.server.requests) == 0
 
 
 @pytest.mark.parametrize("leaver", [0, 1], ids=["first", "joined"])
@@ -184,7 +184,7 @@ async def test_the_last_call_to_leave_ends_the_run():
         await until(lambda: len(engine.streams) == 1)
         for each in calls:
             each.cancel()
-        await until(lambda: not engine.streams and server.server.num_in_flight == 0)
+        await until(lambda: not engine.streams and len(server.server.requests) == 0)
         assert engine.aborted == [RequestKey("mine")]
         engine.script = answer
         assert (await server.inference.Query(OTHER)).answer

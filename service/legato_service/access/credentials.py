@@ -288,16 +288,16 @@ class Credentials:
             tenant = f"cert:{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         scopes = frozenset({Need.CREDENTIAL, Need.INFER, Need.UPLOAD})
         quotas = self._defaults.shared_by(self._processes)
-        principal = Principal(tenant, tenant, scopes, quotas=quotas)
+        principal = Principal(credential=tenant, tenant=tenant, scopes=scopes, quotas=quotas)
         self._certificates[name] = principal
         return principal
 
 
 def _principal(record: Record, quotas: Quotas) -> Principal:
     return Principal(
-        record.id,
-        record.tenant,
-        frozenset({Need.CREDENTIAL, *record.scopes}),
+        credential=record.id,
+        tenant=record.tenant,
+        scopes=frozenset({Need.CREDENTIAL, *record.scopes}),
         quotas=quotas,
         expires=record.expires_at,
         identity=record.identity,

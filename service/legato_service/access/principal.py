@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
-from legato.v1 import inference_pb2
+from legato.v1 import admin_pb2, inference_pb2
 from legato_engine.errors import QuotaExceeded
 
 from legato_service.errors import CredentialRejected
@@ -34,6 +35,7 @@ UNKNOWN_METHOD = "(unknown)"
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 """All are inference: each runs a model for its caller."""
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods_by_name
 
 _NEEDS: dict[str, Mapping[str, Need]] = {
     "legato.v1.InferenceService": dict.fromkeys(_INFERENCE, Need.INFER),
@@ -43,14 +45,7 @@ _NEEDS: dict[str, Mapping[str, Need]] = {
         "GetServerInfo": Need.CREDENTIAL,
         "ListModels": Need.CREDENTIAL,
     },
-    "legato.v1.AdminService": {
-        "GetLoad": Need.ADMIN,
-        "Abort": Need.ADMIN,
-        "Drain": Need.ADMIN,
-        "GetMetrics": Need.ADMIN,
-        "WatchTimeline": Need.ADMIN,
-        "SetPipelineDepth": Need.ADMIN,
-    },
+    "legato.v1.AdminService": dict.fromkeys(_ADMIN, Need.ADMIN),
     "inference.GRPCInferenceService": {
         "ServerLive": Need.NOTHING,
         "ServerReady": Need.NOTHING,
@@ -153,6 +148,7 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Principal:
     """A credential in use, with its tenant, its scopes and what is left of its quotas.
 
@@ -160,35 +156,18 @@ class Principal:
     on. `expires` is in `time.time()` seconds.
     """
 
-    __slots__ = (
-        "_expires",
-        "_num_sessions",
-        "_pixels",
-        "_requests",
-        "credential",
-        "identity",
-        "quotas",
-        "scopes",
-        "tenant",
-    )
+    credential: str
+    tenant: str
+    scopes: frozenset[str]
+    quotas: Quotas
+    expires: float = math.inf
+    identity: object = None
+    _num_sessions: int = dataclasses.field(default=0, init=False)
+    _requests: RateLimit | None = dataclasses.field(init=False)
+    _pixels: RateLimit | None = dataclasses.field(init=False)
 
-    def __init__(
-        self,
-        credential: str,
-        tenant: str,
-        scopes: frozenset[str],
-        *,
-        quotas: Quotas,
-        expires: float = math.inf,
-        identity: object = None,
-    ) -> None:
-        self.credential = credential
-        self.tenant = tenant
-        self.scopes = scopes
-        self.identity = identity
-        self._expires = expires
-        self._num_sessions = 0
-        self.limit(quotas)
+    def __post_init__(self) -> None:
+        self.limit(self.quotas)
 
     def limit(self, quotas: Quotas) -> None:
         """Set the limits; those that changed start unused."""
@@ -202,11 +181,11 @@ class Principal:
         Raises:
             Unauthenticated: the credential has expired or was removed.
         """
-        if self._expires <= time.time():
+        if self.expires <= time.time():
             raise CredentialRejected("the credential is not valid any more")
 
     def revoke(self) -> None:
-        self._expires = 0.0
+        self.expires = 0.0
 
     def take_request(self) -> None:
         """Count a call or a frame of a session.

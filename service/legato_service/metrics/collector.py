@@ -212,9 +212,9 @@ class Collector:
         calls: CallMetrics | None,
         call_log: CallLog,
         *,
-        number: int = 0,
-        gather: Callable[[Snapshot], Awaitable[Snapshot]] | None = None,
-        reload_failures: Callable[[], Mapping[str, int]] = dict,
+        number: int,
+        gather: Callable[[Snapshot], Awaitable[Snapshot]],
+        reload_failures: Callable[[], Mapping[str, int]],
     ) -> None:
         self._config = config
         self._engines = engines
@@ -252,9 +252,7 @@ class Collector:
 
     async def exposition(self, accept: str = "") -> Exposition:
         """Return the metrics of all processes; `accept` is as HTTP's header."""
-        snapshot = self.snapshot()
-        if self._gather is not None:
-            snapshot = await self._gather(snapshot)
+        snapshot = await self._gather(self.snapshot())
         metrics = [*catalogue.OWN]
         model = self._engines.model.name if self._engines.model is not None else ""
         if self._calls is not None:

@@ -11,7 +11,7 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.messages import SchedulerLoad, TimelineBatch
+from legato_engine.ipc.messages import TimelineBatch
 from legato_engine.types import RequestKey
 
 from legato_service.convert import responses, skills
@@ -19,6 +19,7 @@ from legato_service.convert.responses import duration
 from legato_service.engines import group
 from legato_service.engines.group import EngineGroup
 from legato_service.errors import MethodUnknown
+from legato_service.lifecycle import Peers
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.call import Context
@@ -37,9 +38,8 @@ _STATES = {
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Handlers of AdminService; they respond under any load, as they never wait for the engine.
 
-    `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
-    returns their count. `scrape` returns the metrics of all processes and their format.
-    `sets_depth`: the operator may set the pipeline's depth.
+    `scrape` returns the metrics of all processes and their format. `sets_depth`: the operator may
+    set the pipeline's depth.
     """
 
     def __init__(
@@ -47,38 +47,29 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         engines: EngineGroup,
         registry: RequestRegistry,
         sessions: SessionRegistry,
+        peers: Peers,
         *,
-        drain: Callable[[float], None],
         default_grace: float,
-        abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
         scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
-        sets_depth: bool = False,
+        sets_depth: bool,
     ) -> None:
         self._engines = engines
         self._registry = registry
         self._sessions = sessions
-        self._drain = drain
+        self._peers = peers
         self._default_grace = default_grace
-        self._abort_elsewhere = abort_elsewhere
         self._scrape = scrape
         self._sets_depth = sets_depth
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        load = self._engines.load
+        engines = self._engines
         response = pb.GetLoadResponse(
-            running=load.running,
-            waiting=load.waiting,
             sessions=len(self._sessions),
-            kv_used_ratio=_kv_used_ratio(load),
-            engine_state=self._state(self._engines.state),
-            engine_step=self._engines.step,
+            engine_state=self._state(engines.state),
+            engine_step=engines.step,
+            engines=map(self._engine_load, engines.members),
         )
-        if self._engines.state is EngineState.READY:
-            wait = duration(self._engines.estimated_wait)
-            response.estimated_wait.CopyFrom(wait)
-        if load.decode_steps is not None:
-            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
-        response.engines.extend(map(self._engine_load, self._engines.members))
+        _fill_load(response, engines)
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -92,10 +83,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if target == "request_id":
             key = _key(request, target)
             aborted, ended = self._registry.stop(key)
-            aborted += await self._elsewhere(key)
+            aborted += await self._peers.abort(key)
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
-            aborted = self._registry.stop_all() + await self._elsewhere(None)
+            aborted = self._registry.stop_all() + await self._peers.abort(None)
             return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
         if target == "all":
             raise InvalidField("must be true", field="all")
@@ -106,7 +97,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         grace = self._default_grace
         if request.HasField("grace"):
             grace = skills.seconds(request.grace)
-        self._drain(grace)
+        self._peers.drain(grace)
         load = self._engines.load
         return pb.DrainResponse(
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
@@ -143,33 +134,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             each.set_pipeline_depth(request.depth)
         return pb.SetPipelineDepthResponse()
 
-    async def _elsewhere(self, target: RequestKey | None) -> int:
-        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
-
     def _state(self, state: EngineState) -> str:
         return "draining" if self._registry.is_closed else _STATES[state]
 
     def _engine_load(self, engine: EngineConnection) -> pb.EngineLoad:
-        load = engine.load
         response = pb.EngineLoad(
             device=engine.device,
             state=self._state(engine.state),
-            running=load.running,
-            waiting=load.waiting,
-            kv_used_ratio=_kv_used_ratio(load),
             step=engine.step,
             restarts=engine.restarts,
-            pipeline_depth=load.pipeline_depth,
+            pipeline_depth=engine.load.pipeline_depth,
         )
-        if engine.state is EngineState.READY:
-            response.estimated_wait.CopyFrom(duration(engine.estimated_wait))
-        if load.decode_steps is not None:
-            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
+        _fill_load(response, engine)
         return response
 
 
-def _kv_used_ratio(load: SchedulerLoad) -> float:
-    return load.pages_used / load.pages_total if load.pages_total else 0.0
+def _fill_load(
+    message: pb.GetLoadResponse | pb.EngineLoad, engine: EngineGroup | EngineConnection
+) -> None:
+    load = engine.load
+    message.running, message.waiting = load.running, load.waiting
+    message.kv_used_ratio = load.pages_used / load.pages_total if load.pages_total else 0.0
+    if engine.state is EngineState.READY:
+        message.estimated_wait.CopyFrom(duration(engine.estimated_wait))
+    if load.decode_steps is not None:
+        message.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
 
 
 def _key(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> RequestKey:

@@ -122,7 +122,7 @@ async def serve(settings: WorkerSettings, policy: LatencyPolicy, connection: soc
         return 1
     first.exchange = MetricsExchange(channel, server.snapshot)
     listening = asyncio.create_task(_listen(channel, server, first.exchange))
-    drained = asyncio.create_task(server.wait_drained())
+    drained = asyncio.create_task(server.shutdown.wait())
     announcing: asyncio.Task[None] | None = None
     try:
         for engine, endpoint in zip(engines, settings.engines, strict=True):
@@ -162,7 +162,7 @@ async def _listen(channel: ControlChannel, server: Server, exchange: MetricsExch
             case DrainCommand(grace=grace):
                 server.begin_drain(grace)
             case WithdrawCommand():
-                server.withdraw()
+                server.health.withdraw()
             case Collect() | Collected():
                 exchange.receive(message)
 

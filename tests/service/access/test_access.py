@@ -170,7 +170,7 @@ async def test_admin_on_its_own_tcp_listener_needs_the_scope(tokens):
     """The same table holds there."""
     async with (
         running(tokens=tokens, admin_listen="127.0.0.1:0") as server,
-        grpc.aio.insecure_channel(server.server.admin_address) as channel,
+        grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel,
     ):
         path = "/legato.v1.AdminService/GetLoad"
         assert (await call_empty(channel, path, ())).reason == "UNAUTHENTICATED"
@@ -182,7 +182,7 @@ async def test_admin_on_its_own_tcp_listener_needs_the_scope(tokens):
 async def test_a_unix_socket_is_protected_by_its_mode(tokens, tmp_path):
     """The user that runs the server needs no token there."""
     async with running(tokens=tokens, admin_listen=f"unix:{tmp_path}/a.sock") as server:
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+        async with grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel:
             assert await call_empty(channel, "/legato.v1.AdminService/GetLoad", ()) is None
         path = "/legato.v1.AdminService/GetLoad"
         assert await call_empty(server.channel, path, ALL.metadata) is None, "main has it too"
@@ -319,7 +319,7 @@ def test_processes_share_the_limits():
 
 
 def test_a_session_that_fails_gives_its_place_back():
-    principal = Principal("a", "t", frozenset(), quotas=Quotas(sessions=1))
+    principal = Principal(credential="a", tenant="t", scopes=frozenset(), quotas=Quotas(sessions=1))
     for _ in range(3):
         with pytest.raises(RuntimeError), principal.session():
             raise RuntimeError

@@ -264,7 +264,7 @@ async def test_a_tcp_listener_of_the_operator_has_tls(tmp_path, authority):
     tokens = write(tmp_path / "tokens.toml", admin)
     files = Files(tmp_path, authority.server())
     async with secured(files, tokens=tokens, admin_listen="127.0.0.1:0") as server:
-        port = int(server.server.admin_address.rpartition(":")[2])
+        port = int(server.server.listeners.admin_address.rpartition(":")[2])
         async with channel(port, authority.pem) as opened:
             path = "/legato.v1.AdminService/GetLoad"
             assert await call_empty(opened, path, admin.metadata) is None

@@ -11,8 +11,9 @@ import structlog
 from legato.v1 import admin_pb2, inference_pb2, task_pb2
 from legato_client.cli.arguments import admin_target
 from legato_client.cli.main import main
+from legato_service import addresses
 from legato_service import logs as configuration
-from legato_service.access import admin_socket, credentials
+from legato_service.access import credentials
 from legato_service.access.credentials import Credentials, FileRejected, parse
 from legato_service.access.principal import Quotas
 
@@ -405,7 +406,7 @@ async def test_the_client_finds_the_servers_socket(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     async with running(admin_listen="") as server:
         for host in ("127.0.0.1", "localhost"):
-            assert admin_target(f"{host}:{server.port}") == server.server.admin_address
+            assert admin_target(f"{host}:{server.port}") == server.server.listeners.admin_address
         assert admin_target(f"other.example:{server.port}") == f"other.example:{server.port}"
     assert admin_target("127.0.0.1:1") == "127.0.0.1:1"
 
@@ -413,7 +414,7 @@ async def test_the_client_finds_the_servers_socket(tmp_path, monkeypatch):
 def test_without_a_runtime_folder_both_use_the_same_one(tmp_path, monkeypatch):
     """A folder of /tmp that belongs to the user."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
-    address = admin_socket.admin_socket(1)
+    address = addresses.admin_socket(1)
     assert address.startswith("unix:/tmp/legato-")
     assert admin_target("localhost:1") == "localhost:1", "nothing listens there"
 

@@ -69,7 +69,7 @@ def call_of(server, rpc, **options):
 
 async def settled(server, *aborted):
     """Wait until nothing is in flight; only `aborted` were aborted, and no blob is left."""
-    await until(lambda: not server.engine.streams and server.server.num_in_flight == 0)
+    await until(lambda: not server.engine.streams and len(server.server.requests) == 0)
     assert server.engine.aborted == list(aborted)
     assert len(server.engine.blobs) == 0
 
@@ -266,7 +266,7 @@ async def test_a_request_cancelled_before_it_is_submitted_leaves_nothing():
             for _ in range(steps):
                 await asyncio.sleep(0)
             call.cancel()
-        await until(lambda: not server.engine.streams and server.server.num_in_flight == 0)
+        await until(lambda: not server.engine.streams and len(server.server.requests) == 0)
         assert Counter(server.engine.aborted) == Counter(
             request.request_id for request in server.engine.requests
         )

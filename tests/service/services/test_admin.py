@@ -21,11 +21,11 @@ from legato_engine.ipc.messages import LaunchSpan, PipelineStats, SchedulerLoad,
 from legato_engine.types import RequestKey
 from legato_service.config import ServiceConfig
 from legato_service.config import check as check_config
-from legato_service.session.session import SessionRegistry
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
 from tests.service.harness import image_message, refusal, running, until
+from tests.service.session.client import session
 
 ASK = pb.GetLoadRequest()
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -133,7 +133,7 @@ async def events(call):
 
 async def settled(server):
     """Wait until nothing is in flight and the engine holds nothing."""
-    await until(lambda: not server.engine.streams and server.server.num_in_flight == 0)
+    await until(lambda: not server.engine.streams and len(server.server.requests) == 0)
     assert len(server.engine.blobs) == 0
 
 
@@ -198,7 +198,7 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
         unary = server.inference.Query(shown)
         await entered.wait()
         stream = server.inference.Generate(generate_request("other"))
-        await until(lambda: server.server.num_in_flight == 2)
+        await until(lambda: len(server.server.requests) == 2)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (2, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (0, 0)
         go_on.set()
@@ -245,7 +245,7 @@ async def test_an_operator_may_name_the_tenant():
         of_a = await server.admin.Abort(request, metadata=(("legato-tenant", "a"),))
         assert counts(of_a) == (1, 0)
         assert (await refusal(calls["a"])).reason == "PREEMPTED"
-        await until(lambda: server.server.num_in_flight == 2)
+        await until(lambda: len(server.server.requests) == 2)
         assert counts(await server.admin.Abort(request)) == (2, 1)
         for tenant in "bc":
             assert (await refusal(calls[tenant])).reason == "PREEMPTED"
@@ -268,49 +268,34 @@ async def test_abort_needs_a_target(request_, field):
     assert failed.details["BadRequest"].field_violations[0].field == field
 
 
-class FakeSessions(SessionRegistry):
-    """Two sessions."""
-
-    def __init__(self):
-        super().__init__(2)
-        self.ids = {"s-1", "s-2"}
-
-    def __len__(self):
-        return len(self.ids)
-
-    def abort(self, target):
-        """End one."""
-        known = target.caller_id in self.ids
-        self.ids.discard(target.caller_id)
-        return int(known)
-
-    def abort_all(self):
-        """End all."""
-        count = len(self.ids)
-        self.ids.clear()
-        return count
-
-
 async def test_sessions_are_counted_and_aborted():
     """GetLoad counts the sessions; Abort ends one, or all with all requests."""
-    async with running(FakeEngine(hold), sessions=FakeSessions()) as server:
+    async with (
+        running(FakeEngine(hold)) as server,
+        session(server) as first,
+        session(server) as second,
+    ):
         call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         assert (await server.admin.GetLoad(ASK)).sessions == 2
-        one = pb.AbortRequest(session_id="s-1")
+        one = pb.AbortRequest(session_id=first.opened.session_id)
         assert counts(await server.admin.Abort(one)) == (1, 0)
+        assert (await first.failure()).reason == "PREEMPTED"
+        await until(lambda: len(server.server.sessions) == 1)
         assert counts(await server.admin.Abort(one)) == (0, 0)
         assert (await server.admin.GetLoad(ASK)).sessions == 1
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (2, 0)
-        assert (await server.admin.GetLoad(ASK)).sessions == 0
         assert (await refusal(call)).reason == "PREEMPTED"
+        assert (await second.failure()).reason == "PREEMPTED"
+        await until(lambda: len(server.server.sessions) == 0)
+        assert (await server.admin.GetLoad(ASK)).sessions == 0
 
 
 async def test_drain_returns_at_once_with_what_is_left():
     """Health changes, new work is refused, running work ends well; the counts are the engine's."""
     engine = FakeEngine(begin)
     engine.load = SchedulerLoad(running=2, waiting=1)
-    async with running(engine, sessions=FakeSessions()) as server:
+    async with running(engine) as server, session(server), session(server):
         call = server.inference.Query(query_request())
         await until(lambda: bool(engine.streams))
         left = await server.admin.Drain(drain_in(60))
@@ -320,7 +305,7 @@ async def test_drain_returns_at_once_with_what_is_left():
         assert refused.reason == "DRAINING"
         answer(engine, engine.streams[RequestKey("mine")])
         assert (await call).answer
-        assert await server.server.wait_drained()
+        assert await server.server.shutdown.wait()
 
 
 async def test_draining_again_only_shortens_the_grace():
@@ -329,9 +314,9 @@ async def test_draining_again_only_shortens_the_grace():
         call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         await server.admin.Drain(drain_in(600))
-        waiting = asyncio.create_task(server.server.wait_drained())
+        waiting = asyncio.create_task(server.server.shutdown.wait())
         await server.admin.Drain(drain_in(6000))
-        assert server.server.grace_left <= 600
+        assert server.server.shutdown.time_left <= 600
         assert not waiting.done()
         await server.admin.Drain(drain_in(0))
         assert not await waiting
@@ -345,7 +330,7 @@ async def test_a_drain_without_grace_takes_the_servers():
         assert failed.details["BadRequest"].field_violations[0].field == "grace"
         assert (await server.admin.GetLoad(ASK)).engine_state == "serving"
         await server.admin.Drain(pb.DrainRequest())
-        assert 0 < server.server.grace_left <= 20
+        assert 0 < server.server.shutdown.time_left <= 20
 
 
 async def test_admin_answers_under_full_load():
@@ -544,10 +529,10 @@ async def test_by_default_it_is_on_a_socket_of_this_user(runtime_folder):
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
         assert "admin" not in info.capabilities
         path = runtime_folder / "legato" / f"admin-{server.port}.sock"
-        assert server.server.admin_address == f"unix:{path}"
+        assert server.server.listeners.admin_address == f"unix:{path}"
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+        async with grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel:
             assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
     assert not path.exists(), "a closed listener leaves no socket"
 
@@ -555,12 +540,12 @@ async def test_by_default_it_is_on_a_socket_of_this_user(runtime_folder):
 async def test_the_socket_of_a_server_that_died_is_replaced(runtime_folder):
     """Its file is still there, and nothing listens on it."""
     async with running(admin_listen="") as server:
-        port, path = server.port, server.server.admin_address.removeprefix("unix:")
+        port, path = server.port, server.server.listeners.admin_address.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(path)
     async with (
         running(admin_listen="", listen=f"127.0.0.1:{port}") as server,
-        grpc.aio.insecure_channel(server.server.admin_address) as channel,
+        grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel,
     ):
         assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
 
@@ -572,7 +557,7 @@ async def test_the_socket_of_a_running_server_is_not_taken(tmp_path):
         with pytest.raises(OSError, match="another server"):
             async with running(admin_listen=place):
                 pass
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+        async with grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel:
             assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
 
 
@@ -583,7 +568,7 @@ async def test_a_folder_that_others_can_enter_has_no_socket(runtime_folder, mode
     folder.mkdir()
     folder.chmod(mode)
     async with running(admin_listen="") as server:
-        assert server.server.admin_address == ""
+        assert server.server.listeners.admin_address == ""
         assert "others can enter" in server.server.listeners.admin_problem
         assert (await server.inference.Query(QUESTION)).answer
 
@@ -595,14 +580,14 @@ async def test_it_is_on_the_main_listener_if_asked_for():
         assert {ADMIN, INFERENCE} <= await listed(server.channel)
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
         assert "admin" in info.capabilities
-        assert server.server.admin_address == f"127.0.0.1:{server.port}"
+        assert server.server.listeners.admin_address == f"127.0.0.1:{server.port}"
 
 
 async def test_it_can_be_off():
     """No listener has it."""
     async with running(admin_listen="off") as server:
         assert await unimplemented(server.channel)
-        assert server.server.admin_address == ""
+        assert server.server.listeners.admin_address == ""
 
 
 async def test_its_own_listener_has_it_alone(place):
@@ -612,7 +597,7 @@ async def test_its_own_listener_has_it_alone(place):
         assert (await server.inference.Query(QUESTION)).answer
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
         assert "admin" not in info.capabilities
-        async with grpc.aio.insecure_channel(server.server.admin_address) as opened:
+        async with grpc.aio.insecure_channel(server.server.listeners.admin_address) as opened:
             channel: Any = opened  # untyped, as in the harness
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             assert (await stub.GetLoad(ASK)).engine_state == "serving"
@@ -632,7 +617,7 @@ async def test_a_listener_of_its_own_serves_beside_an_open_one(place):
     """The operator has AdminService although the main listener is open to all."""
     async with running(listen="0.0.0.0:0", insecure=True, admin_listen=place) as server:
         assert await unimplemented(server.channel)
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+        async with grpc.aio.insecure_channel(server.server.listeners.admin_address) as channel:
             assert (await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK)).engine_step == 0
 
 

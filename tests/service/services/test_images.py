@@ -52,7 +52,7 @@ def delete(server, image_id, tenant=None):
 
 async def settled(server):
     """Wait until no call and no byte of an upload is left."""
-    await until(lambda: server.server.num_in_flight == 0 and len(server.engine.blobs) == 0)
+    await until(lambda: len(server.server.requests) == 0 and len(server.engine.blobs) == 0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grpc
 from legato_engine.types import SKILL_OF_RESULT, CaptionOutput, QueryOutput
@@ -115,8 +116,6 @@ def span_exporter(endpoint: str) -> SpanProcessor:
 
 # ---------------------------------------------------------------- tracer
 
-# Spans are built after a call's end, from its measurements.
-
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("legato_service")
 _SECOND = 1_000_000_000  # nanoseconds
@@ -183,24 +182,16 @@ class Tracer:
     # ------------------------------------------------------------ spans
 
     def _add_call(self, call: Call, code: str, reason: str, started_ns: int, ended_ns: int) -> None:
-        trace_id = int(call.trace_id, 16)
-        parent = None
-        if call.parent_id:
-            parent = SpanContext(trace_id, int(call.parent_id, 16), True, _SAMPLED)
-        status = Status(StatusCode.ERROR) if is_fault(code) else Status()
+        parent = _context(call, call.parent_id, is_remote=True) if call.parent_id else None
         self._end(
-            ReadableSpan(
-                call.method.lstrip("/"),
-                context=SpanContext(trace_id, int(call.span_id, 16), False, _SAMPLED),
-                parent=parent,
-                resource=self._resource,
-                attributes=self._convention.attributes(call, code, reason),
-                kind=SpanKind.SERVER,
-                status=status,
-                start_time=started_ns,
-                end_time=ended_ns,
-                instrumentation_scope=_SCOPE,
-            )
+            call.method.lstrip("/"),
+            _context(call, call.span_id),
+            parent,
+            started_ns,
+            ended_ns,
+            attributes=self._convention.attributes(call, code, reason),
+            kind=SpanKind.SERVER,
+            status=Status(StatusCode.ERROR) if is_fault(code) else Status(),
         )
 
     def _add_request(self, request: EndedRequest) -> None:
@@ -245,25 +236,39 @@ class Tracer:
         events: Sequence[Event] = (),
     ) -> SpanContext:
         """Add a child of `parent`, by default of the call's own span."""
-        trace_id = int(call.trace_id, 16)
-        if parent is None:
-            parent = SpanContext(trace_id, int(call.span_id, 16), False, _SAMPLED)
-        context = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED)
+        context = _context(call, f"{self._ids.generate_span_id():016x}")
         self._end(
-            ReadableSpan(
-                name,
-                context=context,
-                parent=parent,
-                resource=self._resource,
-                attributes=attributes or {},
-                events=events,
-                kind=SpanKind.INTERNAL,
-                start_time=started_ns,
-                end_time=ended_ns,
-                instrumentation_scope=_SCOPE,
-            )
+            name,
+            context,
+            _context(call, call.span_id) if parent is None else parent,
+            started_ns,
+            ended_ns,
+            attributes=attributes or {},
+            events=events,
         )
         return context
 
-    def _end(self, span: ReadableSpan) -> None:
+    def _end(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        started_ns: int,
+        ended_ns: int,
+        **fields: Any,
+    ) -> None:
+        span = ReadableSpan(
+            name,
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            start_time=started_ns,
+            end_time=ended_ns,
+            instrumentation_scope=_SCOPE,
+            **fields,
+        )
         self._processor.on_end(span)
+
+
+def _context(call: Call, span_id: str, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(int(call.trace_id, 16), int(span_id, 16), is_remote, _SAMPLED)
