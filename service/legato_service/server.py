@@ -51,18 +51,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("legato.service")
 
-_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-_SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
-_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
-_SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
-_IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
-_KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-MAIN_SERVICES = (
-    _INFERENCE.full_name,
-    _SESSION.full_name,
-    _IMAGE.full_name,
-    _SERVER.full_name,
-    _KSERVE.full_name,
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+MAIN_SERVICES = tuple(
+    service.full_name
+    for file in (inference_pb2, session_pb2, image_pb2, server_pb2, open_inference_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 )
 """Services of the main listener, each with a health status of its own."""
 
@@ -179,10 +172,10 @@ class Server:
         )
         if admin_here:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
-        main.reflect((*MAIN_SERVICES, _ADMIN.full_name) if admin_here else MAIN_SERVICES)
+        main.reflect((*MAIN_SERVICES, _ADMIN) if admin_here else MAIN_SERVICES)
         if (own := self.listeners.admin) is not None:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, own.as_server)
-            own.reflect((_ADMIN.full_name,))
+            own.reflect((_ADMIN,))
 
     def _session_limits(self) -> SessionLimits:
         return SessionLimits(

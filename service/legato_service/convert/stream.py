@@ -20,9 +20,10 @@ _FIELD = "resume_from"
 class Checkpoints:
     """Builder of one stream's checkpoints; each has the changes since the previous one."""
 
-    def __init__(self, seed: int, resumptions: int = 0) -> None:
+    def __init__(self, request: Request, resumptions: int) -> None:
         """Create the builder; `resumptions` counts the stream's, this one included."""
-        self._seed = seed
+        seed = request.sampling.seed
+        self._seed = request.request_id.seed if seed is None else seed  # the engine's own
         self._resumptions = resumptions
 
     def begin(self, event: inference_pb2.GenerateResponse) -> None:
@@ -42,12 +43,6 @@ class Checkpoints:
             message.logprobs.extend(delta.logprobs)
         if delta.certainties:
             message.certainties.extend([share for pair in delta.certainties for share in pair])
-
-
-def checkpoints_of(request: Request, resumptions: int) -> Checkpoints:
-    """Create checkpoints with the engine's seed."""
-    seed = request.sampling.seed
-    return Checkpoints(request.request_id.seed if seed is None else seed, resumptions)
 
 
 def resume(message: inference_pb2.Checkpoint, request: Request, model: ServedModel) -> Request:

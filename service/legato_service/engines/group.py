@@ -249,15 +249,11 @@ class EngineGroup:
     @property
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait where it waits least."""
-        if len(asked := self._asked) == 1:
-            return asked[0].estimated_wait
-        return min([each.estimated_wait for each in asked])
+        return min([each.estimated_wait for each in self._asked])
 
     @property
     def num_open(self) -> int:
-        if len(members := self.members) == 1:
-            return members[0].num_open
-        return sum([each.num_open for each in members])
+        return sum([each.num_open for each in self.members])
 
     @property
     def resumptions(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
@@ -164,19 +164,8 @@ ID_FORM = re.compile(IDENTIFIER)
 """Syntax of request and tenant ids."""
 
 
-_ID_BYTES = 16
-_NUM_DRAWN = 64
-_drawn: list[str] = []
-os.register_at_fork(after_in_child=_drawn.clear)  # parent and child would give the same ids
-
-
 def _new_id() -> str:
-    """Return a random id; one system call draws many."""
-    if not _drawn:
-        text = os.urandom(_ID_BYTES * _NUM_DRAWN).hex()
-        size = 2 * _ID_BYTES
-        _drawn.extend(text[start : start + size] for start in range(0, len(text), size))
-    return _drawn.pop()
+    return secrets.token_hex(16)
 
 
 class Call(msgspec.Struct, eq=False):

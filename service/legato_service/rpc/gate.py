@@ -15,8 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 from legato_engine.errors import ClientTooSlow, QueueFull
 
 from legato_service.engines.group import EngineGroup
@@ -25,10 +23,6 @@ from legato_service.errors import Failure, failure
 RESERVE = 4  # a quarter of the places more for tenants below their share, half of it for priorities
 MANY_CALLS = 64  # at a time, whose memory is worth giving back
 QUIET_DELAY = 1.0  # seconds
-_REFUSALS = 8  # retry times of different jitter
-_REFUSALS_AGE = 0.25  # seconds that a retry time stays true
-
-Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 class GateSlot(msgspec.Struct, eq=False):
@@ -94,7 +88,6 @@ class Gate:
         self._on_quiet = on_quiet
         self._num_calls = 0
         self._most_calls = 0  # since the last quiet
-        self._refusals = _Refusals()
         self.num_unsubmitted = 0
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
 
@@ -131,9 +124,11 @@ class Gate:
             return num_open <= limit + reserve
         return priority > 0 and num_open <= limit + reserve // 2
 
-    def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
-        """Return a shared refusal, and the trailers for this call."""
-        return self._refusals.next(request_id, self._engines.estimated_wait, self._engines.capacity)
+    def refusal(self, request_id: str) -> Failure:
+        error = QueueFull("too many requests wait", limit=self._engines.capacity)
+        if (wait := self._engines.estimated_wait) > 0:
+            error.metadata["retry_after_ms"] = str(round(wait * 1000))
+        return failure(error, request_id)
 
 
 RECEIVE_BYTES = 136 * 1024 * 1024
@@ -410,49 +405,3 @@ def _peer_of(descriptor: int) -> tuple[str, str] | None:
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address), str(port)
-
-
-class _Refusals:
-    """Trailers that are built once for many calls."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[Failure, bytes]] = []
-        self._until = 0.0
-        self._next = 0
-
-    def next(self, request_id: str, wait: float, limit: float) -> tuple[Failure, Trailers]:
-        now = time.monotonic()
-        if now > self._until:
-            self._until = now + _REFUSALS_AGE
-            self._made = [_refusal(wait, limit) for _ in range(_REFUSALS)]
-        self._next = (self._next + 1) % _REFUSALS
-        made, details = self._made[self._next]
-        assert made.retry_after is not None, "QueueFull has one"
-        # Concatenated protobuf messages parse as one merged message.
-        named = status_pb2.Status(details=[_packed(request_id)]).SerializeToString()
-        return made, (
-            ("grpc-status-details-bin", details + named),
-            ("grpc-retry-pushback-ms", str(round(made.retry_after * 1000))),
-        )
-
-
-def _refusal(wait: float, limit: float) -> tuple[Failure, bytes]:
-    error = QueueFull("too many requests wait", limit=limit)
-    if wait > 0:
-        error.metadata["retry_after_ms"] = str(round(wait * 1000))
-    made = failure(error, "")
-    nameless = status_pb2.Status()
-    nameless.CopyFrom(made.status)
-    kept = [each for each in nameless.details if each.TypeName() != _REQUEST_INFO]
-    del nameless.details[:]
-    nameless.details.extend(kept)
-    return made, nameless.SerializeToString()
-
-
-_REQUEST_INFO = error_details_pb2.RequestInfo.DESCRIPTOR.full_name
-
-
-def _packed(request_id: str) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(error_details_pb2.RequestInfo(request_id=request_id))
-    return packed

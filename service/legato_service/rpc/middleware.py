@@ -30,7 +30,7 @@ from legato_service.rpc import limits
 from legato_service.rpc.call import CURRENT, ID_FORM, REQUEST_ID, Call, Context, senders
 from legato_service.rpc.call import read as read_metadata
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, Trailers, UnfinishedMessages
+from legato_service.rpc.gate import COPY_SECONDS, Gate, ReceiveLimit, UnfinishedMessages
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -339,15 +339,15 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return True
         if gate is None or gate.admits(call.tenant, call.priority):
             return False
-        outcome, trailers = gate.refusal(call.request_id)
+        outcome = gate.refusal(call.request_id)
         self._call_log.record(call, outcome.code.name, outcome.reason)
-        _set_status(outcome, trailers, call, context)
+        _set_status(outcome, call, context)
         return True
 
     def _refuse(self, error: Exception, call: Call, context: Context) -> None:
         outcome = self._failed(error, call, context)
         assert outcome is not None, "no cancellation"
-        _set_status(outcome, outcome.trailers(), call, context)
+        _set_status(outcome, call, context)
 
     def _identify(self, call: Call, context: Context) -> None:
         """Fill the call from credential and metadata; its tenant and priority are final then."""
@@ -483,10 +483,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return None
 
 
-def _set_status(outcome: Failure, trailers: Trailers, call: Call, context: Context) -> None:
+def _set_status(outcome: Failure, call: Call, context: Context) -> None:
     context.set_code(outcome.code)
     context.set_details(outcome.message)
-    context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
+    context.set_trailing_metadata((*outcome.trailers(), (REQUEST_ID, call.request_id)))
 
 
 def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any, NoReturn]:

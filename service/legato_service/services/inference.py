@@ -23,7 +23,7 @@ from legato_service.convert.responses import (
     fill_usage,
     image_info,
 )
-from legato_service.convert.stream import EventStream, checkpoints_of, resume
+from legato_service.convert.stream import Checkpoints, EventStream, resume
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import (
     SHARED_FAILURES,
@@ -209,7 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             stream = self._dispatcher.submit(converted, given, active)
             resumptions = request.resume_from.resumptions + 1 if resumes else 0
             call.current().resumptions = resumptions
-            checkpointer = checkpoints_of(converted, resumptions) if request.checkpoints else None
+            checkpointer = Checkpoints(converted, resumptions) if request.checkpoints else None
             events = EventStream(
                 key.caller_id, request.task.task_id, stamp, checkpointer, resumptions
             )
