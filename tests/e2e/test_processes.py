@@ -35,7 +35,7 @@ from legato_engine.ipc import latency_policy
 from tests.e2e.history import WILD, ask, ask_async, jobs
 from tests.e2e.scenes import long_query, two_shapes
 from tests.e2e.server import Server, children, failure_of, open_files, own_bytes, policies, until
-from tests.e2e.test_no_lost_work import DEADLY, FAILPOINT, QUICK
+from tests.e2e.test_engine_loss import DEADLY, FAILPOINT, QUICK
 from tests.service.harness import image_bytes
 
 CONNECTIONS = 16  # that all of them go to one of two processes is as good as impossible

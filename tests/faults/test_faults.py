@@ -239,6 +239,7 @@ def test_clients_retry_a_unary_call_after_a_reset(server, proxy):
             assert client.detect(SCENE.file(), "red circle").objects == expected
 
 
+@pytest.mark.slow
 def test_half_open_connections_are_closed_and_their_requests_freed(endless):
     """After the keep-alive's 20 and 5 seconds, whatever the requests' own length."""
     with FaultProxy(endless.address) as proxy, grpc.insecure_channel(proxy.address) as channel:

@@ -50,11 +50,11 @@ def tenant(name: str) -> tuple[tuple[str, str], ...]:
 
 
 @asynccontextmanager
-async def small_service(script: Any = fakes.hold) -> AsyncIterator[Running]:
+async def small_service(script: Any = fakes.hold, **settings: Any) -> AsyncIterator[Running]:
     """Serve with an engine that takes `LIMIT` requests and answers none of them by itself."""
     engine = FakeEngine(script)
     engine.model = msgspec.structs.replace(MODEL, max_running=1, max_waiting=LIMIT - 1)
-    async with running(engine) as served:
+    async with running(engine, **settings) as served:
         yield served
 
 
@@ -295,8 +295,8 @@ async def silent() -> AsyncIterator[bytes]:
 
 
 async def test_calls_whose_message_does_not_arrive_keep_nobody_out() -> None:
-    """They have their places for a second."""
-    async with small_service(fakes.answer) as served:
+    """They have their places for a second, and each until it is ended a moment later."""
+    async with small_service(fakes.answer, stall_timeout=1.5) as served:
         start = served.channel.stream_unary(QUERY)
         calls = [start(silent()) for _ in range(3 * LIMIT)]
         await until(lambda: gate_of(served).num_unsubmitted >= RECEIVED)
