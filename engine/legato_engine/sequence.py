@@ -132,8 +132,7 @@ class Grammar:
             self._consume(token_id)
             self._ahead.append(token_id)
         if run := self._forced_run():
-            words_W.fill(0)
-            words_W.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
+            allow_only(run[0], words_W)
         else:
             self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
         if self._matcher.is_error():
@@ -164,6 +163,12 @@ class Grammar:
             assert token_id == forced, f"token {token_id} where the grammar forces {forced}"
         elif not self._consume(token_id):
             raise grammar_refused(self._field, self._matcher.get_error())
+
+
+def allow_only(token_id: int, words_W: npt.NDArray[np.int32]) -> None:
+    """Set one token's bit, and clear all others."""
+    words_W.fill(0)
+    words_W.view(np.uint32)[token_id // 32] = 1 << token_id % 32
 
 
 def grammar_refused(field: str, problem: str) -> InvalidField:

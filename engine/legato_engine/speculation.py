@@ -295,6 +295,10 @@ class BlockSizes:
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
+    @property
+    def max_block(self) -> int:
+        return self._policy.max_block
+
     def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
         """Return the maximum draft tokens of each sequence; there is at least one.
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.core.requests import make_sequence, replay
-from legato_engine.errors import InvalidField
+from legato_engine.errors import InternalError, InvalidField
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
+from legato_engine.runtime.decode_slot import DraftState
 from legato_engine.scheduler.batch import LaunchKind, StepRecord
 from legato_engine.sequence import Grammar
 from legato_engine.types import (
@@ -319,15 +320,11 @@ def without_forced(engine, monkeypatch, *arguments, **options):
         return engine.ask(*arguments, **options)
 
 
-PLAIN = pytest.mark.parametrize("engine", ["off"], indirect=True)  # drafting rows have no forced
-
-
 def num_decodes(steps):
     """Count the decodes among launches."""
     return sum(step.launch.plan.kind is LaunchKind.DECODE for step in steps)
 
 
-@PLAIN
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
     """Tokens, log-probabilities and alternatives are those of single steps, in fewer steps."""
@@ -345,7 +342,6 @@ def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
             assert num_decodes(steps) < 0.75 * num_decodes(singly)
 
 
-@PLAIN
 def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
     """At max_tokens or a stop string, wherever in a run that is, as if it came token by token."""
     tasks = WITH_RUNS[-2:]
@@ -359,12 +355,19 @@ def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
         assert (answers.told, answers.results) == (expected.told, expected.results)
 
 
-@PLAIN
 def test_a_mask_before_forced_tokens_is_noticed(engine, monkeypatch):
     """A mask of the state before them would let the first be sampled again, which is refused."""
     fill = Grammar.fill
     monkeypatch.setattr(Grammar, "fill", lambda self, words, forced=(): fill(self, words))
-    with pytest.raises((InvalidField, AssertionError)):
+    with pytest.raises((InternalError, InvalidField)):
+        engine.ask(WITH_RUNS[-1:], max_tokens=40)
+
+
+@pytest.mark.parametrize("engine", ["seed"], indirect=True)
+def test_forced_drafts_need_a_mask_each(engine, monkeypatch):
+    """Under one mask for all of a row's tokens, verification does not accept them."""
+    monkeypatch.setattr(DraftState, "index_constraints", lambda self, slot: None)
+    with pytest.raises(InternalError):
         engine.ask(WITH_RUNS[-1:], max_tokens=40)
 
 
@@ -394,7 +397,6 @@ def test_a_resumed_answer_must_match(engine):
     assert refused.value.metadata["field"] == "resume_from.token_ids[0]"
 
 
-@PLAIN
 def test_forced_tokens_survive_preemption(engine, monkeypatch):
     """Answers are the same where pages do not last for all requests."""
     tasks, steps = [TASKS[0], LISTED] * 4, list[StepRecord]()

@@ -46,8 +46,13 @@ class StepBackend(Protocol):
         """Capture or run every shape, so that no launch is the first of its shape."""
         ...
 
-    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
-        """Enqueue a forward of `num_tokens` with adapters up to `rank` (0: none)."""
+    def decode(
+        self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
+    ) -> None:
+        """Enqueue a forward of `num_tokens` with adapters up to `rank` (0: none).
+
+        `forces`: rows have forced tokens, which matters with speculation only.
+        """
         ...
 
     def prepare(self, slot: int, changes: Changes) -> None:

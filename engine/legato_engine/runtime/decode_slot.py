@@ -55,10 +55,11 @@ DRAFT_FIELDS = ("draft_index", "scheduled")
 launch.
 """
 
-SCHEDULED_FIELDS = ("scheduled_row", "room", "reach", "start", "fed")
+SCHEDULED_FIELDS = ("scheduled_row", "room", "reach", "start", "fed", "num_forced")
 """Fields of each row of a launch with speculation: the row of the state, or the scratch row; the
 most draft tokens that it has pages for, or `NO_DRAFTS`; in a loop, the end of the positions that it
-may write; its first token and their number, which the device stages for a decode.
+may write; its first token and their number, which the device stages for a decode; the number of
+its `forced` tokens.
 """
 
 
@@ -75,7 +76,8 @@ class DecodeSlot:
     - `behind`: the index of each token's row in the loop before, or `NOT_BEHIND`.
     - `grown`: entries of the page table (row * pages of a row + index) and their new pages; with
       speculation, of a loop.
-    - `constraint`: of each row and, for a loop, `Plan.after`.
+    - `constraint`: of each row and, for a loop, `Plan.after`; of a row with forced tokens, those of
+      each of them first. With speculation `first` is the index of a row's first constraint.
     - `masks`: of each row with a grammar, its constraint (`base`) and the bits of allowed tokens.
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
@@ -102,9 +104,10 @@ class DecodeSlot:
         vocab_size: int,
         dtype: torch.dtype,
         max_drafting: int = 0,
+        max_block: int = 0,
         max_grown: int = 0,
     ) -> None:
-        """Allocate a slot, with speculation for up to `max_drafting` rows.
+        """Allocate a slot, with speculation for up to `max_drafting` rows of `max_block` drafts.
 
         `max_grown` new pages fit, with speculation in a loop (0: one a row).
         """
@@ -112,7 +115,7 @@ class DecodeSlot:
         rows = ((max_rows,), torch.int64)
         self.speculates = speculates = max_drafting > 0
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.constraint = StagingBuffer(device, {"constraint": rows, "after": rows})
+        self.constraint = StagingBuffer(device, _constraint_fields(max_rows, max_drafting))
         words = ((max_rows, -(-vocab_size // 32)), torch.int32)
         self.masks = StagingBuffer(device, {"base": rows, "words": words})
         num_prompts = max_prompts + max_images - 1
@@ -120,7 +123,7 @@ class DecodeSlot:
         prompt = _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)
         grown: Fields = {"entry": begun, "page": begun}
         behind: Fields = {"index": rows}
-        staged = _step_fields(max_rows, max_drafting)
+        staged = _step_fields(max_rows, max_drafting, max_block)
         room = StagingRoom(device, sum(map(size_of, (prompt, grown, behind, staged))))
         self.prompt = StagingBuffer(device, prompt, room=room)
         self.grown = StagingBuffer(device, grown, room=room)
@@ -140,17 +143,23 @@ class DecodeSlot:
         self.entry_R = self.staged.device["scheduled"] if speculates else None
 
     def constraints(self, batch: int) -> torch.Tensor:
-        """Each token's constraint; those of rows are staged with speculation."""
+        """Each token's constraint; with speculation those of rows, by their entries, are staged."""
         constraint_S = self.constraint.device["constraint"]
         return constraint_S[:batch] if self.entry_R is None else constraint_S[self.entry_R[:batch]]
 
 
-def _step_fields(max_rows: int, max_drafting: int) -> Fields:
+def _constraint_fields(max_rows: int, max_drafting: int) -> Fields:
+    fields: Fields = dict.fromkeys(("constraint", "after"), ((max_rows,), torch.int64))
+    return fields | ({"first": ((max_drafting,), torch.int64)} if max_drafting else {})
+
+
+def _step_fields(max_rows: int, max_drafting: int, max_block: int) -> Fields:
     rows = ((max_rows,), torch.int64)
     fields: Fields = dict.fromkeys(STEP_FIELDS, rows)
     if max_drafting:
         fields |= dict.fromkeys((*DRAFT_FIELDS, "entry", "page"), rows)
         fields |= dict.fromkeys(SCHEDULED_FIELDS, ((max_drafting,), torch.int64))
+        fields["forced"] = ((max_drafting, max_block), torch.int64)
         fields["control"] = ((2,), torch.int64)
     return fields | {"token": rows, "payload": ((max_rows, 2), torch.float32)}
 
@@ -215,8 +224,9 @@ class StepLayout(NamedTuple):
 class DraftState:
     """Tensors by row, and the work on them around a forward.
 
-    `allot`, `propose` and `place` run before a decode's forward, `settle` after every sampling. All
-    can be captured.
+    `allot`, `propose` and `place` run before a decode's forward, `settle` after every sampling. If
+    rows have forced tokens, `force` runs before `place` and `index_constraints` before the
+    sampling. All can be captured.
     """
 
     def __init__(
@@ -327,6 +337,21 @@ class DraftState:
         draft_PK = self.draft_RK[row_P, :block]
         self.proposer.propose(RowHistory(*(each[row_P] for each in state)), draft_PK)
         self.draft_RK[row_P, :block] = draft_PK
+
+    def force(self, slot: DecodeSlot) -> None:
+        """Draft the forced tokens of rows that have some; such rows draft no others."""
+        staged = slot.staged.device
+        row_S, num_forced_S = staged["scheduled_row"], staged["num_forced"]
+        self.block_S.copy_(torch.maximum(self.block_S, num_forced_S))
+        draft_SK = torch.where(num_forced_S[:, None] > 0, staged["forced"], self.draft_RK[row_S])
+        self.draft_RK.index_copy_(0, row_S, draft_SK)
+
+    def index_constraints(self, slot: DecodeSlot) -> None:
+        """Give each of the tokens of a row with forced ones an entry of its own."""
+        staged, first_S = slot.staged.device, slot.constraint.device["first"]
+        entry_B = staged["scheduled"]
+        is_forced_B = staged["num_forced"][entry_B] > 0
+        entry_B.copy_(first_S[entry_B] + staged["draft_index"] * is_forced_B)
 
     def place(self, slot: DecodeSlot) -> None:
         """Give each token its row, id and position; choose the batch."""

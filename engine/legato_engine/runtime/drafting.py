@@ -130,8 +130,13 @@ class DraftingDecode:
         self._layouts = tuple(layouts)
         drafts.lay_out(self._layouts, resources.buckets[-1])
 
-    def work(self, slot: int, make_forward: Callable[..., Work], adapted: int) -> Work:
-        """`make_forward(slot, tokens, groups, adapted)` makes the forward of a batch."""
+    def work(
+        self, slot: int, make_forward: Callable[..., Work], adapted: int, *, forces: bool
+    ) -> Work:
+        """`make_forward(slot, tokens, groups, adapted)` makes the forward of a batch.
+
+        With `forces` rows may have forced tokens.
+        """
         drafts, buffers = self._drafts, self._resources.slots[slot]
         graphs, table_RM = self._resources.graphs, self._resources.state.page_table_RM
 
@@ -148,6 +153,8 @@ class DraftingDecode:
         def work() -> None:
             drafts.allot(buffers, table_RM)
             propose()
+            if forces:
+                drafts.force(buffers)
             drafts.place(buffers)
             forward()
 

@@ -75,11 +75,11 @@ class StepWorks:
         changes = Changes(grows, places)
         return preparation(self._resources, slot, changes, admit if admits else None)
 
-    def drafting(self, slot: int, adapted: bool) -> Work:
+    def drafting(self, slot: int, adapted: bool, forces: bool) -> Work:
         assert self._drafting is not None, "only draft tokens are placed by the device"
         # The forward begins after a conditional node: its kernels read positions before the
         # previous kernel of their graph has ended.
-        return self._drafting.work(slot, self.forward, adapted)
+        return self._drafting.work(slot, self.forward, adapted, forces=forces)
 
     def forward(
         self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool = True
@@ -313,12 +313,14 @@ class KernelBackend:
             for payload in (False, True):
                 self.sample(slot, bucket, sampled=False, payload=payload)
         if self._state.drafts is not None:
-            for adapted in adapters:
-                self._graphs.run(self._works.drafting, slot, adapted)
+            for adapted, forces in product(adapters, (False, True)):
+                self._graphs.run(self._works.drafting, slot, adapted, forces)
 
-    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
+    def decode(
+        self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
+    ) -> None:
         if self._state.drafts is not None:
-            self._graphs.run(self._works.drafting, slot, rank > 0)
+            self._graphs.run(self._works.drafting, slot, rank > 0, forces)
         else:
             self._forward(slot, bucket, num_tokens, adapted=rank > 0)
 
@@ -332,7 +334,7 @@ class KernelBackend:
             ]
         else:
             works = [
-                graphs.part(self._works.drafting, slot, rank > 0),
+                graphs.part(self._works.drafting, slot, rank > 0, False),
                 graphs.part(self._works.drafting_sample, slot, payload),
             ]
         if needs.logprobs:

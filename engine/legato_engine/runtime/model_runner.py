@@ -73,6 +73,7 @@ def allocate(
             vocab_size=model.vocab_size,
             dtype=model.dtype,
             max_drafting=0 if drafts is None else max_running,
+            max_block=max_block,
             max_grown=max_new_pages(max_running, kv.page_size, max_block) if loops else 0,
         )
         for _ in range(NUM_SLOTS)
@@ -281,6 +282,8 @@ class ModelRunner:
         for index, _ in enumerate(self._slots):
             for bucket in self._resources.buckets:
                 self._resources.graphs.run(self._mask_work, index, bucket)
+            if self._drafts is not None:
+                self._resources.graphs.run(self._index_work, index)
         if self._loops is not None:
             self._loops.warm_up()
         if self._refine is not None:
@@ -321,7 +324,8 @@ class ModelRunner:
             self._backend.prepare(launch.slot, changes)
             if not launch.plan.is_loop:  # else its steps begin when the constraints are there
                 num_tokens = sum(row.num_tokens for row in rows)
-                self._backend.decode(launch.slot, bucket, self._rank(rows), num_tokens)
+                rank, forces = self._rank(rows), num_tokens > len(rows)
+                self._backend.decode(launch.slot, bucket, rank, num_tokens, forces=forces)
         else:
             events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
@@ -336,7 +340,10 @@ class ModelRunner:
         events.forward_end = compute.record(events.forward_end)
 
     def mask(self, launch: Launch, constraints: Sequence[int]) -> list[int]:
-        """Stage and apply the masks of rows with a grammar; return all rows' constraints."""
+        """Stage and apply the masks of rows with a grammar; return all rows' constraints.
+
+        With speculation those of a row's forced tokens come before the row's own.
+        """
         slot, events = self._slots[launch.slot], self._events[launch.slot]
         compute, copy = self._device.compute, self._device.copy
         masked, count = self._staging.masks(slot, launch.plan, constraints)
@@ -351,6 +358,11 @@ class ModelRunner:
     def _mask_work(self, slot: int, count: int) -> Work:
         return MaskStep(self._resources, self._slots[slot], count)
 
+    def _index_work(self, slot: int) -> Work:
+        drafts, buffers = self._drafts, self._slots[slot]
+        assert drafts is not None, "a row has one constraint without speculation"
+        return lambda: drafts.index_constraints(buffers)
+
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Upload the constraints on the copy stream, sample, and start the copy back."""
         slot, events = self._slots[launch.slot], self._events[launch.slot]
@@ -364,6 +376,8 @@ class ModelRunner:
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
             compute.wait_event(events.copy_end)
+            if self._drafts is not None and any(row.forced for row in rows):
+                self._resources.graphs.run(self._index_work, launch.slot)
         if launch.plan.is_loop:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)

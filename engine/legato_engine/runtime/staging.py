@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from collections.abc import Sequence as Many
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from legato_engine.runtime.decode_slot import DecodeSlot, Resources
 from legato_engine.runtime.descriptors import NO_DRAFTS, UNDER_PRESSURE
 from legato_engine.runtime.graphs import Work
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
-from legato_engine.sequence import NO_PAYLOAD, TokenKey
+from legato_engine.sequence import NO_PAYLOAD, TokenKey, allow_only
 from legato_engine.sequence import Sequence as EngineSequence
 
 PROMPT = -1
@@ -303,32 +303,45 @@ class StepStaging:
     def masks(
         self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]
     ) -> tuple[list[int], int]:
-        """Stage the masks of rows with a grammar; return all constraints and the masks' number."""
-        host, masked, count = slot.masks.host, list(constraints), 0
-        for index, row in enumerate(plan.sampled_rows):
+        """Stage the masks of rows with a grammar; return all constraints and the masks' number.
+
+        With speculation a row's forced tokens are sampled, too: each has a mask before the row's.
+        """
+        host, masked, count = slot.masks.host, list[int](), 0
+        for row, constraint in zip(plan.sampled_rows, constraints, strict=True):
             grammar = row.sequence.task.grammar
-            if grammar is not None and not row.sequence.finalized:
-                host["base"][count] = constraints[index]
-                grammar.fill(host["words"][count], row.forced)
-                masked[index] = self._first_mask + count
-                count += 1
+            forced = row.forced if self._drafts is not None else ()
+            if grammar is None or row.sequence.finalized:
+                masked += [constraint] * (1 + len(forced))
+                continue
+            end = count + len(forced)
+            for index, token_id in enumerate(forced, start=count):
+                allow_only(token_id, host["words"][index])
+            grammar.fill(host["words"][end], row.forced)
+            host["base"][count : end + 1] = constraint
+            masked += range(self._first_mask + count, self._first_mask + end + 1)
+            count = end + 1
         return masked, count
 
     def constraints(self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]) -> int:
-        """Stage a constraint for each row; return the maximum number of sampled tokens."""
+        """Stage the constraints of all rows; return the maximum number of sampled tokens."""
         slot.constraint.host["constraint"][: len(constraints)] = constraints
         slot.constraint.host["after"][: len(plan.after)] = plan.after
         if self._drafts is None:
             return len(constraints)
-        return sum(1 + row.num_drafts for row in plan.sampled_rows)
+        counts = [1 + len(row.forced) for row in plan.sampled_rows]
+        slot.constraint.host["first"][: len(counts)] = [0, *accumulate(counts[:-1])]
+        return sum(counts) + sum(row.num_drafts for row in plan.sampled_rows)
 
     def _drafting_rows(self, slot: DecodeSlot, plan: Plan) -> int:
         """Stage rows whose tokens and positions the device chooses."""
         staged, rows = slot.staged.host, plan.rows
         count, most = len(rows), 0
         room_S = []
-        for row in rows:
-            most += 1 + row.num_drafts
+        for index, row in enumerate(rows):
+            most += row.num_tokens + row.num_drafts
+            staged["num_forced"][index] = len(row.forced)
+            staged["forced"][index, : len(row.forced)] = row.forced
             room_S.append(row.num_drafts if row.sequence.may_draft else NO_DRAFTS)
         staged["scheduled_row"][:count] = [row.sequence.row for row in rows]
         staged["scheduled_row"][count:] = self._scratch_row

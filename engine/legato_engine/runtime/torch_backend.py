@@ -376,6 +376,7 @@ class TorchBackend:
         self._slots = resources.slots
         self._graphs = resources.graphs
         self._drafting = None
+        self._forcing = (False,) if resources.state.drafts is None else (False, True)
         if resources.state.drafts is not None:
             layouts = [StepLayout(bucket, 1) for bucket in self.buckets]
             self._drafting = DraftingDecode(resources, layouts)
@@ -388,16 +389,18 @@ class TorchBackend:
             for changes in starmap(Changes, product((False, True), repeat=2)):
                 self.prepare(slot, changes)
             for bucket in buckets:
-                for rank in self._resources.ranks:
-                    self.decode(slot, bucket, rank, bucket)
+                for rank, forces in product(self._resources.ranks, self._forcing):
+                    self.decode(slot, bucket, rank, bucket, forces=forces)
                 for sampled, payload in product((False, True), repeat=2):
                     self.sample(slot, bucket, sampled=sampled, payload=payload)
                 for payload, alternatives in product((False, True), repeat=2):
                     self.logprobs(slot, bucket, payload=payload, alternatives=alternatives)
 
-    def decode(self, slot: int, bucket: int, rank: int, num_tokens: int) -> None:
+    def decode(
+        self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
+    ) -> None:
         if self._drafting is not None:
-            self._graphs.run(self._drafting_work, slot, rank)
+            self._graphs.run(self._drafting_work, slot, rank, forces)
         else:
             self._graphs.run(self._forward_work, slot, bucket, 1, rank)
 
@@ -426,7 +429,7 @@ class TorchBackend:
             ]
         else:
             works = [
-                graphs.part(self._drafting_work, slot, rank),
+                graphs.part(self._drafting_work, slot, rank, False),
                 graphs.part(self._drafting_sample_work, slot, needs.sampled, payload),
             ]
         if needs.logprobs:
@@ -475,9 +478,9 @@ class TorchBackend:
         pieces = range(row.work.first_piece, row.work.stop_piece)
         self._resources.compute.submit(lambda: self._features.encode(visual, pieces, request))
 
-    def _drafting_work(self, slot: int, rank: int) -> Work:
+    def _drafting_work(self, slot: int, rank: int, forces: bool) -> Work:
         assert self._drafting is not None, "only draft tokens are placed by the device"
-        return self._drafting.work(slot, self._forward_work, rank)
+        return self._drafting.work(slot, self._forward_work, rank, forces=forces)
 
     def _forward_work(self, slot: int, bucket: int, num_groups: int, rank: int) -> Work:
         return DecodeStep(self._resources, self._slots[slot], bucket, rank).forward

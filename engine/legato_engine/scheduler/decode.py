@@ -138,6 +138,7 @@ class DecodePlanner:
         kv_use = self._manager.pages_used / self._manager.pages_total
         under_pressure = kv_use > PRESSURE_RATIO
         rows = self._schedule_drafts(batch, self._block_sizes, under_pressure)
+        rows = self._add_forced(rows)
         return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
 
     @property
@@ -172,23 +173,27 @@ class DecodePlanner:
         ]
 
     def _add_forced(self, rows: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
-        """Add the tokens that grammars force after the newest, while the launch and pages last."""
-        room = self._max_tokens - len(rows)
+        """Add the tokens that grammars force after the newest, while the launch and pages last.
+
+        With speculation a row has no more of them than draft tokens.
+        """
+        room = self._max_tokens - len(rows) - sum(row.num_drafts for row in rows)
         if room <= 0 or all(row.sequence.task.grammar is None for row in rows):
             return rows
+        most = room if self._block_sizes is None else self._block_sizes.max_block
         added = []
         for row in rows:
-            forced = self._forced(row, room)
+            forced = self._forced(row, min(room, most))
             room -= len(forced)
             added.append(row.with_forced(forced) if forced else row)
         return tuple(added)
 
-    def _forced(self, row: ScheduledSequence, room: int) -> tuple[int, ...]:
+    def _forced(self, row: ScheduledSequence, most: int) -> tuple[int, ...]:
         sequence = row.sequence
         grammar, progress = sequence.task.grammar, sequence.progress
         if grammar is None or sequence.task.has_payload:
             return ()
-        most = min(room, sequence.task.max_tokens - progress.num_launched - 1)
+        most = min(most, sequence.task.max_tokens - progress.num_launched - 1)
         forced = grammar.forced(progress.num_launched - sequence.num_committed)[: max(most, 0)]
         end = row.position + 1 + len(forced)
         while end > sequence.pages.capacity and self._manager.grow(sequence):

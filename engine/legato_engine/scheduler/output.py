@@ -132,16 +132,20 @@ class OutputProcessor:
         `num_committed` of the launch's draft tokens are no longer in flight, accepted or not.
         """
         pressed = record.launch.plan.under_pressure
-        sequence, num_accepted = row.sequence, len(output.tokens) - 1
-        assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
-        record.blocks.append(output.num_drafted)
-        record.drafted += output.num_drafted
+        sequence, num_forced = row.sequence, len(row.forced)
+        assert output.tokens, f"launch returned no token for live sequence {sequence.seq_id}"
+        num_drafted = max(0, output.num_drafted - num_forced)
+        num_accepted = max(0, len(output.tokens) - 1 - num_forced)
+        record.blocks.append(num_drafted)
+        record.drafted += num_drafted
         record.accepted += num_accepted
-        record.rejected += num_accepted < output.num_drafted
+        record.rejected += num_accepted < num_drafted
         sequence.commit_drafts(num_committed, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, output)
-        self._process_all(sequence, output)
+        num_processed = self._process_all(sequence, output)
+        record.forced += min(num_processed, num_forced)
+        assert num_processed > num_forced or sequence.finalized, "a forced token was not sampled"
         self.commit_pages(sequence, row.num_drafts, pressed=pressed)
 
     def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
