@@ -276,8 +276,6 @@ def _check_authority(pem: bytes) -> None:
         raise ValueError(f"ca holds no valid certificate: {error.reason or error}") from None
 
 
-# ---------------------------------------------------------------- settings
-
 MetadataT = TypeVar("MetadataT")
 
 

@@ -322,8 +322,6 @@ class BlockingTransport:
         self.channel.close()
 
 
-# ---------------------------------------------------------------- event reader
-
 _DELAYS = (0.05, 1.0, 3.0)
 """Seconds before each resumption at most: a proxy has another server at once, a name may need a
 moment, and a server that was alone comes back."""

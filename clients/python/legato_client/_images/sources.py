@@ -465,9 +465,6 @@ def _high_bytes(image: PILImage.Image) -> PILImage.Image:
     return shown
 
 
-# ---------------------------------------------------------------- folders
-
-
 class OutsideFoldersError(PermissionError):
     """A path leads out of the folders that may be read."""
 

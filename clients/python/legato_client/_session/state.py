@@ -125,8 +125,6 @@ def show_as_method(method: Callable[..., Any], returns: str) -> None:
     vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation=returns)
 
 
-# ---------------------------------------------------------------- track memory
-
 DEFAULT_UNSEEN = 2.0  # seconds, the contract's default of `Tracking.max_unseen`
 _NS = 1_000_000_000
 
@@ -231,8 +229,6 @@ def _max_unseen_ns(tracking: task_pb2.Tracking) -> int:
     return round(DEFAULT_UNSEEN * _NS)
 
 
-# ---------------------------------------------------------------- age limit
-
 log = logging.getLogger("legato_client.session")
 
 _PROBE_AFTER = 4  # frames too old in a row
@@ -303,8 +299,6 @@ class AgeLimitWatch:
             self._warned = True
             log.warning("%s: raise max_frame_age", problem)
 
-
-# ---------------------------------------------------------------- capture clock
 
 _LATE_NS = 100_000_000
 _LATE_IN_A_ROW = 3  # frames; a single one is late, or another camera's

@@ -21,8 +21,6 @@ class RunError(Exception):
     """Error in what the user asked for; the message says what to change."""
 
 
-# ---------------------------------------------------------------- sources
-
 STANDARD_INPUT = "-"
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")

@@ -86,9 +86,6 @@ def is_about_image(error: LegatoError) -> bool:
             return False
 
 
-# ---------------------------------------------------------------- run
-
-
 class Run:
     """Batch run over images, `parallel` at a time, that appends their lines to `output`.
 

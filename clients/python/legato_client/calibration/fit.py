@@ -142,8 +142,6 @@ def _logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-# ---------------------------------------------------------------- judge
-
 RESAMPLES = 400
 SURE = 0.95
 """Fraction of resamples in which a fit must be better."""

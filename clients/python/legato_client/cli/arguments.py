@@ -68,8 +68,6 @@ def _is_own(folder: Path) -> bool:
     )
 
 
-# ---------------------------------------------------------------- arguments
-
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes of image files that can be written."""
 

@@ -91,10 +91,6 @@ def sample_script() -> Script:
     return script_for(samples / "scene.jpg")
 
 
-# ---------------------------------------------------------------- local server
-
-# Server that runs for the length of a `with` block.
-
 _SERVICE = "legato.v1.InferenceService"
 _POLL = 0.2  # seconds
 _CHECK_TIMEOUT = 2.0  # seconds
@@ -198,9 +194,6 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-# ---------------------------------------------------------------- demo
 
 
 def add_command(commands: Any) -> None:

@@ -72,9 +72,6 @@ def exit_code_of(error: _errors.LegatoError) -> ExitCode:
             return ExitCode.OTHER
 
 
-# ---------------------------------------------------------------- signals
-
-
 @contextlib.contextmanager
 def calling(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGINT and SIGTERM call `stop`, which must not wait. For the main thread."""

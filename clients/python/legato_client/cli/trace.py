@@ -88,8 +88,6 @@ def _at(span: TimelineSpan, lane: int) -> dict[str, Any]:
     return {"pid": 1 + span.engine, "tid": lane, "ts": span.start * _SECOND}
 
 
-# ---------------------------------------------------------------- slot view
-
 _WIDTH = 32  # characters of a bar
 _SLOT = (("forward", "█"), ("sample", "▓"), ("copy", "▒"), ("commit", "░"))
 _DEVICE = (("forward", "█"), ("sample", "▓"), ("idle", "·"))

@@ -179,8 +179,6 @@ def _number(confidence: float | None) -> str:
     return "" if confidence is None else f"{confidence:.2f}"
 
 
-# ---------------------------------------------------------------- watch
-
 _PATIENCE = 60.0  # seconds
 _REFRESH = 0.1  # seconds
 

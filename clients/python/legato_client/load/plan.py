@@ -37,8 +37,6 @@ def _poisson(rate: float, source: random.Random) -> Iterator[float]:
         yield due
 
 
-# ---------------------------------------------------------------- plan
-
 Kind = Literal["unary", "stream", "session"]
 KINDS: tuple[Kind, ...] = ("unary", "stream", "session")
 

@@ -75,9 +75,6 @@ def _upper_edge(bucket: int) -> float:
     return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9
 
 
-# ---------------------------------------------------------------- record
-
-
 @dataclasses.dataclass(slots=True)
 class LoadResults:
     """Results of all requests due within the measurement window.
@@ -127,9 +124,6 @@ class LoadResults:
             "lag_ms": self.lag.summary_ms(),
             "sender_cpu_share": self.cpu_share,
         }
-
-
-# ---------------------------------------------------------------- recorder
 
 
 class Meter:

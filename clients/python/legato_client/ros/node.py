@@ -78,8 +78,6 @@ def _announced(qos: Qos, kind: type[IdlStruct]) -> Qos:
     return Qos(*qos, Policy.Userdata(f"typehash=RIHS01_{messages.TYPE_HASHES[kind]};".encode()))
 
 
-# ---------------------------------------------------------------- node
-
 _POLL_INTERVAL = duration(milliseconds=200)  # how often a thread checks the stop flag
 
 

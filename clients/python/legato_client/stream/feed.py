@@ -295,8 +295,6 @@ def _with_last(track: TrackNow, last: Detection) -> TrackNow:
     return dataclasses.replace(track, last=last)
 
 
-# ---------------------------------------------------------------- feed
-
 _RETRYABLE = (Aborted, Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable)
 """Errors that another session may not meet."""
 _STARTING = ("", "ENGINE_STARTING", "DRAINING")

@@ -61,8 +61,6 @@ class Backoff:
         return delay
 
 
-# ---------------------------------------------------------------- frame counters
-
 _RATE_SECONDS = 2.0
 _COUNTED = (
     *("taken", "sent", "replaced", "refused", "unreadable", "answered", "failed_tasks"),
@@ -224,8 +222,6 @@ def summary(totals: Totals) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------- source clock
-
 _WINDOW_NS = 10_000_000_000
 
 
@@ -253,9 +249,6 @@ class SourceClock:
         return own_ns + min(self._offset_ns, before_ns)
 
 
-# ---------------------------------------------------------------- captured frame
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CapturedFrame:
     """Frame of a camera, converted lazily: an overloaded camera drops most frames.
@@ -273,9 +266,6 @@ class CapturedFrame:
     image: Callable[[], Image.Image]
     frame_id: str = ""
     origin: object = None
-
-
-# ---------------------------------------------------------------- mailbox
 
 
 class Mailbox:

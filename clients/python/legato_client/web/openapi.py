@@ -104,8 +104,6 @@ def _in_headers() -> list[dict[str, Any]]:
     ]
 
 
-# ---------------------------------------------------------------- about
-
 _READY_TIMEOUT = 5.0  # seconds
 
 
@@ -144,9 +142,6 @@ async def metrics(request: Request) -> Response:
     backend = backend_of(request)
     text = _METRICS.format(stall=backend.stalls.longest, held=backend.bodies.held)
     return Response(text, media_type="text/plain; version=0.0.4")
-
-
-# ---------------------------------------------------------------- routes
 
 
 def routes() -> list[BaseRoute]:

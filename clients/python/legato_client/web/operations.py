@@ -106,9 +106,6 @@ def timeout_of(request: Request, *, streaming: bool) -> float:
     return min(seconds, longest)
 
 
-# ---------------------------------------------------------------- calls
-
-
 async def ask(
     client: AsyncClient, image: bytes | None, task: Task, options: Options, seconds: float
 ) -> Result:
@@ -121,13 +118,11 @@ async def ask(
     return await call(client, image, task, options, seconds)
 
 
-# ---------------------------------------------------------------- model names
-
-# Model names in requests: NAME, or NAME/ADAPTER for a fine-tune.
-
-
 def options_of(request: Request, model: str | None, *, top_logprobs: int | None = None) -> Options:
-    """Return the options; an alias stands for a model, no name for the server's default."""
+    """Return the options; an alias stands for a model, no name for the server's default.
+
+    A name is NAME, or NAME/ADAPTER for a fine-tune.
+    """
     given = model or ""
     name, _, adapter = backend_of(request).aliases.get(given, given).partition("/")
     return Options(

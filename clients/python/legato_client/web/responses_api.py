@@ -523,9 +523,6 @@ def _is_complete(result: QueryResult) -> bool:
     return finish_reason(result.info) == "stop"
 
 
-# ---------------------------------------------------------------- endpoint
-
-
 def routes() -> list[BaseRoute]:
     return [
         OperationRoute(

@@ -142,8 +142,6 @@ def _refusal(message: str) -> RejectedRequest:
     return RejectedRequest(message, status=HTTPStatus.UNAUTHORIZED, code="unauthenticated")
 
 
-# ---------------------------------------------------------------- server
-
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 """Paths open to anyone: they reveal nothing about users and run no model."""
 
