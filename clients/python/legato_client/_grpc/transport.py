@@ -17,14 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2
 
-from legato_client._errors import (
-    Busy,
-    IncompleteStream,
-    InternalError,
-    LegatoError,
-    Unavailable,
-    from_rpc_error,
-)
+from legato_client import _errors
 from legato_client._grpc.channel import GENERATE, Metadata, StubMethod, message_of
 from legato_client._grpc.settings import CallMetadata, ClientSettings
 from legato_client._types import results
@@ -193,7 +186,7 @@ class AsyncTransport:
                 data = await start(request, timeout=timeout, metadata=metadata)
                 return message_of(method.response, cast("bytes", data))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _errors.from_rpc_error(error) from error
 
     async def upload(
         self,
@@ -209,7 +202,7 @@ class AsyncTransport:
             try:
                 return message_of(method.response, await call)
             except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(await status.resolve(error)) from error
+                raise _errors.from_rpc_error(await status.resolve(error)) from error
 
     async def stream(
         self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
@@ -223,7 +216,7 @@ class AsyncTransport:
                 async for message in call:
                     yield message_of(method.response, message)
             except grpc.RpcError as error:
-                raise from_rpc_error(error) from error
+                raise _errors.from_rpc_error(error) from error
             finally:
                 call.cancel()
 
@@ -283,7 +276,7 @@ class BlockingTransport:
             data = start(request, timeout=timeout, metadata=metadata)
             return message_of(method.response, cast("bytes", data))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _errors.from_rpc_error(error) from error
 
     async def upload(
         self,
@@ -297,7 +290,7 @@ class BlockingTransport:
             data = start(requests, timeout=timeout, metadata=self.metadata(affinity))
             return message_of(method.response, data)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _errors.from_rpc_error(error) from error
 
     async def stream(
         self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
@@ -308,7 +301,7 @@ class BlockingTransport:
             for message in call:
                 yield message_of(method.response, message)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _errors.from_rpc_error(error) from error
         finally:
             call.cancel()
 
@@ -351,7 +344,7 @@ class EventReader:
         Raises IncompleteStream when an event was lost, and the task's own error when it failed.
         """
         if message.index != self._next_index:
-            raise IncompleteStream(
+            raise _errors.IncompleteStream(
                 f"event {self._next_index} of the stream is missing, got {message.index}"
             )
         self._next_index += 1
@@ -377,10 +370,10 @@ class EventReader:
         Raises IncompleteStream when there was none.
         """
         if self._finished is None:
-            raise IncompleteStream("the stream ended before the answer was finished")
+            raise _errors.IncompleteStream("the stream ended before the answer was finished")
         return self._finished
 
-    def resumption(self, error: LegatoError, time_left: float) -> float | None:
+    def resumption(self, error: _errors.LegatoError, time_left: float) -> float | None:
         """Return the seconds until the stream may resume elsewhere, or None to raise the error."""
         if not self._can_resume(error) or self._num_resumptions == len(_DELAYS):
             return None
@@ -420,7 +413,7 @@ class EventReader:
             self._checkpoint = inference_pb2.Checkpoint()
         self._checkpoint.MergeFrom(checkpoint)
 
-    def _can_resume(self, error: LegatoError) -> bool:
+    def _can_resume(self, error: _errors.LegatoError) -> bool:
         """Return whether the stream can resume.
 
         Before the first event gRPC itself has retried, and without checkpoints no stream can.
@@ -430,8 +423,8 @@ class EventReader:
         known = self._checkpoint is not None or not self._started
         if not (self._begun and known):
             return False
-        if isinstance(error, Busy):
+        if isinstance(error, _errors.Busy):
             return error.retry_after is not None and self._num_resumptions > 0
-        return isinstance(error, Unavailable) or (
-            isinstance(error, InternalError) and not error.reason
+        return isinstance(error, _errors.Unavailable) or (
+            isinstance(error, _errors.InternalError) and not error.reason
         )

@@ -12,22 +12,7 @@ from legato.v1 import inference_pb2, task_pb2
 
 from legato_client._images.sources import ImageInput
 from legato_client._proto import pieces
-from legato_client._types import results
-from legato_client._types.tasks import (
-    CaptionLength,
-    CaptionTask,
-    ClipFrame,
-    DetectTask,
-    Images,
-    Message,
-    PointTask,
-    QueryTask,
-    ResponseFormat,
-    Sampling,
-    SegmentTask,
-    Task,
-    Tracking,
-)
+from legato_client._types import results, tasks
 
 _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
     "system": task_pb2.CHAT_ROLE_SYSTEM,
@@ -36,7 +21,9 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 }
 
 
-def images_of(task: Task, images: Images | None) -> Sequence[ImageInput | ClipFrame]:
+def images_of(
+    task: tasks.Task, images: tasks.Images | None
+) -> Sequence[ImageInput | tasks.ClipFrame]:
     """Return the images of a call: those that messages show, or those beside the task.
 
     Raises:
@@ -49,23 +36,23 @@ def images_of(task: Task, images: Images | None) -> Sequence[ImageInput | ClipFr
         shown = list(images)
     elif images is not None:
         shown = [cast("ImageInput", images)]
-    if len(shown) > 1 and not isinstance(task, QueryTask):
+    if len(shown) > 1 and not isinstance(task, tasks.QueryTask):
         raise ValueError(f"{of(task).name} takes one image, got {len(shown)}")
     return shown
 
 
-def refuse_images(task: Task) -> None:
+def refuse_images(task: tasks.Task) -> None:
     """Raise ValueError for an image in a message: several tasks share the call's image."""
     if _shown(task):
         raise ValueError("this call is given its image beside the tasks, not inside a message")
 
 
-def to_messages(messages: Iterable[Message]) -> list[task_pb2.ChatMessage]:
+def to_messages(messages: Iterable[tasks.Message]) -> list[task_pb2.ChatMessage]:
     """Convert messages. Raises ValueError for an unknown role."""
     return [_to_message(message) for message in messages]
 
 
-def _to_message(message: Message) -> task_pb2.ChatMessage:
+def _to_message(message: tasks.Message) -> task_pb2.ChatMessage:
     if message.role not in _ROLES:
         raise ValueError(f"a role is one of {sorted(_ROLES)}, got {message.role!r}")
     parts = [
@@ -77,20 +64,20 @@ def _to_message(message: Message) -> task_pb2.ChatMessage:
     return task_pb2.ChatMessage(role=_ROLES[message.role], parts=parts)
 
 
-def _shown(task: Task) -> list[ImageInput | ClipFrame]:
-    if not isinstance(task, QueryTask):
+def _shown(task: tasks.Task) -> list[ImageInput | tasks.ClipFrame]:
+    if not isinstance(task, tasks.QueryTask):
         return []
     parts = [part for message in task.messages for part in _parts(message)]
     return [part for part in parts if not isinstance(part, str)]
 
 
-def _parts(message: Message) -> Sequence[str | ImageInput | ClipFrame]:
+def _parts(message: tasks.Message) -> Sequence[str | ImageInput | tasks.ClipFrame]:
     return (message.content,) if isinstance(message.content, str) else message.content
 
 
 # ---------------------------------------------------------------- skills
 
-TaskT = TypeVar("TaskT", bound=Task)
+TaskT = TypeVar("TaskT", bound=tasks.Task)
 ResultT = TypeVar("ResultT", bound=results.Result)
 
 _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
@@ -148,7 +135,7 @@ class Skill(Generic[TaskT, ResultT]):
     def takes(self, field: str) -> bool:
         return field in self.task.__dataclass_fields__
 
-    def make(self, subject: str, sampling: Sampling, **fields: Any) -> TaskT:
+    def make(self, subject: str, sampling: tasks.Sampling, **fields: Any) -> TaskT:
         """Build the task about `subject`, with those of `fields` that it has.
 
         ValueError for a subject that it cannot have.
@@ -168,7 +155,7 @@ class Skill(Generic[TaskT, ResultT]):
 DETECT = Skill(
     "detect",
     "box every instance of an object",
-    DetectTask,
+    tasks.DetectTask,
     results.DetectResult,
     "object",
     places="boxes",
@@ -176,26 +163,31 @@ DETECT = Skill(
 POINT = Skill(
     "point",
     "point at every instance of an object",
-    PointTask,
+    tasks.PointTask,
     results.PointResult,
     "object",
     places="points",
 )
 SEGMENT = Skill(
-    "segment", "outline an object", SegmentTask, results.SegmentResult, "object", places="boxes"
+    "segment",
+    "outline an object",
+    tasks.SegmentTask,
+    results.SegmentResult,
+    "object",
+    places="boxes",
 )
 CAPTION = Skill(
     "caption",
     "describe the image",
-    CaptionTask,
+    tasks.CaptionTask,
     results.CaptionResult,
     "length",
-    choices=get_args(CaptionLength),
+    choices=get_args(tasks.CaptionLength),
 )
 QUERY = Skill(
     "query",
     "answer a question, with or without an image",
-    QueryTask,
+    tasks.QueryTask,
     results.QueryResult,
     "question",
 )
@@ -209,7 +201,7 @@ _BY_VALUE: Mapping[type, AnySkill] = {
 }
 
 
-def of(value: Task | results.Result) -> AnySkill:
+def of(value: tasks.Task | results.Result) -> AnySkill:
     """Return the skill of a task or of a result."""
     return _BY_VALUE[type(value)]
 
@@ -217,7 +209,7 @@ def of(value: Task | results.Result) -> AnySkill:
 # ---------------------------------------------------------------- tasks as messages
 
 
-def write(task: Task, message: ProtoMessage) -> None:
+def write(task: tasks.Task, message: ProtoMessage) -> None:
     """Fill the task's own message, the request of its call, or the contract's Task.
 
     Raises ValueError for a word that the contract lacks.
@@ -225,7 +217,7 @@ def write(task: Task, message: ProtoMessage) -> None:
     pieces.fill(message, task, _CONVERTERS)
 
 
-def to_sampling(sampling: Sampling) -> task_pb2.Sampling | None:
+def to_sampling(sampling: tasks.Sampling) -> task_pb2.Sampling | None:
     """Convert sampling parameters; defaults are no message at all."""
     message = task_pb2.Sampling()
     pieces.fill(message, sampling)
@@ -244,12 +236,12 @@ def _to_order(order: str) -> int:
     return _ORDERS[order]
 
 
-def _to_tracking(tracking: Tracking) -> task_pb2.Tracking:
+def _to_tracking(tracking: tasks.Tracking) -> task_pb2.Tracking:
     waits = tracking.max_unseen
     return task_pb2.Tracking(max_unseen=None if waits is None else pieces.duration(waits))
 
 
-def to_response_format(wanted: ResponseFormat) -> task_pb2.ResponseFormat:
+def to_response_format(wanted: tasks.ResponseFormat) -> task_pb2.ResponseFormat:
     """Convert a format. Raises ValueError unless exactly one of its fields is set."""
     schema = wanted.json_schema
     given = {

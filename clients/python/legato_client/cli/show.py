@@ -8,25 +8,7 @@ from collections.abc import Sequence
 from legato_client._client import Client
 from legato_client._errors import LegatoError
 from legato_client._proto import skills
-from legato_client._types.results import (
-    Box,
-    Detection,
-    Event,
-    Finished,
-    ImageInfo,
-    Mark,
-    Outline,
-    OutlineDelta,
-    Point,
-    PointedObject,
-    QueryResult,
-    Queued,
-    ReasoningDelta,
-    ResponseInfo,
-    Result,
-    Started,
-    TextDelta,
-)
+from legato_client._types import results
 from legato_client.cli.terminal import Terminal
 
 
@@ -45,30 +27,30 @@ class EventPrinter:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._image: ImageInfo | None = None
+        self._image: results.ImageInfo | None = None
         self._inside_line = False
         self._reasoning = False
         self._words = False
 
-    def show(self, event: Event) -> None:
+    def show(self, event: results.Event) -> None:
         match event:
-            case Queued():
+            case results.Queued():
                 self._line(self._terminal.dim(f"waiting, {event.position} ahead"))
-            case Started():
+            case results.Started():
                 self._image = event.image
-            case TextDelta() | ReasoningDelta():
+            case results.TextDelta() | results.ReasoningDelta():
                 self._text(event)
-            case Detection():
+            case results.Detection():
                 self._line(f"box     {event.label}  {box_text(event.box, self._image)}")
-            case PointedObject():
+            case results.PointedObject():
                 self._line(f"point   {event.label}  {point_text(event.point, self._image)}")
-            case OutlineDelta():
+            case results.OutlineDelta():
                 self._outline(event)
-            case Finished():
+            case results.Finished():
                 self._finished(event.result)
 
-    def _text(self, event: TextDelta | ReasoningDelta) -> None:
-        reasoning = isinstance(event, ReasoningDelta)
+    def _text(self, event: results.TextDelta | results.ReasoningDelta) -> None:
+        reasoning = isinstance(event, results.ReasoningDelta)
         if self._reasoning and not reasoning:
             self._end_line()
         self._reasoning = reasoning
@@ -76,14 +58,14 @@ class EventPrinter:
         text = printable(event.text)
         self._write(self._terminal.dim(text) if reasoning else text)
 
-    def _finished(self, result: Result) -> None:
+    def _finished(self, result: results.Result) -> None:
         if _is_empty(result):
             self._line("nothing found")
         elif result.text and not self._words:  # words that do not stream
             self._line(printable(result.text))
         self._line(self._terminal.dim(summary(result.info)))
 
-    def _outline(self, event: OutlineDelta) -> None:
+    def _outline(self, event: results.OutlineDelta) -> None:
         if event.box is not None:
             self._line(f"outline {event.index + 1}  {box_text(event.box, self._image)}")
         if event.path_delta:
@@ -103,13 +85,13 @@ class EventPrinter:
         self._terminal.line(text)
 
 
-def show_result(terminal: Terminal, result: Result) -> None:
+def show_result(terminal: Terminal, result: results.Result) -> None:
     if _is_empty(result):
         terminal.line("nothing found")
     elif result.marks:
         _table(terminal, result.marks, result.info.image)
     else:
-        if isinstance(result, QueryResult) and result.reasoning is not None:
+        if isinstance(result, results.QueryResult) and result.reasoning is not None:
             terminal.line(terminal.dim(printable(result.reasoning.text)))
         terminal.line(printable(result.text))
     terminal.line(terminal.dim(summary(result.info)))
@@ -120,16 +102,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def text_of(result: Result) -> str:
+def text_of(result: results.Result) -> str:
     """Return the answer's text; empty for other answers."""
     return printable(result.text)
 
 
-def _is_empty(result: Result) -> bool:
+def _is_empty(result: results.Result) -> bool:
     return bool(skills.of(result).places) and not result.marks
 
 
-def box_text(box: Box, image: ImageInfo | None) -> str:
+def box_text(box: results.Box, image: results.ImageInfo | None) -> str:
     """Format a place in pixels if the image's size is known, else as fractions."""
     if image is None:
         return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"
@@ -137,7 +119,7 @@ def box_text(box: Box, image: ImageInfo | None) -> str:
     return f"({left}, {top}) to ({right}, {bottom}) px"
 
 
-def point_text(point: Point, image: ImageInfo | None) -> str:
+def point_text(point: results.Point, image: results.ImageInfo | None) -> str:
     """Format a place in pixels if the image's size is known, else as fractions."""
     if image is None:
         return f"({point.x:.3f}, {point.y:.3f})"
@@ -145,7 +127,7 @@ def point_text(point: Point, image: ImageInfo | None) -> str:
     return f"({x}, {y}) px"
 
 
-def summary(info: ResponseInfo) -> str:
+def summary(info: results.ResponseInfo) -> str:
     parts = [info.finish_reason, info.model]
     if info.usage is not None:
         parts.append(f"{info.usage.input_tokens} tokens in, {info.usage.output_tokens} out")
@@ -154,8 +136,8 @@ def summary(info: ResponseInfo) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _row(found: Mark, image: ImageInfo | None) -> tuple[str, str, str]:
-    if isinstance(found, PointedObject):
+def _row(found: results.Mark, image: results.ImageInfo | None) -> tuple[str, str, str]:
+    if isinstance(found, results.PointedObject):
         place = point_text(found.point, image)
     else:
         place = box_text(found.box, image)
@@ -163,13 +145,15 @@ def _row(found: Mark, image: ImageInfo | None) -> tuple[str, str, str]:
     return found.label, place, confidence
 
 
-def _table(terminal: Terminal, marks: Sequence[Mark], image: ImageInfo | None) -> None:
-    place = "point" if isinstance(marks[0], PointedObject) else "box"
+def _table(
+    terminal: Terminal, marks: Sequence[results.Mark], image: results.ImageInfo | None
+) -> None:
+    place = "point" if isinstance(marks[0], results.PointedObject) else "box"
     rows = [_row(found, image) for found in marks]
     if any(confidence for _, _, confidence in rows):
         terminal.table(("object", place, "confidence"), rows)
     else:
         terminal.table(("object", place), [row[:2] for row in rows])
     for found in marks:
-        if isinstance(found, Outline):
+        if isinstance(found, results.Outline):
             terminal.line(printable(found.path))

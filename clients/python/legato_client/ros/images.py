@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from legato_client import ros2
 from legato_client._errors import LegatoError
 from legato_client._images.sources import ImageInput, PixelFormat, RawFrame
-from legato_client._types.results import (
-    Detection,
-    DetectResult,
-    Outline,
-    PointResult,
-    ResponseInfo,
-    Result,
-    TrackNow,
-)
+from legato_client._types import results
 from legato_client.stream.feed import AnsweredFrame
 from legato_client.stream.frames import CapturedFrame
 
@@ -108,7 +100,7 @@ def _opened(sample: Any) -> PillowImage.Image:
 
 
 def of(
-    outcomes: Sequence[Result | LegatoError],
+    outcomes: Sequence[results.Result | LegatoError],
     header: ros2.HeaderLike,
     size: tuple[int, int],
     absent_score: float,
@@ -121,24 +113,24 @@ def of(
     stamp = ros2.frame_stamp(own, 0)
     found: list[ros2.Detection2D] = []
     for outcome in map(_as_boxes, outcomes):
-        if isinstance(outcome, DetectResult | PointResult):
+        if isinstance(outcome, results.DetectResult | results.PointResult):
             array = ros2.detections(outcome, stamp=stamp, size=size, absent_score=absent_score)
             found += array.detections
     return ros2.Detection2DArray(own, tuple(found))
 
 
-def _as_boxes(outcome: Result | LegatoError) -> Result | LegatoError:
+def _as_boxes(outcome: results.Result | LegatoError) -> results.Result | LegatoError:
     if isinstance(outcome, LegatoError):
         return outcome
-    outlines = [mark for mark in outcome.marks if isinstance(mark, Outline)]
+    outlines = [mark for mark in outcome.marks if isinstance(mark, results.Outline)]
     if not outlines:
         return outcome
-    boxes = tuple(Detection(each.box, each.label, each.confidence) for each in outlines)
-    return DetectResult(boxes, outcome.info)
+    boxes = tuple(results.Detection(each.box, each.label, each.confidence) for each in outlines)
+    return results.DetectResult(boxes, outcome.info)
 
 
 def predicted(
-    latest: AnsweredFrame, now_ns: int, tracks: Sequence[TrackNow], absent_score: float
+    latest: AnsweredFrame, now_ns: int, tracks: Sequence[results.TrackNow], absent_score: float
 ) -> ros2.Detection2DArray:
     """Build the array of tracked objects where they are at `now_ns` since the epoch.
 
@@ -149,9 +141,9 @@ def predicted(
     assert latest.image is not None, "a frame without a size has no array"
     stamp_ns = ros2.frame_stamp(header, 0).capture_time_ns or 0
     stamp = ros2.Time(*divmod(stamp_ns + now_ns - latest.frame.captured_ns, 10**9))
-    found = DetectResult(
+    found = results.DetectResult(
         tuple(dataclasses.replace(each.last, box=each.box) for each in tracks),
-        ResponseInfo("", "", "", image=latest.image),
+        results.ResponseInfo("", "", "", image=latest.image),
     )
     size = latest.image.width, latest.image.height
     return of((found,), ros2.Header(stamp, header.frame_id), size, absent_score)

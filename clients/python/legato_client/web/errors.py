@@ -11,16 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from legato_client._errors import (
-    InternalError,
-    InvalidArgument,
-    LegatoError,
-    NotFound,
-    PermissionDenied,
-    Preempted,
-    ResourceExhausted,
-    Unauthenticated,
-)
+from legato_client import _errors
 from legato_client._proto import skills
 
 CLIENT_CLOSED_REQUEST = 499
@@ -52,12 +43,12 @@ REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_L
 _NO_MEMBERS: Mapping[str, str] = {}
 _MESSAGES = ("task.", *(f"{name}." for name in skills.BY_NAME), "sampling.", "options.")
 
-_KINDS: tuple[tuple[type[LegatoError], str], ...] = (
-    (Unauthenticated, "authentication_error"),
-    (PermissionDenied, "permission_error"),
-    (NotFound, "not_found_error"),
-    (ResourceExhausted, "rate_limit_error"),
-    (InvalidArgument, "invalid_request_error"),
+_KINDS: tuple[tuple[type[_errors.LegatoError], str], ...] = (
+    (_errors.Unauthenticated, "authentication_error"),
+    (_errors.PermissionDenied, "permission_error"),
+    (_errors.NotFound, "not_found_error"),
+    (_errors.ResourceExhausted, "rate_limit_error"),
+    (_errors.InvalidArgument, "invalid_request_error"),
 )
 
 
@@ -100,12 +91,12 @@ class RejectedRequest(Exception):
         self.retry_after = retry_after
 
 
-def status_of(error: LegatoError) -> int:
+def status_of(error: _errors.LegatoError) -> int:
     return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def document_of(
-    error: LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
+    error: _errors.LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
 ) -> ErrorDocument:
     """Return the body of the answer, also sent inside a stream that has begun.
 
@@ -124,13 +115,13 @@ def document_of(
 
 
 def response_of(
-    error: LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
+    error: _errors.LegatoError | RejectedRequest, members: Mapping[str, str] = _NO_MEMBERS
 ) -> Response:
     status = error.status if isinstance(error, RejectedRequest) else status_of(error)
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))
-    if isinstance(error, LegatoError):
+    if isinstance(error, _errors.LegatoError):
         if error.request_id:
             headers["x-request-id"] = error.request_id
         if not _may_be_repeated(error):
@@ -141,7 +132,7 @@ def response_of(
 
 
 async def on_legato_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LegatoError | RejectedRequest)
+    assert isinstance(error, _errors.LegatoError | RejectedRequest)
     response = response_of(error, getattr(request.state, "members", _NO_MEMBERS))
     if "x-request-id" not in response.headers and (named := request.headers.get("x-request-id")):
         response.headers["x-request-id"] = named
@@ -175,12 +166,12 @@ def _member(field: str, members: Mapping[str, str]) -> str:
     return f"{members.get(name, name)}{dot}{rest}"
 
 
-def _may_be_repeated(error: LegatoError) -> bool:
+def _may_be_repeated(error: _errors.LegatoError) -> bool:
     """Return whether OpenAI's clients may retry: by default they do for 408, 409, 429 and 5xx.
 
     A request that ends engines must not be sent again, and one that an operator stopped, too.
     """
-    never = isinstance(error, InternalError | Preempted)
+    never = isinstance(error, _errors.InternalError | _errors.Preempted)
     return not never and error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
 
 

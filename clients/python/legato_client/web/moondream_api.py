@@ -16,22 +16,7 @@ from starlette.types import ASGIApp
 
 from legato_client._proto import skills
 from legato_client._proto.skills import AnySkill
-from legato_client._types.results import (
-    Box,
-    CaptionResult,
-    DetectResult,
-    Event,
-    Finished,
-    Grounding,
-    OutlineDelta,
-    PointResult,
-    QueryResult,
-    Reasoning,
-    Result,
-    SegmentResult,
-    TextDelta,
-)
-from legato_client._types.results import Point as PointValue
+from legato_client._types import results
 from legato_client._types.tasks import (
     Sampling,
     SpatialRef,
@@ -146,9 +131,9 @@ def places(given: list[list[float]] | None) -> tuple[SpatialRef, ...]:
     found: list[SpatialRef] = []
     for index, numbers in enumerate(given or ()):
         if len(numbers) == 2:
-            found.append(PointValue(*numbers))
+            found.append(results.Point(*numbers))
         elif len(numbers) == 4:
-            found.append(Box(*numbers))
+            found.append(results.Box(*numbers))
         else:
             raise RejectedRequest(
                 "a place is [x, y] or [x_min, y_min, x_max, y_max]",
@@ -269,46 +254,46 @@ class FinalOutline(Struct, tag_field="type", tag="final", kw_only=True):
 SegmentEvent = BoxEvent | PathEvent | FinalOutline
 
 
-def answer_of(result: Result) -> Answer:
+def answer_of(result: results.Result) -> Answer:
     """Build the answer of the skill that gave the result."""
     about = {"request_id": result.info.request_id, "finish_reason": result.info.finish_reason}
     match result:
-        case CaptionResult():
+        case results.CaptionResult():
             return CaptionAnswer(caption=result.caption, **about)
-        case QueryResult():
+        case results.QueryResult():
             return QueryAnswer(answer=result.answer, reasoning=_thoughts(result), **about)
-        case DetectResult():
+        case results.DetectResult():
             return DetectAnswer(
                 objects=[_region(each.box, each.confidence) for each in result.objects], **about
             )
-        case PointResult():
+        case results.PointResult():
             points = [
                 Point(each.point.x, each.point.y, _known(each.confidence)) for each in result.points
             ]
             return PointAnswer(points=points, count=len(points), **about)
-        case SegmentResult():
+        case results.SegmentResult():
             path, bbox = _outline(result)
             return SegmentAnswer(path=path, bbox=bbox, **about)
 
 
-def event_of(event: Event) -> TextChunk | SegmentEvent | None:
+def event_of(event: results.Event) -> TextChunk | SegmentEvent | None:
     """Convert an event; None if this stream format has no such event."""
     match event:
-        case TextDelta():
+        case results.TextDelta():
             return TextChunk(chunk=event.text)
-        case OutlineDelta(index=0, box=Box() as box):
+        case results.OutlineDelta(index=0, box=results.Box() as box):
             return BoxEvent(_region(box))
-        case OutlineDelta(index=0):
+        case results.OutlineDelta(index=0):
             return PathEvent(event.path_delta)
-        case Finished(result):
+        case results.Finished(result):
             return _last(result)
         case _:
             return None
 
 
-def _last(result: Result) -> TextChunk | FinalOutline:
+def _last(result: results.Result) -> TextChunk | FinalOutline:
     info = result.info
-    if isinstance(result, SegmentResult):
+    if isinstance(result, results.SegmentResult):
         path, bbox = _outline(result)
         return FinalOutline(
             path=path, bbox=bbox, request_id=info.request_id, finish_reason=info.finish_reason
@@ -317,11 +302,11 @@ def _last(result: Result) -> TextChunk | FinalOutline:
         completed=True,
         request_id=info.request_id,
         finish_reason=info.finish_reason,
-        reasoning=_thoughts(result) if isinstance(result, QueryResult) else UNSET,
+        reasoning=_thoughts(result) if isinstance(result, results.QueryResult) else UNSET,
     )
 
 
-def _outline(result: SegmentResult) -> tuple[str, Region | None]:
+def _outline(result: results.SegmentResult) -> tuple[str, Region | None]:
     """Return the first outline: this form has a place for one."""
     if not result.segments:
         return "", None
@@ -329,7 +314,7 @@ def _outline(result: SegmentResult) -> tuple[str, Region | None]:
     return outline.path, _region(outline.box, outline.confidence)
 
 
-def _region(box: Box, confidence: float | None = None) -> Region:
+def _region(box: results.Box, confidence: float | None = None) -> Region:
     return Region(box.x_min, box.y_min, box.x_max, box.y_max, _known(confidence))
 
 
@@ -337,18 +322,18 @@ def _known(confidence: float | None) -> float | UnsetType:
     return UNSET if confidence is None else confidence
 
 
-def _thoughts(result: QueryResult) -> Thoughts | UnsetType:
+def _thoughts(result: results.QueryResult) -> Thoughts | UnsetType:
     reasoning = result.reasoning
     if reasoning is None:
         return UNSET
     return Thoughts(reasoning.text, spans_of(reasoning))
 
 
-def spans_of(reasoning: Reasoning) -> list[GroundedSpan]:
+def spans_of(reasoning: results.Reasoning) -> list[GroundedSpan]:
     return [_span(each) for each in reasoning.grounding]
 
 
-def _span(grounding: Grounding) -> GroundedSpan:
+def _span(grounding: results.Grounding) -> GroundedSpan:
     points = [(point.x, point.y) for point in grounding.points]
     return GroundedSpan(grounding.start_index, grounding.end_index, points)
 
@@ -406,7 +391,7 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
     return answered(answer_of(result), result.info.request_id)
 
 
-async def _frames(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+async def _frames(events: AsyncGenerator[results.Event, None]) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(events):
         async for event in events:
             document = event_of(event)

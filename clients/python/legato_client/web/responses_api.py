@@ -12,16 +12,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from legato_client._errors import LegatoError
-from legato_client._types.results import (
-    Event,
-    Finished,
-    QueryResult,
-    ReasoningDelta,
-    ResponseInfo,
-    Started,
-    TextDelta,
-    Token,
-)
+from legato_client._types import results
 from legato_client.web import openai_api, streams
 from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.openai_api import (
@@ -386,7 +377,7 @@ class ResponseEvent(Struct, kw_only=True):
     param: str | UnsetType | None = UNSET
 
 
-def _usage(info: ResponseInfo) -> ResponsesUsage | None:
+def _usage(info: results.ResponseInfo) -> ResponsesUsage | None:
     used = info.usage
     if used is None:
         return None
@@ -413,30 +404,32 @@ class ResponsesForm:
         self._done: list[OutputItem] = []
         self._num_events = 0
 
-    def answer(self, result: QueryResult, tokens: Iterable[Token] | None) -> ResponseObject:
+    def answer(
+        self, result: results.QueryResult, tokens: Iterable[results.Token] | None
+    ) -> ResponseObject:
         self._request_id = result.info.request_id
         if result.reasoning is not None:
             self._done.append(self._item("reasoning", result.reasoning.text, "completed"))
         self._logprobs = logprobs_of(tokens or ()).content
         return self._ended(result)
 
-    def frames(self, event: Event) -> Iterator[bytes]:
+    def frames(self, event: results.Event) -> Iterator[bytes]:
         """Return the events of one event: those of an item are within those of its response."""
         fresh = logprobs_of(self._tokens.of(event)).content if self._tells_logprobs else []
         self._logprobs += fresh
         match event:
-            case Started():
+            case results.Started():
                 self._request_id = event.request_id
                 begun = msgspec.structs.replace(
                     self._response, id=f"resp_{event.request_id}", model=event.model
                 )
                 yield self._frame("response.created", response=begun)
                 yield self._frame("response.in_progress", response=begun)
-            case ReasoningDelta(text) if text:
+            case results.ReasoningDelta(text) if text:
                 yield from self._delta("reasoning", text, [])
-            case TextDelta():
+            case results.TextDelta():
                 yield from self._delta("message", event.text, fresh)
-            case Finished(QueryResult() as result):
+            case results.Finished(results.QueryResult() as result):
                 if fresh or not (self._open and self._open.type == "message"):
                     yield from self._delta("message", "", fresh)
                 yield from self._close("completed" if _is_complete(result) else "incomplete")
@@ -484,7 +477,7 @@ class ResponsesForm:
         name = f"rs_{self._request_id}"
         return OutputItem(id=name, type="reasoning", status=status, content=content, summary=[])
 
-    def _ended(self, result: QueryResult) -> ResponseObject:
+    def _ended(self, result: results.QueryResult) -> ResponseObject:
         """Return the whole response; the message is added unless a stream has ended it."""
         is_complete = _is_complete(result)
         status: Status = "completed" if is_complete else "incomplete"
@@ -519,7 +512,7 @@ def _content(kind: str, text: str, logprobs: list[TokenLogprob]) -> OutputText |
     return ReasoningText(text=text)
 
 
-def _is_complete(result: QueryResult) -> bool:
+def _is_complete(result: results.QueryResult) -> bool:
     return finish_reason(result.info) == "stop"
 
 

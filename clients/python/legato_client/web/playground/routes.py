@@ -24,44 +24,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from legato_client import _errors
 from legato_client._async_client import AsyncClient
-from legato_client._errors import (
-    Busy,
-    DeadlineExceeded,
-    InvalidArgument,
-    LegatoError,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-)
 from legato_client._images.sources import CachedImage
 from legato_client._proto import skills
 from legato_client._proto.pieces import MAX_SECONDS
 from legato_client._session.sessions import AsyncSession
-from legato_client._types.results import (
-    Detection,
-    Event,
-    Finished,
-    FrameStamp,
-    OutlineDelta,
-    PointedObject,
-    Queued,
-    ReasoningDelta,
-    Result,
-    Started,
-    TextDelta,
-    TokensDelta,
-)
-from legato_client._types.server import (
-    Answer,
-    FrameDelta,
-    FrameDropped,
-    FramePolicy,
-    FrameResult,
-    GoAway,
-    SessionStats,
-    model_document,
-)
+from legato_client._types import results, server
 from legato_client._types.tasks import Options, Task
 from legato_client.web import openapi as http
 from legato_client.web import timeline
@@ -107,7 +76,7 @@ def parsed(text: str | bytes | bytearray, kind: type[ValueT]) -> ValueT:
         problem, field = explained(str(error))
         raise invalid(field or "message", problem) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise InvalidArgument("the request is not JSON") from None
+        raise _errors.InvalidArgument("the request is not JSON") from None
 
 
 # ---------------------------------------------------------------- guard
@@ -217,15 +186,15 @@ async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> N
 
 Json = dict[str, Any]
 
-_EVENTS: dict[type[Event], str] = {
-    Queued: "queued",
-    Started: "started",
-    TextDelta: "text",
-    ReasoningDelta: "reasoning",
-    Detection: "object",
-    PointedObject: "point",
-    OutlineDelta: "outline",
-    TokensDelta: "tokens",
+_EVENTS: dict[type[results.Event], str] = {
+    results.Queued: "queued",
+    results.Started: "started",
+    results.TextDelta: "text",
+    results.ReasoningDelta: "reasoning",
+    results.Detection: "object",
+    results.PointedObject: "point",
+    results.OutlineDelta: "outline",
+    results.TokensDelta: "tokens",
 }
 
 _REMEDIES = {
@@ -257,30 +226,30 @@ _REMEDIES = {
 }
 """Hints by the contract's `ErrorReason`."""
 
-_BY_CLASS: tuple[tuple[type[LegatoError], str], ...] = (
-    (InvalidArgument, "Change the request and ask again."),
-    (Unavailable, "Is the server running, and is --server its address?"),
-    (Unauthenticated, _REMEDIES["UNAUTHENTICATED"]),
-    (PermissionDenied, _REMEDIES["FORBIDDEN"]),
+_BY_CLASS: tuple[tuple[type[_errors.LegatoError], str], ...] = (
+    (_errors.InvalidArgument, "Change the request and ask again."),
+    (_errors.Unavailable, "Is the server running, and is --server its address?"),
+    (_errors.Unauthenticated, _REMEDIES["UNAUTHENTICATED"]),
+    (_errors.PermissionDenied, _REMEDIES["FORBIDDEN"]),
 )
 
 
-def event_json(value: Event) -> Json:
-    if isinstance(value, Finished):
+def event_json(value: results.Event) -> Json:
+    if isinstance(value, results.Finished):
         return {"type": "finished", "result": result(value.result)}
     return {"type": _EVENTS[type(value)], **dataclasses.asdict(value)}
 
 
-def result(value: Result) -> Json:
+def result(value: results.Result) -> Json:
     return {"type": skills.of(value).name, **dataclasses.asdict(value)}
 
 
-def failure_json(error: LegatoError) -> Json:
+def failure_json(error: _errors.LegatoError) -> Json:
     """Return a failure with a hint on what to do, which may be empty.
 
     gRPC's own message of a lost connection is the `detail`.
     """
-    is_lost = isinstance(error, Unavailable) and not error.reason
+    is_lost = isinstance(error, _errors.Unavailable) and not error.reason
     return {
         "type": "failed",
         "message": "the server does not answer" if is_lost else error.message,
@@ -294,7 +263,7 @@ def failure_json(error: LegatoError) -> Json:
     }
 
 
-def hint(error: LegatoError) -> str:
+def hint(error: _errors.LegatoError) -> str:
     """Return a remedy for a failure as a sentence, or ""."""
     if error.reason in _REMEDIES:
         return _REMEDIES[error.reason]
@@ -315,10 +284,10 @@ def report_failures(handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except LegatoError as error:
+        except _errors.LegatoError as error:
             return JSONResponse(failure_json(error), status_of(error))
         except RejectedRequest as refusal:
-            failure = failure_json(LegatoError(refusal.message, code=refusal.code.upper()))
+            failure = failure_json(_errors.LegatoError(refusal.message, code=refusal.code.upper()))
             return JSONResponse(failure, refusal.status)
 
     return handle
@@ -331,7 +300,7 @@ async def describe_server(request: Request, connection: Connection) -> Response:
         {
             "server": {"name": info.name, "version": info.version, "target": connection.target},
             "limits": dataclasses.asdict(info.limits),
-            "models": [model_document(model) for model in models],
+            "models": [server.model_document(model) for model in models],
             "max_picture_bytes": MAX_IMAGE_BYTES,
         }
     )
@@ -370,7 +339,7 @@ async def _lines(
         async with contextlib.aclosing(client.generate(image, task, options=options)) as events:
             async for event in events:
                 yield _line(event_json(event))
-    except LegatoError as error:
+    except _errors.LegatoError as error:
         yield _line(failure_json(error))
 
 
@@ -399,7 +368,7 @@ class Opening(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of a session."""
 
     tasks: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=_MAX_TASKS)]
-    policy: FramePolicy | None = None
+    policy: server.FramePolicy | None = None
     max_frame_age: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None = None
     model: str | None = None
 
@@ -416,9 +385,9 @@ class Sessions:
         self._num_open += 1
         try:
             if self._num_open > self._limit:
-                raise Busy(f"the playground has {self._limit} sessions, which is its limit")
+                raise _errors.Busy(f"the playground has {self._limit} sessions, which is its limit")
             await _session(websocket)
-        except LegatoError as error:
+        except _errors.LegatoError as error:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
                 await websocket.send_json(failure_json(error))
                 await websocket.close(_CLOSED_NORMALLY)
@@ -433,7 +402,7 @@ async def _session(websocket: WebSocket) -> None:
         async with asyncio.timeout(_OPEN_TIMEOUT):
             opening = await _receive(websocket, Opening)
     except TimeoutError:
-        raise DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
+        raise _errors.DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
     async with _open(websocket.state.backend.client, opening) as running:
         await _serve(websocket, running)
     await websocket.close(_CLOSED_NORMALLY)
@@ -464,7 +433,7 @@ def _open(client: AsyncClient, opening: bytes | Opening) -> AsyncSession:
             when_full="drop",
         )
     except ValueError as error:
-        raise InvalidArgument(str(error)) from None
+        raise _errors.InvalidArgument(str(error)) from None
 
 
 async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
@@ -503,7 +472,7 @@ async def _send_frame(websocket: WebSocket, running: AsyncSession, data: bytes) 
     captured, sequence = _HEAD.unpack_from(data)
     if not 0 <= captured < 1e14 or sequence == 0:
         raise tasks.invalid("frame", "has no time of capture, or no sequence")
-    stamp = FrameStamp("playground", round(captured * 1e6), sequence)
+    stamp = results.FrameStamp("playground", round(captured * 1e6), sequence)
     sent = await running.send(data[_HEAD.size :], stamp=stamp)
     if sent is None:
         await websocket.send_json(
@@ -518,13 +487,13 @@ async def _tell_page(websocket: WebSocket, running: AsyncSession) -> None:
     await websocket.send_json({"type": "ended", **_counts(running.stats, running.credits)})
 
 
-def _counts(stats: SessionStats, credits: int) -> Json:
+def _counts(stats: server.SessionStats, credits: int) -> Json:
     return {"stats": dataclasses.asdict(stats), "credits": credits}
 
 
-def answer_of(answer: Answer) -> Json:
+def answer_of(answer: server.Answer) -> Json:
     match answer:
-        case FrameResult():
+        case server.FrameResult():
             return {
                 "type": "result",
                 "sequence": answer.sequence,
@@ -532,19 +501,19 @@ def answer_of(answer: Answer) -> Json:
                 "last": answer.last_for_frame,
                 "outcome": _outcome(answer.outcome),
             }
-        case FrameDropped():
+        case server.FrameDropped():
             return {"type": "dropped", **dataclasses.asdict(answer)}
-        case FrameDelta():
+        case server.FrameDelta():
             event = event_json(answer.event)
             about = {"sequence": answer.sequence, "task_id": answer.task_id}
             return {"type": "delta", **about, "event": event}
-        case GoAway():
+        case server.GoAway():
             reason = failure_json(answer.reason) if answer.reason else None
             return {"type": "go_away", "time_left": answer.time_left, "reason": reason}
 
 
-def _outcome(outcome: Result | LegatoError) -> Json:
-    if isinstance(outcome, LegatoError):
+def _outcome(outcome: results.Result | _errors.LegatoError) -> Json:
+    if isinstance(outcome, _errors.LegatoError):
         return failure_json(outcome)
     return result(outcome)
 

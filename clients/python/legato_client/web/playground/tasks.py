@@ -12,15 +12,8 @@ from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from legato_client._errors import FieldViolation, InvalidArgument
 from legato_client._images.sources import CachedImage
 from legato_client._proto import pieces, skills
+from legato_client._types import tasks
 from legato_client._types.results import Box, Point
-from legato_client._types.tasks import (
-    Message,
-    Options,
-    ResponseFormat,
-    Sampling,
-    SpatialRef,
-    Task,
-)
 from legato_client.batch.tasks import listed
 
 NumberT = TypeVar("NumberT", int, float)
@@ -37,7 +30,7 @@ def invalid(field: str, description: str) -> InvalidArgument:
     )
 
 
-def read_task(value: Mapping[str, Any], files: Sequence[str] = ()) -> Task:
+def read_task(value: Mapping[str, Any], files: Sequence[str] = ()) -> tasks.Task:
     """Parse the JSON form of `legato.v1.Task`. Raises InvalidArgument.
 
     Its messages show the images that the server holds under the task's ids, or else `files`.
@@ -45,12 +38,12 @@ def read_task(value: Mapping[str, Any], files: Sequence[str] = ()) -> Task:
     return task_of(_parsed("task", value, task_pb2.Task()), files)
 
 
-def read_options(value: Mapping[str, Any]) -> Options:
+def read_options(value: Mapping[str, Any]) -> tasks.Options:
     """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
-    return pieces.read(Options, _parsed("options", value, inference_pb2.RequestOptions()))
+    return pieces.read(tasks.Options, _parsed("options", value, inference_pb2.RequestOptions()))
 
 
-def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> Task:
+def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> tasks.Task:
     """Build the task. Raises InvalidArgument for a missing skill or an unknown word."""
     kind = message.WhichOneof("kind")
     if kind is None:
@@ -62,7 +55,7 @@ def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> Task:
         held = [CachedImage(each.image.image_id) for each in own.images]
         given["messages"] = _messages(own, held or map(Path, files))
     given |= {"sampling": _sampling(message.sampling), "task_id": message.task_id}
-    task: Task = pieces.read(skill.task, own, **given)
+    task: tasks.Task = pieces.read(skill.task, own, **given)
     return task
 
 
@@ -73,18 +66,18 @@ def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
         raise invalid(field, str(error)) from None
 
 
-def _sampling(message: task_pb2.Sampling) -> Sampling:
+def _sampling(message: task_pb2.Sampling) -> tasks.Sampling:
     given: dict[str, Any] = {
         field.name: _number(value) for field, value in message.ListFields() if field.name != "stop"
     }
-    return Sampling(**given, stop=tuple(message.stop))
+    return tasks.Sampling(**given, stop=tuple(message.stop))
 
 
-def _places(refs: Iterable[geometry_pb2.SpatialRef]) -> tuple[SpatialRef, ...]:
+def _places(refs: Iterable[geometry_pb2.SpatialRef]) -> tuple[tasks.SpatialRef, ...]:
     return tuple(map(_place, refs))
 
 
-def _place(ref: geometry_pb2.SpatialRef) -> SpatialRef:
+def _place(ref: geometry_pb2.SpatialRef) -> tasks.SpatialRef:
     match ref.WhichOneof("ref"):
         case "point":
             return Point(_number(ref.point.x), _number(ref.point.y))
@@ -102,7 +95,7 @@ def _number(value: NumberT) -> NumberT:
 
 def _messages(
     query: task_pb2.QueryTask, images: Iterable[CachedImage | Path]
-) -> tuple[Message, ...]:
+) -> tuple[tasks.Message, ...]:
     """Return the messages with the images that they show; without any, they are words."""
     left = iter(images)
     messages = tuple(_message(message, left) for message in query.messages)
@@ -111,7 +104,7 @@ def _messages(
     return messages
 
 
-def _message(message: task_pb2.ChatMessage, images: Iterator[CachedImage | Path]) -> Message:
+def _message(message: task_pb2.ChatMessage, images: Iterator[CachedImage | Path]) -> tasks.Message:
     role: Any = _word(message, "role", "task.query.messages.role")
     parts: list[str | CachedImage | Path] = []
     for part in message.parts:
@@ -122,15 +115,15 @@ def _message(message: task_pb2.ChatMessage, images: Iterator[CachedImage | Path]
         else:
             raise invalid("task.query.images", "has fewer images than the messages show")
     if all(isinstance(part, str) for part in parts):
-        return Message(role, "".join(map(str, parts)))
-    return Message(role, tuple(parts))
+        return tasks.Message(role, "".join(map(str, parts)))
+    return tasks.Message(role, tuple(parts))
 
 
-def _format(message: task_pb2.ResponseFormat) -> ResponseFormat:
+def _format(message: task_pb2.ResponseFormat) -> tasks.ResponseFormat:
     kind = message.WhichOneof("format")
     if kind is None:
         raise invalid("task.query.response_format", "sets no format")
-    return ResponseFormat(
+    return tasks.ResponseFormat(
         json_schema=message.json_schema if kind == "json_schema" else None,
         regex=message.regex,
         choices=tuple(message.choices.texts),
