@@ -14,7 +14,13 @@ from legato_engine.kernels.megakernel.kernel import RING_STAGES, MegakernelWeigh
 from legato_engine.kernels.megakernel.program import CounterKind, Program, counter
 from legato_engine.kernels.megakernel.sizes import HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
 from legato_engine.kernels.parameters import Affine
-from legato_engine.kernels.step import DecoderSizes, DecoderStep, StepCache, StepPositions
+from legato_engine.kernels.step import (
+    DecoderSizes,
+    StepCache,
+    StepPositions,
+    packed_head,
+    step_decoder,
+)
 
 from benchmarks.megakernel.kernel import ResidentKernel, Rules
 from benchmarks.megakernel.model import DEVICE, Cache, Model, forward
@@ -280,7 +286,7 @@ class CapturedSteps:
         self._model, self.cache = model, cache.clone()
         kept = StepCache(self.cache.keys, self.cache.values, None, model.cosines, model.sines)
         head, norm = model.head.affine, Affine(*model.norm)
-        self._step = DecoderStep(decoder, layers, head, norm, kept)
+        self._step = step_decoder(decoder, layers, packed_head([head], norm), kept)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[B, V] of one token of each row."""

@@ -166,7 +166,7 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     if source == "layer_boundary.cu":
         served = layer_boundary.fits(decode)
         return (
-            [(layer_boundary.layer_boundary_defines(decode), layer_boundary.MOST_TOKENS)]
+            [(layer_boundary.layer_defines(decode, tiles=1), layer_boundary.MOST_TOKENS)]
             if served
             else []
         )
@@ -236,7 +236,7 @@ def test_quantised_weights_compile_without_spills(cache, kind, arch):
         ("unpack.cu", unpack_defines(kind, skinny_gemm.chunk(decode.dim))),
     ]
     if layer_boundary.fits(decode):
-        compiled.append(("layer_boundary.cu", layer_boundary.layer_boundary_defines(decode)))
+        compiled.append(("layer_boundary.cu", layer_boundary.layer_defines(decode, tiles=1)))
     for source, defines in compiled:
         for kernel, usage in usages(module.compile_source(source, defines, arch)).items():
             most_stack = SPILLS_OF_INT4.get(kernel, 0) if kind is WeightKind.INT4 else 0

@@ -6,7 +6,6 @@ or rows of the token state, O outputs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,56 +21,55 @@ _LONG_PARTS = 4  # of the inner activations, one warp each
 _MOST_TURNS = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Slots:
-    """The slot of each row (int64), and the slots' own ranks; slot 0 is none."""
-
-    slot_R: torch.Tensor
-    rank_S: torch.Tensor
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The slots' own ranks, each row's slot (int64; 0 is none), and the tokens' rows."""
 
 
 class LowRankMaps:
-    """The kernels and their scratch memory; steps must not overlap."""
+    """The kernels over the slots of all layers, and their scratch memory; steps must not overlap.
 
-    def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
-        self._max_rank = max_rank
+    A step's `slot_R` (int64) is the slot of each row, 0 for none.
+    """
+
+    def __init__(
+        self, dim: int, ff_dim: int, layers: Sequence[MlpSlots], rank_S: torch.Tensor, max_rank: int
+    ) -> None:
+        """`rank_S`: the slots' own ranks. No address ever changes."""
+        self._layers, self._rank_S = layers, rank_S
         self._shrink_in = _Shrink(dim, 1, max_rank, norm=True)
         self._shrink_out = _Shrink(ff_dim, _LONG_PARTS, max_rank, norm=False)
         self._expand_in = _expands(ff_dim, max_rank)
         self._expand_out = _expands(dim, max_rank)
-        most = skinny_gemm.TILES[-1] * 8
+        most, device = skinny_gemm.TILES[-1] * 8, rank_S.device
         self._low_BR = torch.zeros(most, max_rank, device=device)
         self._inner_BF = torch.zeros(most, ff_dim, device=device)
         self._outer_BD = torch.zeros(most, dim, device=device)
 
     def inner(
-        self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
+        self, layer: int, x_BD: torch.Tensor, slot_R: torch.Tensor, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the first map's change, [B, F] float32."""
+        """Compute the change of a layer's first map, [B, F] float32."""
+        weights, rows = self._layers[layer], (self._rank_S, slot_R, row_B)
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
-        self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
+        self._shrink_in.launch(inputs, rows, self._low_BR)
+        return self._expand(self._expand_in, weights.fc1, rows, self._inner_BF)
 
     def outer(
-        self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
+        self, layer: int, mixed_BM: torch.Tensor, slot_R: torch.Tensor, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the second map's change, [B, D] float32, for the first F of each row."""
+        """Compute that of its second map, [B, D] float32, for the first F of each row."""
+        weights, rows = self._layers[layer], (self._rank_S, slot_R, row_B)
         inputs = mixed_BM, mixed_BM.shape[1], None, None, weights.fc2.a_SRI
-        self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_out, weights.fc2, slots, row_B, self._outer_BD)
+        self._shrink_out.launch(inputs, rows, self._low_BR)
+        return self._expand(self._expand_out, weights.fc2, rows, self._outer_BD)
 
     def _expand(
-        self,
-        kernels: Mapping[int, Kernel],
-        weights: LowRankMap,
-        slots: Slots,
-        row_B: torch.Tensor,
-        change: torch.Tensor,
+        self, kernels: Mapping[int, Kernel], weights: LowRankMap, rows: _Rows, change: torch.Tensor
     ) -> torch.Tensor:
-        tokens = 1 if len(row_B) == 1 else _TOKENS
-        grid = weights.b_SRO.shape[-1] // _OUTPUTS, -(-len(row_B) // tokens), 1
-        named = slots.rank_S, slots.slot_R, row_B
-        arguments = self._low_BR, weights.b_SRO, *named, change, len(row_B)
+        batch = len(rows[-1])
+        tokens = 1 if batch == 1 else _TOKENS
+        grid = weights.b_SRO.shape[-1] // _OUTPUTS, -(-batch // tokens), 1
+        arguments = self._low_BR, weights.b_SRO, *rows, change, batch
         kernels[tokens].launch(grid, 32 * _WARPS, arguments, overlap=True)
         return change
 
@@ -88,34 +86,17 @@ class _Shrink:
             for tokens in {1, min(_TOKENS, self._pairs)}
         }
 
-    def launch(
-        self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
-    ) -> None:
+    def launch(self, inputs: tuple[Argument, ...], rows: _Rows, low_BR: torch.Tensor) -> None:
         """Enqueue the kernel for this batch; `inputs` are its first arguments, up to A."""
-        batch = len(row_B)
+        batch = len(rows[-1])
         tokens = 1 if batch == 1 else max(self._kernels)
         # As many turns as keep one wave of warps busy: each turn reads A once less.
         wave = skinny_gemm.num_processors() * 2 * self._pairs
         turns = min(_MOST_TURNS, max(1, self._max_rank * batch // wave))
         ranks = self._pairs // tokens
         grid = -(-self._max_rank // ranks), -(-batch // (tokens * turns)), 1
-        arguments = *inputs, slots.rank_S, slots.slot_R, row_B, low_BR, batch, turns
+        arguments = *inputs, *rows, low_BR, batch, turns
         self._kernels[tokens].launch(grid, 32 * _WARPS, arguments, overlap=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class StepAdapters:
-    """The adapters of all layers for one step."""
-
-    kernels: LowRankMaps
-    layers: Sequence[MlpSlots]
-    slots: Slots
-
-    def inner(self, layer: int, x_BD: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
-        return self.kernels.inner(x_BD, self.layers[layer], self.slots, row_B)
-
-    def outer(self, layer: int, mixed_BM: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
-        return self.kernels.outer(mixed_BM, self.layers[layer], self.slots, row_B)
 
 
 def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from legato_engine.kernels.cuda import capability, skinny_gemm
-from legato_engine.kernels.cuda.adapters import StepAdapters
+from legato_engine.kernels.cuda.adapters import LowRankMaps
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
@@ -60,6 +60,30 @@ class DecoderSizes:
     def parts(self) -> int:
         """Parts of the inputs of a layer's output map."""
         return skinny_gemm.num_parts(self.mixed_dim, self.dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepCache:
+    """A step's keys and values, and its rotations, float32 [P, 16].
+
+    `scale_L2` (float32) are each layer's units of keys and values in e4m3.
+    """
+
+    k_LNHSE: torch.Tensor
+    v_LNHSE: torch.Tensor
+    scale_L2: torch.Tensor | None
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a layer's keys, values and their units."""
+        scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
+        return self.k_LNHSE[index], self.v_LNHSE[index], scale_2
+
+    def places(self, positions: StepPositions) -> tuple[torch.Tensor, ...]:
+        """Return the rotations and the tokens' places, as a layer's first kernel reads them."""
+        where = positions.row_B, positions.position_B, positions.table_RM
+        return self.cos_PR, self.sin_PR, *where
 
 
 class Form(NamedTuple):
@@ -124,12 +148,13 @@ class LogitsHead:
 
     def __init__(
         self,
+        weights: HeadWeights,
         dim: int,
         num_outputs: int,
         stages: Mapping[int, int] = HEAD_STAGES,
         kind: WeightKind = WeightKind.BF16,
     ) -> None:
-        self._dim, self._kind = dim, kind
+        self._weights, self._dim, self._kind = weights, dim, kind
         self._stages = stages = skinny_gemm.fitting(
             stages,
             lambda tiles, depth: skinny_gemm.whole_shared(dim, 8 * tiles, depth, kind),
@@ -145,8 +170,8 @@ class LogitsHead:
             for tiles in stages
         }
 
-    def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        batch = x_BD.shape[0]
+    def run(self, x_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        batch, weights = x_BD.shape[0], self._weights
         tiles = skinny_gemm.tiles_for(batch)
         stages = self._stages[tiles]
         rounds = skinny_gemm.held_rounds(self._dim, tiles, self._kind)
@@ -188,21 +213,22 @@ STAGES = 8
 _THREADS = skinny_gemm.WORKERS + 64
 """The workers, a warp that reads weights and one that finishes blocks."""
 _STATIC = 256  # bytes of shared memory beside the dynamic ones
-_Cache = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are read
 
 
 class LayerBoundary:
     """The kernel, and its thread blocks' progress counters."""
 
-    def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
-        self._num_layers = num_layers
+    def __init__(
+        self, sizes: DecoderSizes, layers: Sequence[LayerWeights], cache: StepCache
+    ) -> None:
+        self._layers, self._cache = layers, cache
         blocks = (3 * sizes.dim + sizes.ff_dim) // 16
         self._stages = _boundary_stages(sizes)
         self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.clusters()), sizes.dim // 16)
-        self._kernel = _kernel(sizes) if num_layers >= _FEWEST_LAYERS else None
-        shape = num_layers, 2, 32
-        self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._kernel = _kernel(sizes) if len(layers) >= _FEWEST_LAYERS else None
+        shape = len(layers), 2, 32
+        self._progress = torch.zeros(shape, dtype=torch.int32, device=cache.cos_PR.device)
 
     def takes(self, batch: int) -> bool:
         there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
@@ -211,65 +237,36 @@ class LayerBoundary:
     def run(
         self,
         x_BD: torch.Tensor,
-        layers: Sequence[LayerWeights],
         positions: StepPositions,
-        k_LNHSE: torch.Tensor,
-        v_LNHSE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        scales: Sequence[torch.Tensor | None],
-        attention: PagedAttention,
+        attend: Callable[[StepPositions, int], None],
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
-        """Run the layers; `scales` are each layer's units of e4m3.
-
-        `q_BD` and `mixed_BF` are scratch memory.
-        """
-        last, heads_BD = self._num_layers, mixed_BF[:, -q_BD.shape[1] :]
-        assert len(layers) == last
+        """Run the layers; `attend` fills the heads of `mixed_BF` by `q_BD`, in a layer's cache."""
+        assert self._kernel is not None, "a batch that it does not take"
+        last = len(self._layers)
         for index in range(last + 1):
-            previous = layers[index - 1] if index > 0 else None
-            following = layers[index] if index < last else None
-            cache: _Cache = (None, None, None)
-            if following:
-                cache = (k_LNHSE[index], v_LNHSE[index], scales[index])
-            self._launch(index, x_BD, previous, following, positions, cache, angles, q_BD, mixed_BF)
-            if following:
-                keys, values = k_LNHSE[index], v_LNHSE[index]
-                attention.launch(q_BD, keys, values, positions, heads_BD, scales[index])
-
-    def _launch(
-        self,
-        index: int,
-        x_BD: torch.Tensor,
-        previous: LayerWeights | None,
-        following: LayerWeights | None,
-        positions: StepPositions,
-        cache: _Cache,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        q_BD: torch.Tensor,
-        mixed_BF: torch.Tensor,
-    ) -> None:
-        assert self._kernel is not None
-        out = (
-            (previous.weights_out, previous.scales_out, previous.proj_bias, previous.fc2_bias)
-            if previous
-            else (None,) * 4
-        )
-        into: tuple[torch.Tensor | None, ...] = (None,) * 3
-        if following:
-            into = (following.weights_in, following.scales_in, following.folded_in)
-        self._kernel.launch(
-            (self._grid, 1, 1),
-            _THREADS,
-            (
-                *(mixed_BF, *out, x_BD, *into),
-                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
-                *(q_BD, *cache, self._progress),
-                *(index, self._num_layers, x_BD.shape[0], self._stages),
-            ),
-            overlap=True,
-        )
+            out: tuple[torch.Tensor | None, ...] = (None,) * 4
+            into: tuple[torch.Tensor | None, ...] = (None,) * 3
+            cache: tuple[torch.Tensor | None, ...] = (None,) * 3
+            if index > 0:
+                before = self._layers[index - 1]
+                out = before.weights_out, before.scales_out, before.proj_bias, before.fc2_bias
+            if index < last:
+                layer = self._layers[index]
+                into = layer.weights_in, layer.scales_in, layer.folded_in
+                cache = self._cache.layer(index)
+            self._kernel.launch(
+                (self._grid, 1, 1),
+                _THREADS,
+                (
+                    *(mixed_BF, *out, x_BD, *into, *self._cache.places(positions)),
+                    *(q_BD, *cache, self._progress, index, last, x_BD.shape[0], self._stages),
+                ),
+                overlap=True,
+            )
+            if index < last:
+                attend(positions, index)
 
 
 def boundary_supported(sizes: DecoderSizes) -> bool:
@@ -282,10 +279,6 @@ def fits(sizes: DecoderSizes) -> bool:
         boundary_supported(sizes)
         and shared_bytes(sizes) + _STATIC <= capability.current_gpu().shared
     )
-
-
-def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
-    return layer_defines(sizes, tiles=1)
 
 
 def shared_bytes(sizes: DecoderSizes) -> int:
@@ -311,7 +304,7 @@ def _kernel(sizes: DecoderSizes) -> Kernel | None:
     """Return the kernel, or None if blocks share a multiprocessor or do not fit one."""
     if not fits(sizes):
         return None
-    module = Module("layer_boundary.cu", layer_boundary_defines(sizes))
+    module = Module("layer_boundary.cu", layer_defines(sizes, tiles=1))
     kernel = module.kernel("layer_boundary", shared=shared_bytes(sizes))
     return kernel if kernel.per_processor(_THREADS) == 1 else None
 
@@ -390,144 +383,158 @@ class _Kernels:
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
 
 
-class CudaDecoder:
-    """The kernels and their scratch memory; steps share it and must not overlap.
+class StepDecoder:
+    """Dense layers' second half, attention, head and scratch memory of a decode step.
 
-    `max_tokens` of a step fit the GPU's shared memory.
+    Steps share the memory and must not overlap. `max_tokens` of a step fit the GPU's shared memory.
     """
+
+    parts: tuple[Part, ...]
+    expert_LBK: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        head: HeadWeights,
+        cache: StepCache,
+        stages: Stages,
+        adapters: LowRankMaps | None,
+    ) -> None:
+        device = cache.cos_PR.device
+        self._sizes, self._cache, self._adapters = sizes, cache, adapters
+        stages_in_bf16, stages = stages, fitting_stages(sizes, stages)
+        self.max_tokens = skinny_gemm.most_tokens(stages.layer_in, stages.layer_out, stages.head)
+        forms = decode_forms(sizes, self.max_tokens)
+        self._maps = {form: _Kernels(sizes, form, stages) for form in forms}
+        self._attention = PagedAttention(sizes.attention, stages.attend, stages.attend_split)
+        self._head = LogitsHead(
+            head, sizes.dim, sizes.vocab_size, stages_in_bf16.head, sizes.head_kind
+        )
+        # Results between a layer's kernels.
+        self._q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
+        self._mixed_BF = torch.zeros(
+            MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
+        )
+        self._heads_BD = self._mixed_BF[:, sizes.ff_dim :]
+        # What thread blocks of a spread `layer_out` leave for the last of them.
+        blocks = sizes.dim // 16
+        largest = max(form.spread * form.tiles for form in forms) * skinny_gemm.SUM // 4
+        self._sums = torch.zeros(blocks, largest, device=device)
+        self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
+
+    def head(self, x_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        self._head.run(x_BD, logits_BV)
+
+    def _inner_change(
+        self, layer: int, x_BD: torch.Tensor, slot_R: torch.Tensor | None, row_B: torch.Tensor
+    ) -> torch.Tensor | None:
+        if slot_R is None:
+            return None
+        assert self._adapters is not None, "adapters need a bank"
+        return self._adapters.inner(layer, x_BD, slot_R, row_B)
+
+    def _outer_change(
+        self, layer: int, slot_R: torch.Tensor | None, row_B: torch.Tensor
+    ) -> torch.Tensor | None:
+        if slot_R is None:
+            return None
+        assert self._adapters is not None, "adapters need a bank"
+        return self._adapters.outer(layer, self._mixed_BF, slot_R, row_B)
+
+    def _attend(self, positions: StepPositions, layer: int) -> None:
+        """Attend from `_q_BD` to `_heads_BD`."""
+        keys, values, scale_2 = self._cache.layer(layer)
+        self._attention.launch(self._q_BD, keys, values, positions, self._heads_BD, scale_2)
+
+    def _layer_out(
+        self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None
+    ) -> None:
+        batch, sizes = x_BD.shape[0], self._sizes
+        kernels = self._maps[decode_form(sizes, batch)]
+        stages = kernels.out_stages
+        kernels.layer_out.launch(
+            (sizes.dim // 16, 1, 1),
+            skinny_gemm.THREADS,
+            (
+                *(self._mixed_BF, weights.weights_out, weights.scales_out),
+                *(weights.proj_bias, weights.fc2_bias),
+                *(x_BD, change_BD, self._sums, self._counts, batch, stages),
+            ),
+            cluster=kernels.form.out_cluster,
+            shared=out_shared(sizes, kernels.form, batch, stages),
+            overlap=True,
+        )
+
+
+class CudaDecoder(StepDecoder):
+    """A decoder without gains; `LayerBoundary` runs the layers of the batches that it takes."""
 
     parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
 
     def __init__(
         self,
         sizes: DecoderSizes,
-        device: torch.device,
+        layers: Sequence[LayerWeights],
+        head: HeadWeights,
+        cache: StepCache,
         stages: Stages = DEFAULT_STAGES,
-        boundary: LayerBoundary | None = None,
-        scales: Sequence[torch.Tensor | None] | None = None,
+        adapters: LowRankMaps | None = None,
     ) -> None:
-        """`boundary` runs the layers of the batches that it takes.
-
-        `scales`: float32 units of each layer's keys and of its values in e4m3.
-        """
-        self._scales = scales
-        self._sizes = sizes
-        self._boundary = boundary
-        stages_in_bf16, stages = stages, fitting_stages(sizes, stages)
-        self.max_tokens = skinny_gemm.most_tokens(stages.layer_in, stages.layer_out, stages.head)
-        forms = decode_forms(sizes, self.max_tokens)
-        self._kernels = {form: _Kernels(sizes, form, stages) for form in forms}
-        self._attention = PagedAttention(sizes.attention, stages.attend, stages.attend_split)
+        super().__init__(sizes, head, cache, stages, adapters)
+        self._layers = layers
+        self._boundary = LayerBoundary(sizes, layers, cache)
         self._grid_in = skinny_gemm.even_grid(
             (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.clusters()
         )
-        self._head = LogitsHead(sizes.dim, sizes.vocab_size, stages_in_bf16.head, sizes.head_kind)
-        # Results between a layer's kernels; other decoders fill them too.
-        self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
-        self.mixed_BF = torch.zeros(
-            MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
-        )
-        self.heads_BD = self.mixed_BF[:, sizes.ff_dim :]
-        # What thread blocks of a spread `layer_out` leave for the last of them.
-        blocks = sizes.dim // 16
-        largest = max(form.spread * form.tiles for form in self._kernels) * skinny_gemm.SUM // 4
-        self._sums = torch.zeros(blocks, largest, device=device)
-        self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
 
     def layers(
         self,
         x_BD: torch.Tensor,
-        layers: Sequence[LayerWeights],
         positions: StepPositions,
-        k_LNHSE: torch.Tensor,
-        v_LNHSE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
         parts: Collection[Part] = tuple(Part),
-        adapters: StepAdapters | None = None,
+        slot_R: torch.Tensor | None = None,
     ) -> None:
         """Run all layers on at most `MAX_TOKENS` tokens in place; writes keys and values to pages.
 
-        `angles`: cosines and sines [P, 16] float32. Fewer `parts` are for measuring: their results
-        mean nothing.
+        `slot_R`: the adapter slot of each row; None: there are no adapters. Fewer `parts` are for
+        measuring: their results mean nothing.
         """
-        boundary, whole = self._boundary, adapters is None and set(self.parts) <= set(parts)
-        if boundary is not None and whole and boundary.takes(x_BD.shape[0]):
-            cache = k_LNHSE, v_LNHSE
-            scratch = self.q_BD, self.mixed_BF
-            scales = self._scales or [None] * len(layers)
-            run = boundary.run
-            run(x_BD, layers, positions, *cache, angles, scales, self._attention, *scratch)
+        whole = slot_R is None and set(self.parts) <= set(parts)
+        if whole and self._boundary.takes(x_BD.shape[0]):
+            self._boundary.run(x_BD, positions, self._attend, self._q_BD, self._mixed_BF)
             return
-        for layer, weights in enumerate(layers):
-            keys, values = k_LNHSE[layer], v_LNHSE[layer]
-            scale_2 = None if self._scales is None else self._scales[layer]
-            inner_BF = outer_BD = None
-            if adapters is not None:
-                inner_BF = adapters.inner(layer, x_BD, positions.row_B)
+        for layer, weights in enumerate(self._layers):
+            inner_BF = self._inner_change(layer, x_BD, slot_R, positions.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights, positions, (keys, values, scale_2), angles, inner_BF)
+                self._layer_in(x_BD, layer, weights, positions, inner_BF)
             if Part.ATTEND in parts:
-                self.attend(positions, keys, values, scale_2)
-            if adapters is not None:
-                outer_BD = adapters.outer(layer, self.mixed_BF, positions.row_B)
+                self._attend(positions, layer)
+            outer_BD = self._outer_change(layer, slot_R, positions.row_B)
             if Part.LAYER_OUT in parts:
-                self.layer_out(x_BD, weights, outer_BD)
-
-    def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        self._head.run(x_BD, weights, logits_BV)
+                self._layer_out(x_BD, weights, outer_BD)
 
     def _layer_in(
         self,
         x_BD: torch.Tensor,
+        layer: int,
         weights: LayerWeights,
         positions: StepPositions,
-        cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-        angles: tuple[torch.Tensor, torch.Tensor],
         change_BF: torch.Tensor | None,
     ) -> None:
         batch = x_BD.shape[0]
-        kernels = self._kernels[decode_form(self._sizes, batch)]
+        kernels = self._maps[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
             skinny_gemm.finishing_threads(kernels.form.rounds),
             (
                 *(x_BD, weights.weights_in, weights.scales_in, weights.folded_in),
-                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
-                *(self.q_BD, self.mixed_BF, *cache, change_BF, batch, kernels.in_stages),
+                *(*self._cache.places(positions), self._q_BD, self._mixed_BF),
+                *(*self._cache.layer(layer), change_BF, batch, kernels.in_stages),
             ),
             cluster=kernels.form.x_cluster,
             shared=skinny_gemm.whole_shared(
                 self._sizes.dim, batch, kernels.in_stages, self._sizes.weight_kind
             ),
-            overlap=True,
-        )
-
-    def attend(
-        self,
-        positions: StepPositions,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale_2: torch.Tensor | None = None,
-    ) -> None:
-        """Attend from `q_BD` to `heads_BD`."""
-        self._attention.launch(self.q_BD, keys, values, positions, self.heads_BD, scale_2)
-
-    def layer_out(
-        self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
-    ) -> None:
-        batch, sizes = x_BD.shape[0], self._sizes
-        kernels = self._kernels[decode_form(self._sizes, batch)]
-        stages = kernels.out_stages
-        kernels.layer_out.launch(
-            (sizes.dim // 16, 1, 1),
-            skinny_gemm.THREADS,
-            (
-                *(self.mixed_BF, weights.weights_out, weights.scales_out),
-                *(weights.proj_bias, weights.fc2_bias),
-                *(x_BD, change_BD, self._sums, self._counts, batch, stages),
-            ),
-            cluster=kernels.form.out_cluster,
-            shared=out_shared(sizes, kernels.form, batch, stages),
             overlap=True,
         )
 

@@ -8,15 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from legato_engine.kernels.cuda import capability, skinny_gemm
-from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
+from legato_engine.kernels.cuda.adapters import LowRankMaps
 from legato_engine.kernels.cuda.attention import MAX_TOKENS, StepPositions
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
-    CudaDecoder,
     DecoderSizes,
     HeadWeights,
     Part,
     Stages,
+    StepCache,
+    StepDecoder,
     fitting_stages,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
@@ -185,12 +186,31 @@ _TOKENS = 16  # thread blocks of `expert_expand` along the tokens, at most
 _WAVE = 3  # concurrent thread blocks of `expert_shrink` on a multiprocessor
 
 
-class ExpertLowRank:
-    """The kernels and their scratch memory; steps must not overlap."""
+_Change = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""A map's change, the slots of rows and the tokens' rows, as experts' kernels read them."""
 
-    def __init__(self, dim: int, experts: ExpertSizes, capacity: int, device: torch.device) -> None:
-        """`capacity`: ranks of a slot for each expert."""
-        outputs = 2 * experts.inner_dim
+_Where = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""The tokens' experts [B, K], which a kernel chooses; the slot of each row; the tokens' rows."""
+
+
+class ExpertLowRank:
+    """The kernels over the slots of all layers, and their scratch memory; steps must not overlap.
+
+    A layer's changes are `first`, between router and experts, `shrink` after the first map, and
+    `second` before the second map.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: ExpertSizes,
+        layers: Mapping[int, ExpertSlots],
+        rank_S: torch.Tensor,
+        capacity: int,
+    ) -> None:
+        """`rank_S`: the slots' own ranks for one expert, up to `capacity`."""
+        outputs, device = 2 * experts.inner_dim, rank_S.device
+        self._layers, self._rank_S = layers, rank_S
         self._shrinks, self._expands = {}, {}
         for first, inputs, made in ((True, dim, outputs), (False, experts.inner_dim, dim)):
             sizes = expert_adapter_defines(experts, capacity, first=first)
@@ -201,100 +221,59 @@ class ExpertLowRank:
         self._threads, self._room = 32 * experts.num_active, capacity
         pairs = MAX_TOKENS, experts.num_active
         self._low_BKQ = torch.zeros(*pairs, capacity, device=device)
-        self.first_BKO = torch.zeros(*pairs, outputs, device=device)
-        """The last change of the first map; `second_BD` that of the second."""
-        self.second_BD = torch.zeros(MAX_TOKENS, dim, device=device)
+        self._first_BKO = torch.zeros(*pairs, outputs, device=device)
+        self._second_BD = torch.zeros(MAX_TOKENS, dim, device=device)
 
-    def shrink(
+    def first(
+        self, layer: int, x_BD: torch.Tensor, logits_BX: torch.Tensor, where: _Where
+    ) -> _Change:
+        """Compute the first map's change for each pair, of experts chosen by `logits_BX`."""
+        up = self._layers[layer].up
+        self._shrink(x_BD, logits_BX, up, where)
+        return self._expand(None, up, where)
+
+    def shrink(self, layer: int, inner_BKI: torch.Tensor, where: _Where) -> None:
+        """Multiply by A of the second map."""
+        self._shrink(inner_BKI, None, self._layers[layer].down, where)
+
+    def second(self, layer: int, share_BK: torch.Tensor, where: _Where) -> _Change:
+        """Compute the second map's change, summed by `share_BK`."""
+        return self._expand(share_BK, self._layers[layer].down, where)
+
+    def _shrink(
         self,
         x: torch.Tensor,
         logits_BX: torch.Tensor | None,
         change: ExpertMap,
-        slots: Slots,
-        expert_BK: torch.Tensor,
-        row_B: torch.Tensor,
+        where: _Where,
     ) -> None:
-        """Multiply by A: tokens [B, D] that choose experts by `logits_BX`, or pairs [B, K, I]."""
+        """Multiply tokens [B, D] by A, or pairs [B, K, I] without `logits_BX`."""
+        expert_BK, slot_R, row_B = where
         batch = len(row_B)
         wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
         self._shrinks[logits_BX is not None].launch(
             (min(self._room, wave), batch, 1),
             self._threads,
             (
-                *(x, logits_BX, change.a_SXRI, slots.rank_S, slots.slot_R, row_B),
+                *(x, logits_BX, change.a_SXRI, self._rank_S, slot_R, row_B),
                 *(expert_BK, self._low_BKQ, batch),
             ),
             overlap=True,
         )
 
-    def expand(
-        self,
-        share_BK: torch.Tensor | None,
-        change: ExpertMap,
-        slots: Slots,
-        expert_BK: torch.Tensor,
-        row_B: torch.Tensor,
-    ) -> None:
-        """B of that, for each pair, or summed by `share_BK`."""
-        out, batch = self.first_BKO if share_BK is None else self.second_BD, len(row_B)
+    def _expand(self, share_BK: torch.Tensor | None, change: ExpertMap, where: _Where) -> _Change:
+        expert_BK, slot_R, row_B = where
+        out, batch = self._first_BKO if share_BK is None else self._second_BD, len(row_B)
         self._expands[share_BK is None].launch(
             (out.shape[-1] // _OUTPUTS, min(batch, _TOKENS), 1),
             self._threads,
             (
                 *(self._low_BKQ, expert_BK, share_BK, change.b_SXRO),
-                *(slots.rank_S, slots.slot_R, row_B, out, batch),
+                *(self._rank_S, slot_R, row_B, out, batch),
             ),
             overlap=True,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LayerChanges:
-    """One layer's changes in one step: four kernels, in this order."""
-
-    kernels: ExpertLowRank
-    weights: ExpertSlots
-    slots: Slots
-    expert_BK: torch.Tensor
-    row_B: torch.Tensor
-
-    def first(self, x_BD: torch.Tensor, logits_BX: torch.Tensor) -> None:
-        """Between router and experts."""
-        where = self.weights.up, self.slots, self.expert_BK, self.row_B
-        self.kernels.shrink(x_BD, logits_BX, *where)
-        self.kernels.expand(None, *where)
-
-    def shrink(self, inner_BKI: torch.Tensor) -> None:
-        """After the first map."""
-        where = self.weights.down, self.slots, self.expert_BK, self.row_B
-        self.kernels.shrink(inner_BKI, None, *where)
-
-    def expand(self, share_BK: torch.Tensor) -> None:
-        """Before the second map."""
-        where = self.weights.down, self.slots, self.expert_BK, self.row_B
-        self.kernels.expand(share_BK, *where)
-
-    @property
-    def of_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.kernels.first_BKO, self.slots.slot_R, self.row_B
-
-    @property
-    def of_second(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.kernels.second_BD, self.slots.slot_R, self.row_B
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RoutedAdapters(StepAdapters):
-    """The adapters of all layers for one step."""
-
-    expert_kernels: ExpertLowRank
-    expert_layers: Mapping[int, ExpertSlots]
-    expert_slots: Slots
-
-    def experts(self, layer: int, expert_BK: torch.Tensor, row_B: torch.Tensor) -> LayerChanges:
-        """Return a layer's changes; a kernel writes the chosen experts to `expert_BK`."""
-        weights = self.expert_layers[layer]
-        return LayerChanges(self.expert_kernels, weights, self.expert_slots, expert_BK, row_B)
+        return out, slot_R, row_B
 
 
 def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) -> dict[str, int]:
@@ -318,7 +297,7 @@ def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) 
 # gains, C = 3 D queries, keys and values.
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`
-_NO_CHANGE = None, None, None
+_NO_CHANGE: _Change = None, None, None
 _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_up`
 
 
@@ -343,11 +322,6 @@ class TauLayer:
     maps: LayerWeights | ExpertLayer
 
 
-_Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-_Where = tuple[StepPositions, _Cache, tuple[torch.Tensor, torch.Tensor]]
-"""A layer's positions; its keys, values and their units; and the angles."""
-
-
 class _Kernels:
     def __init__(self, sizes: TauSizes, tiles: int, stages: Stages) -> None:
         most = 8 * tiles
@@ -363,29 +337,30 @@ class _Kernels:
         self.out = module.kernel("experts_out", shared=budget())
 
 
-class TauDecoder:
-    """The kernels and their scratch memory; steps share it and must not overlap.
+class TauDecoder(StepDecoder):
+    """A decoder with gains.
 
     `expert_LBK` (int32) are the experts that the last step chose, likeliest first; layers without
     experts do not write theirs.
     """
 
     parts = tuple(Part)
+    expert_LBK: torch.Tensor
 
     def __init__(
         self,
         sizes: TauSizes,
-        num_layers: int,
-        device: torch.device,
+        layers: Sequence[TauLayer],
+        head: HeadWeights,
+        cache: StepCache,
         stages: Stages = DEFAULT_STAGES,
-        scale_L2: torch.Tensor | None = None,
+        adapters: LowRankMaps | None = None,
+        expert_adapters: ExpertLowRank | None = None,
     ) -> None:
-        """`scale_L2`: float32 units of keys and of values in e4m3."""
-        self._sizes = sizes
-        self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
-        self._decoder = CudaDecoder(sizes.decoder, device, stages)
+        super().__init__(sizes.decoder, head, cache, stages, adapters)
+        self._tau, self._layers, self._expert_adapters = sizes, layers, expert_adapters
         stages = fitting_stages(sizes.decoder, stages, rounds=1)
-        most = min(self._decoder.max_tokens, skinny_gemm.most_tokens(stages.layer_in))
+        most = min(self.max_tokens, skinny_gemm.most_tokens(stages.layer_in))
         self.max_tokens = min(most, max_tokens(sizes))
         tiles = skinny_gemm.tiles_up_to(self.max_tokens)
         self._kernels = {each: _Kernels(sizes, each, stages) for each in tiles}
@@ -393,51 +368,37 @@ class TauDecoder:
         pairs = MAX_TOKENS, experts.num_active
 
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=cache.cos_PR.device)
 
         self._qkv_BC = zeros(MAX_TOKENS, 3 * dim)
         self._features_BC = zeros(MAX_TOKENS, 3 * dim)
         self._normed_BD = zeros(MAX_TOKENS, dim)
         self._inner_BKI = zeros(*pairs, experts.inner_dim)
         self._logits_BX = zeros(MAX_TOKENS, experts.num_experts, dtype=torch.float32)
-        self.expert_LBK = zeros(num_layers, *pairs, dtype=torch.int32)
-        self._share_LBK = zeros(num_layers, *pairs, dtype=torch.float32)
-
-    def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        self._decoder.head(x_BD, weights, logits_BV)
+        self.expert_LBK = zeros(len(layers), *pairs, dtype=torch.int32)
+        self._share_LBK = zeros(len(layers), *pairs, dtype=torch.float32)
 
     def layers(
         self,
         x_BD: torch.Tensor,
-        layers: Sequence[TauLayer],
         positions: StepPositions,
-        k_LNHSE: torch.Tensor,
-        v_LNHSE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
         parts: Collection[Part] = tuple(Part),
-        adapters: StepAdapters | None = None,
+        slot_R: torch.Tensor | None = None,
     ) -> None:
-        """Run the layers; adapters are `RoutedAdapters`."""
-        assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
-        row_B = positions.row_B
-        for layer, weights in enumerate(layers):
-            cache = k_LNHSE[layer], v_LNHSE[layer], self._scales[layer]
-            where = positions, cache, angles
+        """See `CudaDecoder.layers`."""
+        assert slot_R is None or self._expert_adapters is not None, "adapters need a bank"
+        for layer, weights in enumerate(self._layers):
+            gains = weights.gains
             if isinstance(weights.maps, ExpertLayer):
-                changes = None
-                if adapters is not None:
-                    changes = adapters.experts(layer, self.expert_LBK[layer], row_B)
-                self._routed_layer(x_BD, layer, weights.gains, weights.maps, where, parts, changes)
+                self._routed_layer(x_BD, layer, gains, weights.maps, positions, parts, slot_R)
                 continue
-            change_BF = None if adapters is None else adapters.inner(layer, x_BD, row_B)
+            change_BF = self._inner_change(layer, x_BD, slot_R, positions.row_B)
             if Part.LAYER_IN in parts:
                 self._layer_in(x_BD, weights.maps, change_BF)
-            self._attention(len(x_BD), weights.gains, where, parts, follows_experts=False)
-            mixed_BF, change_BD = self._decoder.mixed_BF, None
-            if adapters is not None:
-                change_BD = adapters.outer(layer, mixed_BF, row_B)
+            self._gain_and_attend(layer, gains, positions, parts, follows_experts=False)
+            change_BD = self._outer_change(layer, slot_R, positions.row_B)
             if Part.LAYER_OUT in parts:
-                self._decoder.layer_out(x_BD, weights.maps, change_BD)
+                self._layer_out(x_BD, weights.maps, change_BD)
 
     def _routed_layer(
         self,
@@ -445,44 +406,32 @@ class TauDecoder:
         layer: int,
         gains: TauWeights,
         maps: ExpertLayer,
-        where: _Where,
+        positions: StepPositions,
         parts: Collection[Part],
-        changes: LayerChanges | None,
+        slot_R: torch.Tensor | None,
     ) -> None:
         """Place adapters' kernels where the GPU has time.
 
         The experts' first map needs its change only at its first sums, A of the second map runs
         beside the gains, and B beside attention.
         """
+        adapters = None if slot_R is None else self._expert_adapters
+        where = self.expert_LBK[layer], slot_R, positions.row_B
         if Part.LAYER_IN in parts:
             self._layer_in(x_BD, maps, None)
         if Part.EXPERTS in parts:
-            if changes is not None:
-                changes.first(self._normed_BD, self._logits_BX)
-            self._experts_up(len(x_BD), layer, maps, changes)
-            if changes is not None:
-                changes.shrink(self._inner_BKI)
-        self._attention(len(x_BD), gains, where, parts, follows_experts=True)
+            change = _NO_CHANGE
+            if adapters is not None:
+                change = adapters.first(layer, self._normed_BD, self._logits_BX, where)
+            self._experts_up(len(x_BD), layer, maps, change)
+            if adapters is not None:
+                adapters.shrink(layer, self._inner_BKI, where)
+        self._gain_and_attend(layer, gains, positions, parts, follows_experts=True)
         if Part.LAYER_OUT in parts:
-            if changes is not None:
-                changes.expand(self._share_LBK[layer])
-            self._experts_out(x_BD, layer, maps, changes)
-
-    def _attention(
-        self,
-        batch: int,
-        gains: TauWeights,
-        where: _Where,
-        parts: Collection[Part],
-        *,
-        follows_experts: bool,
-    ) -> None:
-        """`follows_experts` if other kernels ran since the first."""
-        positions, cache, _ = where
-        if Part.GAINS in parts:
-            self._gain(batch, gains, where, follows_experts=follows_experts)
-        if Part.ATTEND in parts:
-            self._decoder.attend(positions, *cache)
+            change = _NO_CHANGE
+            if adapters is not None:
+                change = adapters.second(layer, self._share_LBK[layer], where)
+            self._experts_out(x_BD, layer, maps, change)
 
     def _layer_in(
         self,
@@ -490,67 +439,75 @@ class TauDecoder:
         maps: LayerWeights | ExpertLayer,
         change_BF: torch.Tensor | None,
     ) -> None:
-        batch, sizes = x_BD.shape[0], self._sizes.decoder
+        batch, sizes = x_BD.shape[0], self._sizes
         routed = isinstance(maps, ExpertLayer)
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
-        more = self._sizes.experts.num_experts if routed else sizes.ff_dim
+        more = self._tau.experts.num_experts if routed else sizes.ff_dim
         norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
         kernels.tau_in[routed].launch(
             (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
             skinny_gemm.finishing_threads(1),
             (
                 *(x_BD, maps.weights_in, maps.folded_in, *norm),
-                *(self._qkv_BC, self._features_BC, self._decoder.mixed_BF),
+                *(self._qkv_BC, self._features_BC, self._mixed_BF),
                 *(self._logits_BX, self._normed_BD, change_BF, batch, kernels.in_stages),
             ),
             shared=skinny_gemm.whole_shared(sizes.dim, batch, kernels.in_stages, rounds=1),
             overlap=True,
         )
 
-    def _gain(self, batch: int, gains: TauWeights, where: _Where, *, follows_experts: bool) -> None:
-        positions, cache, angles = where
-        self._kernels[skinny_gemm.tiles_for(batch)].gains.launch(
-            (self._sizes.decoder.num_heads, -(-batch // _GAIN_TOKENS), 1),
-            skinny_gemm.WORKERS,
-            (
-                *(self._qkv_BC, self._features_BC, gains.weight_ZC, gains.position_PH, *angles),
-                *(positions.row_B, positions.position_B, positions.table_RM),
-                *(self._decoder.q_BD, *cache, batch, int(follows_experts)),
-            ),
-            overlap=True,
-        )
-
-    def _experts_up(
-        self, batch: int, layer: int, maps: ExpertLayer, changes: LayerChanges | None
+    def _gain_and_attend(
+        self,
+        layer: int,
+        gains: TauWeights,
+        positions: StepPositions,
+        parts: Collection[Part],
+        *,
+        follows_experts: bool,
     ) -> None:
+        """`follows_experts` if other kernels ran since the first."""
+        batch, cache = len(positions.row_B), self._cache
+        if Part.GAINS in parts:
+            self._kernels[skinny_gemm.tiles_for(batch)].gains.launch(
+                (self._sizes.num_heads, -(-batch // _GAIN_TOKENS), 1),
+                skinny_gemm.WORKERS,
+                (
+                    *(self._qkv_BC, self._features_BC, gains.weight_ZC, gains.position_PH),
+                    *(*cache.places(positions), self._q_BD, *cache.layer(layer)),
+                    *(batch, int(follows_experts)),
+                ),
+                overlap=True,
+            )
+        if Part.ATTEND in parts:
+            self._attend(positions, layer)
+
+    def _experts_up(self, batch: int, layer: int, maps: ExpertLayer, change: _Change) -> None:
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
-        stages, shared = up_stages(self._sizes, batch)
+        stages, shared = up_stages(self._tau, batch)
         kernels.up.launch(
-            (self._sizes.experts.inner_dim // _ROWS, 1, 1),
+            (self._tau.experts.inner_dim // _ROWS, 1, 1),
             skinny_gemm.THREADS,
             (
                 *(self._normed_BD, self._logits_BX, *_weights(maps.up), self._inner_BKI),
-                *(self.expert_LBK[layer], self._share_LBK[layer]),
-                *(_NO_CHANGE if changes is None else changes.of_first),
-                *(batch, stages),
+                *(self.expert_LBK[layer], self._share_LBK[layer], *change, batch, stages),
             ),
             shared=shared,
             overlap=True,
         )
 
     def _experts_out(
-        self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer, changes: LayerChanges | None
+        self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer, change: _Change
     ) -> None:
         batch = x_BD.shape[0]
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
-        stages, shared = out_stages(self._sizes, batch)
+        stages, shared = out_stages(self._tau, batch)
         kernels.out.launch(
-            (self._sizes.decoder.dim // 16, 1, 1),
+            (self._sizes.dim // 16, 1, 1),
             skinny_gemm.THREADS,
             (
                 *(self._inner_BKI, self.expert_LBK[layer], self._share_LBK[layer]),
-                *(self._decoder.heads_BD, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
-                *(x_BD, *(_NO_CHANGE if changes is None else changes.of_second), batch, stages),
+                *(self._heads_BD, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
+                *(x_BD, *change, batch, stages),
             ),
             shared=shared,
             overlap=True,

@@ -126,15 +126,14 @@ class NormedBins:
 
     def __init__(self, sizes: ValueSizes, weights: HeadWeights, device: torch.device) -> None:
         num_bins = sizes.scalar_bins + sizes.pair_bins
-        self._weights = weights
-        self._head = LogitsHead(sizes.dim, num_bins)
+        self._head = LogitsHead(weights, sizes.dim, num_bins)
         self.max_tokens = self._head.max_tokens
         self._bins_BN = torch.zeros(MAX_TOKENS, num_bins, device=device)
         self.scalar_bins_BN = self._bins_BN[:, : sizes.scalar_bins]
         self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        self._head.run(hidden_BD, self._weights, self._bins_BN)
+        self._head.run(hidden_BD, self._bins_BN)
 
 
 class MlpBins:

@@ -19,17 +19,17 @@ from legato_engine.kernels.parameters import (
 )
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
-    AdapterStep,
     DecoderSizes,
-    DecoderStep,
+    ExpertLowRank,
     ExpertSizes,
-    ExpertSlotSet,
+    LowRankMaps,
     Part,
     Stages,
-    StepAdapters,
     StepCache,
     StepPositions,
     TauSizes,
+    packed_head,
+    step_decoder,
     supports_decoder,
     supports_experts,
 )
@@ -147,13 +147,10 @@ def value_heads(config: MoondreamConfig, text: Text, region: RegionCoder) -> Val
     )
 
 
-def adapter_step(
-    config: MoondreamConfig, text: Text, sizes: DecoderSizes, bank: AdapterBank
-) -> AdapterStep:
+def low_rank_maps(text: Text, sizes: DecoderSizes, bank: AdapterBank) -> LowRankMaps:
     layers = zip(range(bank.num_mlps), text.blocks, strict=False)
     mlps = [_mlp_slots(cast(TextBlock, block), bank, layer) for layer, block in layers]
-    experts = _expert_slots(config, text, bank)
-    return AdapterStep(sizes, mlps, bank.rank_S, bank.max_rank, experts)
+    return LowRankMaps(sizes.dim, sizes.ff_dim, mlps, bank.rank_S, bank.max_rank)
 
 
 def _dense(mlp: MLP) -> DenseMlp:
@@ -175,7 +172,7 @@ def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
     return MlpSlots(block.norm, LowRankMap(fc1_a, fc1_b), LowRankMap(fc2_a, fc2_b))
 
 
-def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertSlotSet | None:
+def expert_low_rank(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertLowRank | None:
     experts = bank.weights.experts
     if experts is None:
         return None
@@ -186,7 +183,8 @@ def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> Exp
         )
     }
     sizes = expert_sizes(config, expert_dtype(text))
-    return ExpertSlotSet(sizes, layers, bank.expert_rank_S, experts.fc1_a_LSRD.shape[-2])
+    capacity = experts.fc1_a_LSRD.shape[-2]
+    return ExpertLowRank(config.text.dim, sizes, layers, bank.expert_rank_S, capacity)
 
 
 # ---------------------------------------------------------------- decode step
@@ -211,19 +209,19 @@ class MoondreamStep:
         self._text = text
         angles = text.rope.cos_PR, text.rope.sin_PR
         self._cache = StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles)
-        self._decoder = DecoderStep(
+        quantised = text.quantised_head
+        self._decoder = step_decoder(
             sizes if config.text.tau is None else tau_sizes(config, sizes, expert_dtype(text)),
             decoder_layers(text),
-            affine(text.lm_head),
-            affine(text.post_ln),
+            packed_head([affine(text.lm_head)], affine(text.post_ln))
+            if quantised is None
+            else quantised.weights,
             self._cache,
             stages,
-            None if text.quantised_head is None else text.quantised_head.weights,
+            None if adapters is None else low_rank_maps(text, sizes, adapters),
+            None if adapters is None else expert_low_rank(config, text, adapters),
         )
         self._values = value_heads(config, text, region)
-        self._adapter_step = None
-        if adapters is not None:
-            self._adapter_step = adapter_step(config, text, sizes, adapters)
         self.max_tokens = min(self._decoder.max_tokens, self._values.max_tokens)
         self.parts = self._decoder.parts
         self.expert_LBK = self._decoder.expert_LBK
@@ -262,7 +260,7 @@ class MoondreamStep:
             inputs.page_table_RM,
             inputs.num_groups,
         )
-        self._decoder.layers(hidden_BD, positions, parts, self._adapters(inputs))
+        self._decoder.layers(hidden_BD, positions, parts, inputs.adapter_slot_R)
 
     def head(self, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
         self._decoder.head(hidden_BD, logits_BV)
@@ -305,9 +303,3 @@ class MoondreamStep:
         count = -(-batch // self.max_tokens)
         each = -(-batch // (8 * count)) * 8
         return [slice(i, min(i + each, batch)) for i in range(0, batch, each)]
-
-    def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
-        if inputs.adapter_slot_R is None:
-            return None
-        assert self._adapter_step is not None, "adapters need a bank"
-        return self._adapter_step.step(inputs.adapter_slot_R)
