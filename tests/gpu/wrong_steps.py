@@ -39,7 +39,8 @@ STREAMS, SETTING = 8, "fixed:8"  # steps of 72 tokens: passes of 32, 32 and 8
 
 def _no_overlap() -> None:
     """Every kernel begins when the one before it has ended."""
-    module._attributes = lambda cluster, overlap, of=module._attributes: of(cluster, overlap=False)
+    of = module._attributes
+    module._attributes = lambda cluster, overlap, cooperative: of(cluster, False, cooperative)
 
 
 def _no_overlap_of_the_draft() -> None:

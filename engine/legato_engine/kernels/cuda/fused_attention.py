@@ -6,11 +6,12 @@ Shape legend: B sequences, T tokens, H heads, E head dim.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from legato_engine.kernels.cuda.capability import Kernels, runs
-from legato_engine.kernels.cuda.module import Module, TensorMap, tensor_map
+from legato_engine.kernels.cuda.module import Module, TensorMap, made_on, tensor_map
 
 SOURCE, WARP_SOURCE = "fused_attention.cu", "warp_attention.cu"
 
@@ -23,6 +24,9 @@ _STAGES = 4
 _BOX = 32  # rows of a copy
 _WIDE, _NARROW = 64, 16  # dimensions of a copy
 _NARROW_TILE = 0.75  # relative time of a tile in which one of three warpgroups has no queries
+
+
+_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
@@ -151,8 +155,8 @@ def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor)
 
 def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
     tokens, heads, head_dim = q_BTHE.shape[1:]
-    kernel = _compiled(head_dim, heads, tokens, q_BTHE.device, has_warpgroups(q_BTHE.device))
-    return kernel(q_BTHE, k_BTHE, v_BTHE)
+    make: Callable[..., _Attend] = _by_warpgroups if has_warpgroups(q_BTHE.device) else _by_warps
+    return made_on(q_BTHE.device, make, head_dim, heads, tokens)(q_BTHE, k_BTHE, v_BTHE)
 
 
 def has_warpgroups(device: torch.device) -> bool:
@@ -164,11 +168,9 @@ def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     return same and x.data_ptr() % _ALIGNMENT == 0
 
 
-@functools.cache
-def _compiled(
-    head_dim: int, num_heads: int, num_tokens: int, device: torch.device, by_warpgroups: bool
-) -> FusedAttention | WarpAttention:
-    with torch.cuda.device(device):
-        if by_warpgroups:
-            return FusedAttention(defines(head_dim, num_heads, num_tokens))
-        return WarpAttention(warp_defines(head_dim, num_heads, num_tokens))
+def _by_warpgroups(*sizes: int) -> FusedAttention:
+    return FusedAttention(defines(*sizes))
+
+
+def _by_warps(*sizes: int) -> WarpAttention:
+    return WarpAttention(warp_defines(*sizes))

@@ -13,6 +13,7 @@ import torch
 
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cuda.capability import Kernels, runs
+from legato_engine.kernels.cuda.module import checked
 
 
 class LibraryLauncher:
@@ -25,7 +26,7 @@ class LibraryLauncher:
             torch.cuda.current_stream(device)  # the context exists from here on
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             # Not one of torch's streams, which are reused and may be capturing by then.
-            self._stream = _checked(driver.cuStreamCreate(flags))
+            self._stream = checked(driver.cuStreamCreate(flags))
 
     def launch_cleared(self, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
         """Enqueue on torch's current stream the one kernel that `enqueue` submits to a stream.
@@ -48,24 +49,24 @@ class LibraryLauncher:
         from cuda.bindings import driver
 
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        _checked(driver.cuStreamBeginCapture(self._stream, mode))
+        checked(driver.cuStreamBeginCapture(self._stream, mode))
         try:
             enqueue(int(self._stream))
         finally:
-            graph = _checked(driver.cuStreamEndCapture(self._stream))
+            graph = checked(driver.cuStreamEndCapture(self._stream))
         try:
             yield graph
         finally:
-            _checked(driver.cuGraphDestroy(graph))
+            checked(driver.cuGraphDestroy(graph))
 
 
 def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
     from cuda.bindings import driver
 
-    _, count = _checked(driver.cuGraphGetNodes(graph))
-    nodes, _ = _checked(driver.cuGraphGetNodes(graph, count))
+    _, count = checked(driver.cuGraphGetNodes(graph))
+    nodes, _ = checked(driver.cuGraphGetNodes(graph, count))
     kind = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    kernels = [node for node in nodes if _checked(driver.cuGraphNodeGetType(node)) == kind]
+    kernels = [node for node in nodes if checked(driver.cuGraphNodeGetType(node)) == kind]
     return kernels, [node for node in nodes if node not in kernels]
 
 
@@ -73,9 +74,9 @@ def _only_clears(node: Any, memory: torch.Tensor) -> bool:
     from cuda.bindings import driver
 
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
-    if _checked(driver.cuGraphNodeGetType(node)) != memset:
+    if checked(driver.cuGraphNodeGetType(node)) != memset:
         return False
-    settings = _checked(driver.cuGraphMemsetNodeGetParams(node))
+    settings = checked(driver.cuGraphMemsetNodeGetParams(node))
     first = int(settings.dst) - memory.data_ptr()
     num_bytes = settings.width * settings.elementSize
     is_row_of_zeros = settings.height == 1 and settings.value == 0
@@ -86,7 +87,7 @@ def _launch(node: Any) -> bool:
     """Launch a live kernel node on the current stream, unless its arguments are unreadable."""
     from cuda.bindings import driver
 
-    settings = _checked(driver.cuGraphKernelNodeGetParams(node))
+    settings = checked(driver.cuGraphKernelNodeGetParams(node))
     arguments, packed = int(settings.kernelParams), int(settings.extra)  # one of them is null
     if not arguments and not packed:
         return False
@@ -99,7 +100,7 @@ def _launch(node: Any) -> bool:
     attributes = _attributes(node)
     config.attrs, config.numAttrs = attributes, len(attributes)
     function = settings.func if int(settings.func) else driver.CUfunction(int(settings.kern))
-    _checked(driver.cuLaunchKernelEx(config, function, arguments, packed))
+    checked(driver.cuLaunchKernelEx(config, function, arguments, packed))
     return True
 
 
@@ -117,21 +118,10 @@ def _attributes(node: Any) -> list[Any]:
     ):
         attribute = driver.CUlaunchAttribute()
         attribute.id = name
-        attribute.value = _checked(driver.cuGraphKernelNodeGetAttribute(node, name))
+        attribute.value = checked(driver.cuGraphKernelNodeGetAttribute(node, name))
         if is_set(attribute.value):
             attributes.append(attribute)
     return attributes
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    from cuda.bindings import driver
-
-    result, *values = answer
-    if result != driver.CUresult.CUDA_SUCCESS:
-        raise InternalError(f"CUDA driver: {result.name}")
-    if len(values) > 1:
-        return tuple(values)
-    return values[0] if values else None
 
 
 # ---------------------------------------------------------------- gemm

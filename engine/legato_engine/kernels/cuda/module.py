@@ -8,10 +8,10 @@ import functools
 import hashlib
 import importlib.resources
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from legato_engine.kernels.cuda import capability
 from legato_engine.kernels.cuda.capability import Feature, gpu_of_arch, macros
 
 _SOURCES = "sources"
+_Made = TypeVar("_Made")
 _ahead: dict[str, bytes] = {}  # compiled and not taken yet, where the cache may not be writable
 
 
@@ -182,6 +183,18 @@ class Module:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked(driver.cuFuncSetAttribute(function, limit, shared))
         return Kernel(self, function, shared)
+
+
+def made_on(device: torch.device, make: Callable[..., _Made], *constants: Hashable) -> _Made:
+    """Return what `make(*constants)` compiles for a device, once."""
+    made: _Made = _made_on(device, make, *constants)
+    return made
+
+
+@functools.cache
+def _made_on(device: torch.device, make: Callable[..., Any], *constants: Hashable) -> Any:
+    with torch.cuda.device(device):
+        return make(*constants)
 
 
 Compile = Callable[..., Module]

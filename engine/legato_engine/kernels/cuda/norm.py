@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
 from legato_engine.kernels.cuda import capability, quantise
 from legato_engine.kernels.cuda.capability import Feature
+from legato_engine.kernels.cuda.module import made_on
 from legato_engine.kernels.cuda.quantise import RowModule
 from legato_engine.kernels.parameters import Quantised
 
@@ -84,10 +83,4 @@ def kernels_for(
     operands = (x, *terms, *norm.parameters())
     if any(each.dtype != x.dtype or not each.is_contiguous() for each in operands):
         return None
-    return _compiled(x.shape[-1], x.device) if quantise.aligned(*operands) else None
-
-
-@functools.cache
-def _compiled(dim: int, device: torch.device) -> NormKernels:
-    with torch.cuda.device(device):
-        return NormKernels(dim)
+    return made_on(x.device, NormKernels, x.shape[-1]) if quantise.aligned(*operands) else None

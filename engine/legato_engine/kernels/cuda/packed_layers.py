@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights
+from legato_engine.kernels.cuda.module import made_on
 from legato_engine.kernels.cuda.skinny_gemm import (
+    LinearKernels,
     PackedMap,
     fold_norm,
-    linear_kernels,
     num_parts,
     pack,
     pack_codes,
@@ -75,9 +76,10 @@ class StepMap(MapPart):
     def __init__(self, weight_OI: torch.Tensor, kind: WeightKind) -> None:
         packed = packed_map(weight_OI, kind)
         super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
-        on_gpu = packed.data.device.type == "cuda"
         device = packed.data.device
-        self._product = linear_kernels(packed.inputs, kind, device) if on_gpu else None
+        self._product = None
+        if device.type == "cuda":
+            self._product = made_on(device, LinearKernels, packed.inputs, kind)
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         product = self._product

@@ -6,11 +6,9 @@ copies.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.cuda.module import Kernel, Module, made_on
 
 SOURCE = "prefill.cu"
 
@@ -59,7 +57,7 @@ def rotate_and_cache(
     """
     num_sequences, count, _, num_heads, _ = qkv_CT3HE.shape
     page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
-    kernel = _compiled(num_heads, page_size, kv_bytes, qkv_CT3HE.device).rotate_and_cache
+    kernel = made_on(qkv_CT3HE.device, _Kernels, num_heads, page_size, kv_bytes).rotate_and_cache
     threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
     place, known = (None, start) if isinstance(start, int) else (start, 0)
     tensors = qkv_CT3HE, cos_PR, sin_PR, pages_CM, k_NHSE, v_NHSE, scale_2, place
@@ -77,7 +75,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Sum in float32, rounded once."""
     out = torch.empty_like(x)
     loads = x.numel() // _VALUES_PER_LOAD
-    _launch(_compiled(1, 1, 2, x.device).add3, loads, (x, y, z, out, loads))
+    _launch(made_on(x.device, _Kernels, 1, 1, 2).add3, loads, (x, y, z, out, loads))
     return out
 
 
@@ -93,7 +91,7 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
     """Copy cached pages; the pairs are contiguous. Can be captured."""
     num_layers, num_pages = k_LNHSE.shape[:2]
     page_loads = k_LNHSE[0, 0].numel() * k_LNHSE.element_size() // _ALIGNMENT
-    kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_pages
+    kernel = made_on(k_LNHSE.device, _Kernels, 1, 1, 2).copy_pages
     operands = (k_LNHSE, v_LNHSE, pairs_K2, num_pages, page_loads)
     grid = (-(-page_loads // _THREADS), num_layers, 2 * len(pairs_K2))
     kernel.launch(grid, _THREADS, operands, overlap=True)
@@ -119,12 +117,6 @@ class _Kernels:
         self.rotate_and_cache = module.kernel("rotate_and_cache")
         self.add3 = module.kernel("add3")
         self.copy_pages = module.kernel("copy_pages")
-
-
-@functools.cache
-def _compiled(num_heads: int, page_size: int, kv_bytes: int, device: torch.device) -> _Kernels:
-    with torch.cuda.device(device):
-        return _Kernels(num_heads, page_size, kv_bytes)
 
 
 def _launch(

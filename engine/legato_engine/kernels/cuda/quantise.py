@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from legato_engine.kernels.cuda.capability import Kernels, runs
-from legato_engine.kernels.cuda.module import Argument, Kernel, Module
+from legato_engine.kernels.cuda.module import Argument, Kernel, Module, made_on
 from legato_engine.kernels.parameters import E4M3, Quantised
 
 SOURCE = "quantise.cu"
@@ -91,10 +90,4 @@ class QuantiseKernels:
 
 
 def kernels_for(x: torch.Tensor) -> QuantiseKernels | None:
-    return _compiled(x.shape[-1], x.device) if fits(x) else None
-
-
-@functools.cache
-def _compiled(dim: int, device: torch.device) -> QuantiseKernels:
-    with torch.cuda.device(device):
-        return QuantiseKernels(dim)
+    return made_on(x.device, QuantiseKernels, x.shape[-1]) if fits(x) else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 
 import torch
 
 from legato_engine.kernels.cuda import capability
 from legato_engine.kernels.cuda.capability import Feature
-from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.cuda.module import Kernel, Module, made_on
 from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, map_codes
 
 WARPS = 8
@@ -325,7 +324,7 @@ def _unpacked(packed: PackedMap, rows: slice, columns: slice) -> torch.Tensor:
     out_OI = torch.empty(16 * count, width, dtype=torch.bfloat16, device=packed.data.device)
     chunk = packed.chunk
     stages = -(-columns.stop // chunk) - columns.start // chunk
-    _unpacker(packed.kind, chunk, packed.data.device).launch(
+    made_on(packed.data.device, _unpacker, packed.kind, chunk).launch(
         (count, stages, 1),
         WORKERS,
         (
@@ -337,10 +336,8 @@ def _unpacked(packed: PackedMap, rows: slice, columns: slice) -> torch.Tensor:
     return out_OI
 
 
-@functools.cache
-def _unpacker(kind: WeightKind, chunk: int, device: torch.device) -> Kernel:
-    with torch.cuda.device(device):
-        return Module("unpack.cu", unpack_defines(kind, chunk)).kernel("unpack")
+def _unpacker(kind: WeightKind, chunk: int) -> Kernel:
+    return Module("unpack.cu", unpack_defines(kind, chunk)).kernel("unpack")
 
 
 LINEAR_STAGES = {1: 6, 2: 6, 3: 5, 4: 4}
@@ -388,12 +385,6 @@ def linear_defines(inputs: int, kind: WeightKind, tiles: int) -> dict[str, int]:
         "TILES": tiles,
         "INPUT_STAGES": INPUT_STAGES[tiles],
     }
-
-
-@functools.cache
-def linear_kernels(inputs: int, kind: WeightKind, device: torch.device) -> LinearKernels:
-    with torch.cuda.device(device):
-        return LinearKernels(inputs, kind)
 
 
 def unpack_defines(kind: WeightKind, chunk: int) -> dict[str, int]:

@@ -5,8 +5,6 @@ Shape legend as in `kernels.ops`, but G heads of queries, keys and values, F inn
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from legato_engine.kernels.cuda.attention import (
@@ -19,7 +17,7 @@ from legato_engine.kernels.cuda.attention import (
     StepPositions,
 )
 from legato_engine.kernels.cuda.capability import Kernels, runs
-from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.cuda.module import Kernel, Module, made_on
 from legato_engine.kernels.cuda.prefill import is_plain
 from legato_engine.kernels.pages import LayerCache
 
@@ -62,7 +60,7 @@ def rotate_and_cache(
     num_kv, page_size = k_NHSE.shape[1:3]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
     sizes = num_heads, num_kv, qkv_TGE.shape[2], angles[0].shape[-1], page_size
-    kernel = _rotation(sizes, qkv_TGE.device)
+    kernel = made_on(qkv_TGE.device, _rotation, *sizes)
     operands = (qkv_TGE, *angles, *places, k_NHSE, v_NHSE)
     kernel.launch((len(qkv_TGE), 1, 1), _THREADS, operands, overlap=True)
 
@@ -88,7 +86,8 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
     out_TF = both_T2F.new_empty(rows, width // 2)
     loads = width // 2 // _VALUES_PER_LOAD
     grid = (-(-loads // _THREADS), rows, 1)
-    _gate(both_T2F.device).launch(grid, _THREADS, (both_T2F, out_TF, loads), overlap=True)
+    kernel = made_on(both_T2F.device, _gate)
+    kernel.launch(grid, _THREADS, (both_T2F, out_TF, loads), overlap=True)
     return out_TF
 
 
@@ -140,7 +139,7 @@ class RowAttention:
             share=share,
             in_stride=q_BHE.stride(0),
         )
-        kernel = _attention(sizes, q_BHE.device)
+        kernel = made_on(q_BHE.device, PagedAttention, sizes, _STAGES, _STAGES)
         out_BHE = q_BHE.new_empty(q_BHE.shape)
         most = MAX_TOKENS // share
         for first in range(0, len(q_BHE), most):
@@ -151,19 +150,9 @@ class RowAttention:
         return out_BHE
 
 
-@functools.cache
-def _rotation(sizes: tuple[int, int, int, int, int], device: torch.device) -> Kernel:
-    with torch.cuda.device(device):
-        return Module(SOURCE, defines(*sizes)).kernel("rotate_and_cache")
+def _rotation(*sizes: int) -> Kernel:
+    return Module(SOURCE, defines(*sizes)).kernel("rotate_and_cache")
 
 
-@functools.cache
-def _gate(device: torch.device) -> Kernel:
-    with torch.cuda.device(device):
-        return Module(SOURCE, {}).kernel("gate")
-
-
-@functools.cache
-def _attention(sizes: AttentionSizes, device: torch.device) -> PagedAttention:
-    with torch.cuda.device(device):
-        return PagedAttention(sizes, _STAGES, _STAGES)
+def _gate() -> Kernel:
+    return Module(SOURCE, {}).kernel("gate")
