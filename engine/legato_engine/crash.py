@@ -1,11 +1,8 @@
 """Flight recorder and crash bundles of an engine.
 
 The engine writes records of fixed sizes to a mapping of a file in shared memory, so that nothing is
-lost whatever ends it, and nothing is allocated but a tuple. Records hold shapes, never contents. A
+lost whatever ends it, and nothing is allocated but tuples. Records hold shapes, never contents. A
 bundle is a folder with `bundle.json`, stacks and a timeline of a dead engine.
-
-The engine writes records of fixed sizes to a mapping of a file in shared memory, so that nothing is
-lost whatever ends it, and nothing is allocated but a tuple. Records hold shapes, never contents.
 
 - Requests: one slot by sequence id; a newer sequence replaces one that is `_REQUESTS` older.
 - Launches: the latest `NUM_LAUNCHES`, each written before its forward pass is enqueued.
@@ -17,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import mmap
+import operator
 import os
 import pathlib
 import platform
@@ -46,10 +44,10 @@ _ROWS = 64  # recorded rows per launch
 _MAGIC = b"legato1\0"
 
 _HEADER = struct.Struct("<8sQ")  # magic, steps written
-_REQUEST = struct.Struct("<QB15sIIIIII?")
-_LAUNCH = struct.Struct("<QQ?B7sHH")
+_REQUEST = struct.Struct("<QB15sIIIIII")
+_LAUNCH = struct.Struct("<QQ?B7xHH")
 _ROW = struct.Struct("<QIIHH")
-_STEP = struct.Struct("<QB7sHHIqqqqqqqqqqqq")
+_STEP = struct.Struct("<QB7xHHI12q")
 _LAUNCH_SIZE = _LAUNCH.size + _ROWS * _ROW.size
 
 _REQUESTS_AT = _HEADER.size
@@ -71,9 +69,11 @@ STEP_TIMES = (
     "device_sample_end",
     "copy_end",
 )
+_host_times = operator.attrgetter(*STEP_TIMES[:8])
+_device_times = operator.attrgetter("forward_start", "forward_end", "sample_end", "copy_end")
 
 
-class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
+class RequestShape(msgspec.Struct, frozen=True):
     """Shape of a request; `width` and `height` are of its image in pixels, 0 without one."""
 
     seq_id: int
@@ -97,7 +97,7 @@ class RowShape(msgspec.Struct, frozen=True, array_like=True):
     slack: int
 
 
-class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchShape(msgspec.Struct, frozen=True):
     """Shape of a launch; `rows` are the first `_ROWS` of `num_rows`. `at` is in nanoseconds."""
 
     launch_id: int
@@ -109,7 +109,7 @@ class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[RowShape, ...]
 
 
-class RecordedStepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedStepTimes(msgspec.Struct, frozen=True):
     """Times of a committed launch; `times` are nanoseconds in the order of `STEP_TIMES`."""
 
     launch_id: int
@@ -172,7 +172,6 @@ class FlightRecorder:
             0 if info is None else info.width,
             0 if info is None else info.height,
             sequence.num_crops,
-            False,
         )
 
     def ended(self, sequence: Sequence) -> None:
@@ -190,7 +189,6 @@ class FlightRecorder:
             at,
             False,
             _KIND_NUMBERS[plan.kind],
-            b"",
             len(plan.rows),
             plan.num_mixed_decodes,
         )
@@ -210,22 +208,11 @@ class FlightRecorder:
             _STEPS_AT + self._steps % _STEPS * _STEP.size,
             launch.launch_id,
             _KIND_NUMBERS[launch.plan.kind],
-            b"",
             len(launch.plan.rows),
             launch.slot,
             record.tokens,
-            record.plan_start,
-            record.plan_end,
-            record.launch_end,
-            record.sample_start,
-            record.sample_end,
-            record.wait_start,
-            record.wait_end,
-            record.commit_end,
-            times.forward_start,
-            times.forward_end,
-            times.sample_end,
-            times.copy_end,
+            *_host_times(record),
+            *_device_times(times),
         )
         self._steps += 1
         _HEADER.pack_into(self._map, 0, _MAGIC, self._steps)
@@ -245,53 +232,27 @@ def read(path: pathlib.Path) -> Recording:
 
 
 def _requests(data: bytes) -> Iterator[RequestShape]:
-    for fields in _REQUEST.iter_unpack(data[_REQUESTS_AT:_LAUNCHES_AT]):
-        number, in_flight, task, prefix, prompt, max_tokens, width, height, crops, _ = fields
+    for number, in_flight, task, *sizes in _REQUEST.iter_unpack(data[_REQUESTS_AT:_LAUNCHES_AT]):
         if number:
-            yield RequestShape(
-                seq_id=number - 1,
-                task=task.rstrip(b"\0").decode(),
-                prefix_length=prefix,
-                prompt_tokens=prompt,
-                max_tokens=max_tokens,
-                width=width,
-                height=height,
-                num_crops=crops,
-                in_flight=bool(in_flight),
-            )
+            yield RequestShape(number - 1, task.rstrip(b"\0").decode(), *sizes, bool(in_flight))
 
 
 def _launches(data: bytes) -> Iterator[LaunchShape]:
     for offset in range(_LAUNCHES_AT, _STEPS_AT, _LAUNCH_SIZE):
-        number, at, committed, kind, _, num_rows, mixed = _LAUNCH.unpack_from(data, offset)
-        if not number:
-            continue
-        begin = offset + _LAUNCH.size
-        end = begin + min(num_rows, _ROWS) * _ROW.size
-        yield LaunchShape(
-            launch_id=number - 1,
-            at=at,
-            kind=_KINDS[kind],
-            num_rows=num_rows,
-            num_mixed_decodes=mixed,
-            committed=committed,
-            rows=tuple(RowShape(*fields) for fields in _ROW.iter_unpack(data[begin:end])),
-        )
+        number, at, committed, kind, num_rows, mixed = _LAUNCH.unpack_from(data, offset)
+        if number:
+            begin = offset + _LAUNCH.size
+            recorded = data[begin : begin + min(num_rows, _ROWS) * _ROW.size]
+            rows = tuple(RowShape(*fields) for fields in _ROW.iter_unpack(recorded))
+            yield LaunchShape(number - 1, at, _KINDS[kind], num_rows, mixed, committed, rows)
 
 
 def _steps(data: bytes) -> Iterator[RecordedStepTimes]:
     _, written = _HEADER.unpack_from(data)
     for number in range(max(0, written - _STEPS), written):
         offset = _STEPS_AT + number % _STEPS * _STEP.size
-        launch_id, kind, _, num_rows, slot, tokens, *times = _STEP.unpack_from(data, offset)
-        yield RecordedStepTimes(
-            launch_id=launch_id,
-            kind=_KINDS[kind],
-            num_rows=num_rows,
-            slot=slot,
-            tokens=tokens,
-            times=tuple(times),
-        )
+        launch_id, kind, num_rows, slot, tokens, *times = _STEP.unpack_from(data, offset)
+        yield RecordedStepTimes(launch_id, _KINDS[kind], num_rows, slot, tokens, tuple(times))
 
 
 # ---------------------------------------------------------------- bundle
