@@ -31,50 +31,6 @@ NO_PREFILL_WORK = PrefillWork()
 """Nothing to compute or copy: decodes and page-aligned cache hits."""
 
 
-# ---------------------------------------------------------------- page budget
-
-
-class PageBudget:
-    """Budget of pages available to sequences: free ones, and idle ones that can be evicted."""
-
-    def __init__(self, pool: PagePool, tree: RadixTree, page_size: int) -> None:
-        self._pool = pool
-        self._tree = tree
-        self._page_size = page_size
-
-    @property
-    def num_available(self) -> int:
-        return self._pool.num_free + self._tree.idle_pages
-
-    def allocate(self, count: int) -> tuple[int, ...]:
-        self._tree.evict_until_free(count)
-        return self._pool.allocate(count)
-
-    def pages_for(self, length: int) -> int:
-        return -(-length // self._page_size)
-
-    def first_pages(self, sequence: Sequence) -> int:
-        """Return the pages for the known tokens and the next one."""
-        return self.pages_for(min(sequence.length + 1, sequence.max_length))
-
-    def missing_pages(self, sequence: Sequence, match: Match | None) -> int:
-        """Return the private pages to allocate, plus those of an uncached image prefix."""
-        first = self.first_pages(sequence)
-        if match is not None:
-            return first - match.node.length // self._page_size
-        if sequence.prefix_key is None:
-            return first
-        image = sequence.image_prefix_length
-        return first - image // self._page_size + self.pages_for(image)
-
-    def fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
-        """Return whether `available` pages suffice after `match` has acquired idle ones."""
-        if match is not None:
-            needed = {*match.node.path, match.source or match.node}
-            available -= sum(len(node.pages) for node in needed if node.ref_count == 0)
-        return self.missing_pages(sequence, match) <= available
-
-
 # ---------------------------------------------------------------- counters
 
 
@@ -144,7 +100,6 @@ class KVCacheManager:
         """
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
-        self._budget = PageBudget(self._pool, self._tree, page_size)
         self._prefix_cache = PrefixCache(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
@@ -168,7 +123,7 @@ class KVCacheManager:
     @property
     def pages_available(self) -> int:
         """Return the pages that are free or held by the prefix cache only."""
-        return self._budget.num_available
+        return self._pool.num_free + self._tree.idle_pages
 
     @property
     def rows_free(self) -> int:
@@ -189,7 +144,7 @@ class KVCacheManager:
     @property
     def pages_used(self) -> int:
         """Return the pages of all sequences, including zombies; shared pages count once."""
-        return self._pool.num_usable - self._budget.num_available
+        return self._pool.num_usable - self.pages_available
 
     @property
     def prefix_pages(self) -> int:
@@ -212,7 +167,7 @@ class KVCacheManager:
         copies = (
             sequence.prefix_key is not None and sequence.image_prefix_length % self._page_size > 0
         )
-        return self._budget.pages_for(sequence.max_length) + copies <= self._pool.num_usable
+        return self._pages_for(sequence.max_length) + copies <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Return whether `admit` would succeed and leave a page for each growing sequence.
@@ -222,15 +177,15 @@ class KVCacheManager:
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
-        available = self._budget.num_available - self._num_growing()
+        available = self.pages_available - self._num_growing()
         if available <= sequence.pages.free_pages_when_refused:
             return False
         match = self._prefix_cache.match(sequence)
         if match is not None and not match.node.ready:
             return False
-        fits = self._budget.fits(sequence, match, available) or (
+        fits = self._fits(sequence, match, available) or (
             match is not None
-            and self._budget.fits(sequence, self._prefix_cache.without_copy(match), available)
+            and self._fits(sequence, self._prefix_cache.without_copy(match), available)
         )
         if not fits:
             sequence.pages.free_pages_when_refused = available
@@ -263,11 +218,11 @@ class KVCacheManager:
         match = self._affordable_match(sequence)
         if match is not None:
             self._prefix_cache.acquire(ownership, match)
-        self._tree.evict_until_free(self._budget.missing_pages(sequence, match))
+        self._tree.evict_until_free(self._missing_pages(sequence, match))
         if match is None and sequence.prefix_key is not None:
             self._prefix_cache.acquire(ownership, self._prefix_cache.add_root(sequence))
         shared = self._prefix_cache.full_pages(ownership.node)
-        private = self._pool.allocate(self._budget.first_pages(sequence) - len(shared))
+        private = self._pool.allocate(self._first_pages(sequence) - len(shared))
         ownership.private.update(private)
         self._owned[sequence] = ownership
         pages = sequence.pages
@@ -278,13 +233,13 @@ class KVCacheManager:
         compute: tuple[int, ...] = ()
         if pages.cached_length == 0:
             image = ownership.node.pages if ownership.node is not None else ()
-            compute = image or pages.ids[: self._budget.pages_for(sequence.prefix_length)]
+            compute = image or pages.ids[: self._pages_for(sequence.prefix_length)]
         source = ownership.source
         return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
     def _affordable_match(self, sequence: Sequence) -> Match | None:
         match = self._prefix_cache.match(sequence)
-        if match is None or self._budget.fits(sequence, match, self._budget.num_available):
+        if match is None or self._fits(sequence, match, self.pages_available):
             return match
         return self._prefix_cache.without_copy(match)
 
@@ -305,8 +260,9 @@ class KVCacheManager:
         ownership = self._owned[sequence]
         if ownership.draft:
             page = ownership.draft.pop(0)
-        elif self._budget.num_available > 0 or self._prefix_cache.deduplicate(sequence, ownership):
-            (page,) = self._budget.allocate(1)
+        elif self.pages_available > 0 or self._prefix_cache.deduplicate(sequence, ownership):
+            self._tree.evict_until_free(1)
+            (page,) = self._pool.allocate(1)
             sequence.pages.ids += (page,)
         else:
             return False
@@ -320,14 +276,15 @@ class KVCacheManager:
 
         Cached pages are evicted, but each sequence that still grows keeps a page available.
         """
-        missing = self._budget.pages_for(length) - len(sequence.pages.ids)
+        missing = self._pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
         max_length = sequence.max_length
         assert length <= max_length, f"{length} positions of at most {max_length}"
-        if missing + self._num_growing(excluding=sequence) > self._budget.num_available:
+        if missing + self._num_growing(excluding=sequence) > self.pages_available:
             return False
-        pages = self._budget.allocate(missing)
+        self._tree.evict_until_free(missing)
+        pages = self._pool.allocate(missing)
         self._owned[sequence].draft.extend(pages)
         sequence.pages.ids += pages
         self._counters.draft_pages += missing
@@ -347,11 +304,11 @@ class KVCacheManager:
             return
         draft = self._owned[sequence].draft
         num_committed = len(pages.ids) - len(draft)
-        num_accepted = max(0, self._budget.pages_for(length) - num_committed)
+        num_accepted = max(0, self._pages_for(length) - num_committed)
         assert num_accepted <= len(draft), f"{length} positions exceed {len(pages.ids)} pages"
         for _ in range(num_accepted):
             self.grow(sequence)
-        num_kept = max(num_committed + num_accepted, self._budget.pages_for(reserved))
+        num_kept = max(num_committed + num_accepted, self._pages_for(reserved))
         rejected = pages.ids[num_kept:]
         if not rejected:
             return
@@ -394,6 +351,30 @@ class KVCacheManager:
 
     def check(self) -> None:
         check_ownership(self._pool, self._tree, self._owned, self._page_size)
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self._page_size)
+
+    def _first_pages(self, sequence: Sequence) -> int:
+        """Return the pages for the known tokens and the next one."""
+        return self._pages_for(min(sequence.length + 1, sequence.max_length))
+
+    def _missing_pages(self, sequence: Sequence, match: Match | None) -> int:
+        """Return the private pages to allocate, plus those of an uncached image prefix."""
+        first = self._first_pages(sequence)
+        if match is not None:
+            return first - match.node.length // self._page_size
+        if sequence.prefix_key is None:
+            return first
+        image = sequence.image_prefix_length
+        return first - image // self._page_size + self._pages_for(image)
+
+    def _fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
+        """Return whether `available` pages suffice after `match` has acquired idle ones."""
+        if match is not None:
+            needed = {*match.node.path, match.source or match.node}
+            available -= sum(len(node.pages) for node in needed if node.ref_count == 0)
+        return self._missing_pages(sequence, match) <= available
 
     def _num_growing(self, excluding: Sequence | None = None) -> int:
         return sum(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from legato_engine.kv_cache.pools import PagePool
@@ -14,35 +13,7 @@ from legato_engine.sequence import Keys, Sequence
 UNKNOWN_RATE = 0.8
 """Acceptance rate of requests that verified no draft tokens, as in the block policies."""
 
-Rank = tuple[int, float, int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EvictionCandidate:
-    """Request that holds pages, or a cached prefix."""
-
-    candidate_id: int
-    priority: int
-    ema_acceptance_rate: float
-    last_used: int  # iteration
-
-
-def eviction_rank(candidate: EvictionCandidate) -> Rank:
-    """Return a rank; the lowest is evicted first."""
-    return (
-        candidate.priority,
-        candidate.ema_acceptance_rate,
-        candidate.last_used,
-        candidate.candidate_id,
-    )
-
-
-def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Sort by rank; a request whose pages are all borrowed is not a candidate."""
-    return sorted(candidates, key=eviction_rank)
-
-
-# ---------------------------------------------------------------- radix tree
+_Rank = tuple[int, float, int, int]
 
 MIN_COPIED = 2
 """Minimum positions worth a copy, beyond an image prefix."""
@@ -129,7 +100,7 @@ class Match(NamedTuple):
 
 
 class _IdleLeaf(NamedTuple):
-    rank: Rank
+    rank: _Rank
     serial: int  # unique, so that nodes are never compared
     node: TreeNode
 
@@ -324,7 +295,6 @@ def _is_current(leaf: _IdleLeaf) -> bool:
     return _is_idle_leaf(leaf.node) and leaf.rank == _rank(leaf.node)
 
 
-def _rank(node: TreeNode) -> Rank:
-    return eviction_rank(
-        EvictionCandidate(node.node_id, node.priority, node.acceptance, node.last_used)
-    )
+def _rank(node: TreeNode) -> _Rank:
+    """Return a rank; the lowest is evicted first."""
+    return node.priority, node.acceptance, node.last_used, node.node_id

@@ -5,13 +5,7 @@ import random
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
 from legato_engine.kv_cache.pools import PagePool
-from legato_engine.kv_cache.radix_tree import (
-    EvictionCandidate,
-    Namespace,
-    RadixTree,
-    TreeNode,
-    eviction_order,
-)
+from legato_engine.kv_cache.radix_tree import Namespace, RadixTree, TreeNode
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
 from tests.fakes import FakeTask, make_sequence
@@ -336,7 +330,7 @@ def test_referenced_nodes_are_never_evicted() -> None:
 
 
 def test_eviction_follows_the_order_of_the_specification() -> None:
-    """Leaves are evicted in `eviction_order`, in whatever order they were added and used."""
+    """Low priority goes first, then little acceptance, then what was used longest ago."""
     draw = random.Random(1)
     for _ in range(50):
         pool = PagePool(9)
@@ -346,11 +340,11 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
             again = draw.choice(cached)
             tree.acquire(again)
             tree.release(again, draw.randrange(3), draw.choice((0.2, 0.5, 0.8)))
-        order = eviction_order(
-            EvictionCandidate(node.node_id, node.priority, node.acceptance, node.last_used)
-            for node in cached
+        order = sorted(
+            cached,
+            key=lambda node: (node.priority, node.acceptance, node.last_used, node.node_id),
         )
-        left = [candidate.candidate_id for candidate in order]
+        left = [node.node_id for node in order]
         for count in range(1, 9):
             tree.evict_until_free(count)
             found = {node.node_id for node in tree.nodes() if node.pages}
