@@ -234,7 +234,8 @@ def read(path: pathlib.Path) -> Recording:
 def _requests(data: bytes) -> Iterator[RequestShape]:
     for number, in_flight, task, *sizes in _REQUEST.iter_unpack(data[_REQUESTS_AT:_LAUNCHES_AT]):
         if number:
-            yield RequestShape(number - 1, task.rstrip(b"\0").decode(), *sizes, bool(in_flight))
+            fields = number - 1, task.rstrip(b"\0").decode(), *sizes, bool(in_flight)
+            yield RequestShape(*fields)
 
 
 def _launches(data: bytes) -> Iterator[LaunchShape]:

@@ -152,7 +152,7 @@ def _write_and_read(
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
     stored_THE = pages.quantise(new_THE, scale)
-    write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
+    pages.write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
     return pages.dequantise(stored_THE, scale, new_THE.dtype)
 
 
@@ -164,13 +164,6 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
     return activations.silu(gate_TF) * up_TF
 
 
-def write_kv(
-    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
-) -> None:
-    """Write T keys or values of the cache's dtype."""
-    pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
-
-
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
     """Copy pages in all layers (L), by int64 (source, destination) on the caches' device.
 
@@ -180,18 +173,6 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
         prefill.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
     else:
         pages.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
-
-
-def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """Copy the first `length` positions as stored, [length, H, E]."""
-    return pages.gather_pages(cache_NHSE, pages_M, length)
-
-
-def gather_cached(
-    cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read [length, H, E], converted to `dtype` if stored as e4m3."""
-    return pages.gather_cached(cache, pages_M, length, dtype)
 
 
 def full_attention(
@@ -211,13 +192,6 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
     if q_THE.device.type == "cpu":
         return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
     return reference.suffix_attention(q_THE, k_LHE, v_LHE)
-
-
-def masked_attention(
-    q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor, visible_TL: torch.Tensor
-) -> torch.Tensor:
-    """Attention [T, H, E] to visible positions. Can be captured on a GPU."""
-    return reference.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
 
 
 def decode_attention(

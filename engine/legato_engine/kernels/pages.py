@@ -50,6 +50,7 @@ def units(scale_2: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
+    """Write T keys or values of the cache's dtype."""
     indexable(cache_NHSE)[page_T, :, slot_T] = indexable(new_THE)
 
 
@@ -60,6 +61,7 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
+    """Copy the first `length` positions as stored, [length, H, E]."""
     num_pages = -(-length // cache_NHSE.shape[2])
     pages_MHSE = taken(cache_NHSE, pages_M[:num_pages])
     return pages_MHSE.transpose(1, 2).flatten(0, 1)[:length]
@@ -68,6 +70,7 @@ def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -
 def gather_cached(
     cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read [length, H, E], converted to `dtype` if stored as e4m3."""
     k_scale, v_scale = units(cache.scale_2)
     k_LHE = gather_pages(cache.k_NHSE, pages_M, length)
     v_LHE = gather_pages(cache.v_NHSE, pages_M, length)

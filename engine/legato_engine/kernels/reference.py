@@ -113,6 +113,7 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
 def masked_attention(
     q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor, visible_TL: torch.Tensor
 ) -> torch.Tensor:
+    """Attention [T, H, E] to visible positions. Can be captured on a GPU."""
     k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
     return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
 

@@ -9,8 +9,14 @@ import dataclasses
 
 import torch
 
-from legato_engine.kernels import ops
-from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
+from legato_engine.kernels import ops, reference
+from legato_engine.kernels.pages import (
+    AttentionMetadata,
+    LayerCache,
+    PlacedSpan,
+    Span,
+    gather_cached,
+)
 from legato_engine.layers.attention import Attend, GroupedHeads
 from legato_engine.layers.lora import AdaptedRows
 from legato_engine.layers.rope import Rope
@@ -112,7 +118,7 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
     ) -> GroupedHeads:
         if span.bidirectional:
             return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
-        k_LHE, v_LHE = ops.gather_cached(cache, span.pages_M, end, q_THE.dtype)
+        k_LHE, v_LHE = gather_cached(cache, span.pages_M, end, q_THE.dtype)
         return ops.suffix_attention(q_THE, k_LHE, v_LHE)
 
     return attend
@@ -135,9 +141,9 @@ def chunk_attention(chunk: Chunk, kv: KVCache) -> Attend:
     def attend(
         q_THE: GroupedHeads, _k: GroupedHeads, _v: GroupedHeads, cache: LayerCache
     ) -> GroupedHeads:
-        cached = ops.gather_cached(cache, chunk.pages_M, length, q_THE.dtype)
+        cached = gather_cached(cache, chunk.pages_M, length, q_THE.dtype)
         k_LHE, v_LHE = (each.masked_fill(empty_L11, 0.0) for each in cached)
-        return ops.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
+        return reference.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
 
     return attend
 

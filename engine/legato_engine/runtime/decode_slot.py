@@ -431,11 +431,8 @@ class RowState:
         staged = slot.prompt.device
         row_K = staged["row"]
         self.page_table_RM.index_copy_(0, row_K, staged["pages"])
-        self.adapter_slot_R.index_copy_(0, row_K, staged["adapter_slot"])
-        self.seed_R.index_copy_(0, row_K, staged["seed"])
-        self.top_k_R.index_copy_(0, row_K, staged["top_k"])
-        self.temperature_R.index_copy_(0, row_K, staged["temperature"])
-        self.top_p_R.index_copy_(0, row_K, staged["top_p"])
+        for name in ("adapter_slot", "seed", "top_k", "temperature", "top_p"):
+            getattr(self, f"{name}_R").index_copy_(0, row_K, staged[name])
         if self.rope_offset_R is not None:
             self.rope_offset_R.index_copy_(0, row_K, staged["rope_offset"])
         if self.drafts is not None:

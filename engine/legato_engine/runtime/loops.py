@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -319,19 +318,16 @@ class DecodeLoops:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         drafts, staged = state.drafts, buffers.staged.device
         size = bucket if drafts is None else drafts.num_rows
-        common = AnyLoop(
-            token_B=buffers.tokens_R if drafts is not None else buffers.tokens_R[:bucket],
-            constraint_B=buffers.constraint.device["constraint"][:size],
-            successor_C2=self._resources.successor_C2,
-            outputs_N=buffers.outputs.device_bytes,
-            limit=self._limit,
-            step=self._step,
-            ring_SN=ring.ring_SN,
-            words=ring.words,
-            scratch_row=state.scratch_row,
-        )
         fields: dict[str, Any] = {
-            each.name: getattr(common, each.name) for each in dataclasses.fields(common)
+            "token_B": buffers.tokens_R if drafts is not None else buffers.tokens_R[:bucket],
+            "constraint_B": buffers.constraint.device["constraint"][:size],
+            "successor_C2": self._resources.successor_C2,
+            "outputs_N": buffers.outputs.device_bytes,
+            "limit": self._limit,
+            "step": self._step,
+            "ring_SN": ring.ring_SN,
+            "words": ring.words,
+            "scratch_row": state.scratch_row,
         }
         if drafts is None:
             return LoopTensors(

@@ -43,9 +43,6 @@ class Pass(NamedTuple):
     """Tokens computed in one pass over the weights.
 
     First the newest tokens of rows that decode, then those of `prompts`; a row may have several.
-
-    First the newest tokens of rows that decode, then those of `prompts`, several of a row if need
-    be.
     """
 
     decodes: Many[ScheduledSequence]

@@ -18,7 +18,7 @@ from legato_engine.kernels.packed_weights import (
     linear,
     pack,
 )
-from legato_engine.kernels.pages import LayerCache, Span
+from legato_engine.kernels.pages import LayerCache, Span, gather_pages, write_kv
 from legato_engine.layers.attention import Tau
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
@@ -53,8 +53,8 @@ def cache():
         v_LHE = torch.randn(length, HEADS, HEAD_DIM, generator=generator)
         position_L = torch.arange(length)
         page_L = torch.tensor(pages)[position_L // PAGE]
-        ops.write_kv(k_NHSE, k_LHE, page_L, position_L % PAGE)
-        ops.write_kv(v_NHSE, v_LHE, page_L, position_L % PAGE)
+        write_kv(k_NHSE, k_LHE, page_L, position_L % PAGE)
+        write_kv(v_NHSE, v_LHE, page_L, position_L % PAGE)
         k_rows.append(k_LHE)
         v_rows.append(v_LHE)
     positions_B = torch.tensor([length - 1 for length in lengths] + [0])
@@ -158,7 +158,7 @@ def test_gather_reads_what_was_written(cache):
     """Gathered pages are the positions in order, cut to the length asked for."""
     k_NHSE, _, _, page_table_BM, k_rows, _ = cache
     for row, k_LHE in enumerate(k_rows):
-        gathered = ops.gather_pages(k_NHSE, page_table_BM[row], len(k_LHE))
+        gathered = gather_pages(k_NHSE, page_table_BM[row], len(k_LHE))
         assert torch.equal(gathered, k_LHE)
 
 
@@ -183,7 +183,7 @@ def test_a_span_turns_and_keeps_keys_and_values(start, queries):
         assert torch.equal(new_THE[..., 2 * half :], given_THE[..., 2 * half :])
     assert torch.equal(v_THE, given[2])
     for cache_NHSE, new_THE in zip(caches, (k_THE, v_THE), strict=True):
-        gathered_LHE = ops.gather_pages(cache_NHSE, pages_M, start + count)
+        gathered_LHE = gather_pages(cache_NHSE, pages_M, start + count)
         assert torch.equal(gathered_LHE[start:], new_THE)
         assert int(cache_NHSE.isfinite().sum()) == new_THE.numel()
 
