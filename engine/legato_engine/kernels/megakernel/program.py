@@ -211,16 +211,10 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     )
     # The read of the host's memory takes a microsecond or two, beside this worker's head.
     yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
-    yield Instruction(
-        Op.HEAD,
-        last,
-        **_wait(sizes, counter(sizes, CounterKind.X, last - 1)),
-        signal=best,
-        src=_x(last),
-        block=worker,
-        num_blocks=sizes.head_blocks(worker),
-        num_chunks=sizes.chunks,
-    )
+    x = _wait(sizes, counter(sizes, CounterKind.X, last - 1))
+    whole = {"src": _x(last), "block": worker, "num_chunks": sizes.chunks}
+    blocks = sizes.head_blocks(worker)
+    yield Instruction(Op.HEAD, last, **x, signal=best, **whole, num_blocks=blocks)
     yield Instruction(Op.WEIGH, last, **_wait(sizes, best), signal=weighed, num_blocks=1)
     rows = sizes.sampled_rows(worker)
     sampling = {**_wait(sizes, weighed), "only_draws": 1, "signal": token} if rows else {}
@@ -254,15 +248,9 @@ def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instr
     """Emit instructions that read the values of the step's tokens."""
     last = sizes.num_layers
     inner, bins = counter(sizes, CounterKind.INNER), counter(sizes, CounterKind.BINS)
-    yield Instruction(
-        Op.INNER,
-        last,
-        **_wait_samplers(sizes, counter(sizes, CounterKind.TOKEN)),
-        signal=inner,
-        src=_x(last),
-        block=worker,
-        num_blocks=sizes.share(worker, values.inner_blocks),
-    )
+    own = {**_wait_samplers(sizes, counter(sizes, CounterKind.TOKEN)), "block": worker}
+    blocks = sizes.share(worker, values.inner_blocks)
+    yield Instruction(Op.INNER, last, **own, signal=inner, src=_x(last), num_blocks=blocks)
     blocks = sizes.share(worker, values.bin_blocks)
     yield Instruction(
         Op.BINS, last, **_wait(sizes, inner), signal=bins, block=worker, num_blocks=blocks
@@ -286,28 +274,12 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
         x, source = {}, InputSource.EMBED
     elif layer == 0:
         x = _wait(sizes, counter(sizes, CounterKind.EMBED))
-    yield Instruction(
-        Op.FC1,
-        layer,
-        **x,
-        signal=at(CounterKind.ACT),
-        src=source,
-        block=worker,
-        num_blocks=sizes.ff_ratio,
-        num_chunks=chunks,
-    )
-    yield Instruction(
-        Op.QKV,
-        layer,
-        signal=at(CounterKind.Q),
-        src=source,
-        block=worker,
-        num_blocks=3,
-        num_chunks=chunks,
-    )
+    whole = {"src": source, "block": worker, "num_chunks": chunks}
+    blocks, act = sizes.ff_ratio, at(CounterKind.ACT)
+    yield Instruction(Op.FC1, layer, **x, signal=act, **whole, num_blocks=blocks)
+    yield Instruction(Op.QKV, layer, signal=at(CounterKind.Q), **whole, num_blocks=3)
     part = {"block": worker, "num_blocks": 1}
-    act = _wait(sizes, at(CounterKind.ACT))
-    yield Instruction(Op.FC2, layer, **act, **part, chunk=0, num_chunks=half)
+    yield Instruction(Op.FC2, layer, **_wait(sizes, act), **part, num_chunks=half)
     own = {"wait_count": SPLITS, "wait_stride": SPLITS, "block": worker}  # the workers of a head
     yield Instruction(Op.ATTEND, layer, wait=at(CounterKind.Q), signal=at(CounterKind.PART), **own)
     if first:
@@ -316,16 +288,8 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
         Op.MERGE, layer, wait=at(CounterKind.PART), signal=at(CounterKind.HEADS), **own
     )
     yield Instruction(Op.FC2, layer, **part, chunk=half + first, num_chunks=last)
-    yield Instruction(
-        Op.OUT,
-        layer,
-        **_wait(sizes, at(CounterKind.HEADS)),
-        signal=at(CounterKind.X),
-        src=source,
-        dst=_x(layer + 1),
-        **part,
-        num_chunks=chunks,
-    )
+    ready = {**_wait(sizes, at(CounterKind.HEADS)), "signal": at(CounterKind.X)}
+    yield Instruction(Op.OUT, layer, **ready, dst=_x(layer + 1), **whole, num_blocks=1)
 
 
 def _x(layer: int) -> InputSource:
