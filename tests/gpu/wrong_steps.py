@@ -72,7 +72,7 @@ def _passes_of(tokens: int) -> Callable[[], None]:
 
 def _host_switch() -> None:
     """Branches are captured; the host reads which of them to replay."""
-    capture = graphs.GraphRunner._work
+    capture = graphs.GraphRunner.captured
 
     def work(self, make, *shape):
         if make.__name__ == "drafting":
@@ -82,7 +82,7 @@ def _host_switch() -> None:
             return self._captured[key]
         return capture(self, make, *shape)
 
-    graphs.GraphRunner._work = work
+    graphs.GraphRunner.captured = work
 
 
 def _no_clusters() -> None:

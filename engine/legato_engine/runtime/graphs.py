@@ -27,7 +27,7 @@ class GraphRunner:
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
         """Enqueue `make(*shape)`, made once for each shape."""
-        self._compute.submit(self._work(make, *shape))
+        self._compute.submit(self.captured(make, *shape))
 
     def switch(
         self, index: torch.Tensor, make: Callable[..., Work], shapes: Sequence[tuple[int, ...]]
@@ -37,7 +37,7 @@ class GraphRunner:
         `index` is an int32 [1] on the device; beyond the shapes nothing runs, but a single shape
         always does. The work may be part of captured work.
         """
-        works = [self._work(make, *shape) for shape in shapes]
+        works = [self.captured(make, *shape) for shape in shapes]
 
         def chosen() -> None:
             which = int(index) if len(works) > 1 else 0
@@ -45,10 +45,6 @@ class GraphRunner:
                 works[which]()
 
         return captured_switch(index, works) or chosen
-
-    def captured(self, make: Callable[..., Work], *shape: int | bool) -> Work:
-        """Return the work of `run`, to be part of other work."""
-        return self._work(make, *shape)
 
     def part(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         """Return work that is captured only within other work, since it has switches.
@@ -60,7 +56,8 @@ class GraphRunner:
             self._parts[key] = make(*shape)
         return self._parts[key]
 
-    def _work(self, make: Callable[..., Work], *shape: int | bool) -> Work:
+    def captured(self, make: Callable[..., Work], *shape: int | bool) -> Work:
+        """Return the work of `run`, to be part of other work."""
         key = (make, *shape)
         if key not in self._captured:
             work = make(*shape)

@@ -43,7 +43,8 @@ def allocate(
     model: Model,
     device: Device,
     kv: KVCache,
-    drafts: DraftState | None,
+    proposer: Proposer | None,
+    policy: BlockPolicy | None,
     *,
     max_running: int,
     buckets: Sequence[int],
@@ -56,10 +57,22 @@ def allocate(
 ) -> Resources:
     """Return slots for launches of up to `buckets[-1]` tokens, and the state of `max_running` rows.
 
-    Slots have room for `max_prompts` prompts and `max_images` images, and with `loops` for the
-    pages that begin in a loop.
+    Rows draft with a `proposer`. Slots have room for `max_prompts` prompts and `max_images` images,
+    and with `loops` for the pages that begin in a loop.
     """
-    max_pages = -(-model.max_context // kv.page_size)
+    max_pages, drafts = -(-model.max_context // kv.page_size), None
+    if proposer is not None:
+        assert policy is not None, "a proposer without a block policy"
+        drafts = DraftState(
+            proposer,
+            policy,
+            num_rows=max_running,
+            max_context=model.max_context,
+            vocab_size=model.vocab_size,
+            width=model.width,
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
     max_block = 0 if drafts is None else drafts.max_block
     slots = tuple(
         DecodeSlot(
@@ -97,29 +110,6 @@ def allocate(
         successor_C2=successor_table(model.constraints, buckets[-1]).to(device.torch_device),
         graphs=graphs,
         max_image_bytes=max_image_bytes,
-    )
-
-
-def draft_state(
-    model: Model,
-    device: Device,
-    proposer: Proposer | None,
-    policy: BlockPolicy | None,
-    max_running: int,
-) -> DraftState | None:
-    """Return the draft state, or None without a `proposer`."""
-    if proposer is None:
-        return None
-    assert policy is not None, "a proposer without a block policy"
-    return DraftState(
-        proposer,
-        policy,
-        num_rows=max_running,
-        max_context=model.max_context,
-        vocab_size=model.vocab_size,
-        width=model.width,
-        dtype=model.dtype,
-        device=device.torch_device,
     )
 
 
@@ -224,12 +214,12 @@ class ModelRunner:
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
         self._device = device
-        self._drafts = draft_state(model, device, proposer, block_policy, max_running)
         self._resources = allocate(
             model,
             device,
             kv,
-            self._drafts,
+            proposer,
+            block_policy,
             max_running=max_running,
             buckets=buckets,
             adapters=adapters,
@@ -239,6 +229,7 @@ class ModelRunner:
             graphs=GraphRunner(device, captures=cuda_graphs),
             max_image_bytes=max_image_bytes,
         )
+        self._drafts = self._resources.state.drafts
         self._slots = slots = self._resources.slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(6))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
@@ -253,7 +244,9 @@ class ModelRunner:
             self._loops = DecodeLoops(
                 self._resources, self._backend, paths.megakernel, paths.choice
             )
-        self._refine = _refine_step(refiner, self._resources)
+        self._refine = None
+        if refiner is not None:
+            self._refine = RefineStep(refiner, device, len(slots), self._resources.graphs)
         self._staging = StepStaging(self._resources)
 
     @property
@@ -475,9 +468,3 @@ class ModelRunner:
 
 def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
-
-
-def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:
-    if refiner is None:
-        return None
-    return RefineStep(refiner, resources.device, len(resources.slots), resources.graphs)
