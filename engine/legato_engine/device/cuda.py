@@ -185,7 +185,6 @@ def timing_event() -> torch.cuda.Event:
 
 
 def elapsed_ms(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Milliseconds of a device between two events that its streams have passed."""
     elapsed: float = begin.elapsed_time(end)
     return elapsed
 

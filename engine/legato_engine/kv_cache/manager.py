@@ -113,7 +113,6 @@ class KVCacheManager:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows, which is the largest batch."""
         return self._rows.num_slots
 
     @property

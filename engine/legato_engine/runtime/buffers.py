@@ -87,7 +87,6 @@ class StagingBuffer:
 
 
 def size_of(fields: Fields) -> int:
-    """Bytes of a buffer of these fields."""
     return sum(_padded(*each) for each in fields.values())
 
 
@@ -127,7 +126,6 @@ class TokenRing:
         self._num_read = 0
 
     def stop(self) -> None:
-        """Stop the loop after its current step."""
         self._words[STOP] = 1
 
     def read(self) -> Mapping[str, np.ndarray] | None:

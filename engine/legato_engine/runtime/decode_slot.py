@@ -487,7 +487,6 @@ class Resources:
         return 0 if self.bank is None else self.bank.bucket(adapter_rank)
 
     def adapters(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows | None:
-        """Return the adapter rows, or None if `rank` is 0."""
         if not rank:
             return None
         assert self.bank is not None, f"rank {rank} without an adapter bank"

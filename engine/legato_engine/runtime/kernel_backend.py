@@ -415,7 +415,6 @@ class KernelBackend:
             compute.submit(step.run_prefix)
 
     def _run_long(self, slot: int, row: ScheduledSequence, prompt: ScheduledPrompt) -> None:
-        """Run a long prompt by the matrix library."""
         if self._long is not None:
             self._long.run(slot, prompt, adapted=bool(row.sequence.adapter.key))
             return

@@ -114,7 +114,6 @@ def sources() -> dict[str, str]:
 
 
 def instructions_of(library: ctypes.CDLL) -> str:
-    """Return the instructions that a library computes with."""
     told = library.legato_instructions
     told.restype, told.argtypes = ctypes.c_char_p, ()
     name: bytes = told()

@@ -540,7 +540,6 @@ class CudaDecoder(StepDecoder):
 
 
 def out_shared(sizes: DecoderSizes, form: Form, batch: int, stages: int) -> int:
-    """Bytes of shared memory of `layer_out`."""
     parts, elsewhere = sizes.parts, form.spread > 1
     return skinny_gemm.parts_shared(
         sizes.mixed_dim, parts, batch, stages, sizes.weight_kind, beside=not elsewhere

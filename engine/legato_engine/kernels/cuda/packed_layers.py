@@ -147,7 +147,6 @@ def head_codes(head: Affine, norm: Affine, kind: WeightKind) -> FoldedCodes:
 def quantised_layer(
     codes: LayerCodes, fc2_bias: torch.Tensor, proj_bias: torch.Tensor, num_heads: int
 ) -> QuantisedLayer:
-    """Pack a layer's codes."""
     device = codes.second.codes.device
     order = torch.arange(len(codes.first.bias_O), device=device)
     paired = pair_rotated(num_heads, device)
@@ -177,7 +176,6 @@ def quantised_layer(
 
 
 def quantised_head(codes: FoldedCodes) -> QuantisedHead:
-    """Pack a head's codes."""
     packed, folded = pack_codes(codes.map), _corrections(codes)
     part = MapPart(packed, slice(0, packed.outputs), slice(0, packed.inputs))
     return QuantisedHead(HeadWeights(packed.data, folded, packed.scale_O), part, folded[:, 1])

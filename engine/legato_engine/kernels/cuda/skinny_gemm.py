@@ -314,7 +314,6 @@ def packed_map(
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Pack a map in bf16."""
     return packed_map(weights_OI, WeightKind.BF16, parts).data
 
 

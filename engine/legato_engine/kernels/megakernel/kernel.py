@@ -96,7 +96,6 @@ def _defines(values: TwoLayerValues) -> dict[str, int]:
 
 
 def value_dims(values: TwoLayerValues) -> ValueDims:
-    """Return the sizes of a model's value decoders."""
     return ValueDims(values.inner_dim, values.sizes.scalar_bins, values.sizes.pair_bins)
 
 
@@ -394,7 +393,6 @@ def rows_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def source_folder() -> Traversable:
-    """Return the folder of the CUDA sources."""
     return importlib.resources.files("legato_engine.kernels.megakernel") / "sources"
 
 

@@ -105,7 +105,6 @@ class Instruction:
 
     @property
     def num_stages(self) -> int:
-        """Number of weight stages that the instruction reads from the ring."""
         return self.num_blocks * self.num_chunks
 
 
@@ -116,7 +115,6 @@ WORD_BYTES = 2
 
 
 def counter(sizes: ModelSizes, kind: CounterKind, layer: int = 0, head: int = 0) -> int:
-    """Return the index of a counter."""
     of_layer = CounterKind.Q + 2 * sizes.num_heads
     if kind >= CounterKind.BEST:
         return sizes.num_layers * of_layer + kind - CounterKind.BEST
@@ -173,7 +171,6 @@ class Program:
         return num_counters(self.sizes)
 
     def stream_stages(self, worker: int) -> int:
-        """Return the number of weight stages in a worker's stream."""
         return sum(each.num_stages for each in self.workers[worker])
 
     def table(self) -> list[int]:
@@ -194,7 +191,6 @@ def max_instructions(num_layers: int) -> int:
 
 
 def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
-    """Build the program of a model."""
     workers = tuple(tuple(_numbered(_worker(sizes, worker))) for worker in range(sizes.num_workers))
     return Program(sizes, ring_stages, workers)
 
@@ -410,7 +406,6 @@ _CONSTANTS = (
 
 
 def header() -> str:
-    """Return the text of program.cuh."""
     lines = [
         "// Written by `python -m legato_engine.kernels.megakernel.program`.",
         "#pragma once",

@@ -82,12 +82,10 @@ class ModelSizes:
 
     @property
     def num_heads(self) -> int:
-        """Attention heads."""
         return self.dim // HEAD_DIM
 
     @property
     def ff_dim(self) -> int:
-        """Inner width of the MLP."""
         return self.dim * self.ff_ratio
 
     @property
@@ -102,7 +100,6 @@ class ModelSizes:
 
     @property
     def chunks(self) -> int:
-        """Stages of a block with `dim` inputs."""
         return self.dim // self.chunk
 
     @property
@@ -120,7 +117,6 @@ class ModelSizes:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage of weights."""
         return BLOCK * self.chunk * 2
 
     @property
@@ -137,7 +133,6 @@ class ModelSizes:
 
     @property
     def vocab_blocks(self) -> int:
-        """Blocks of the output head."""
         return self.vocab_size // BLOCK
 
     def head_blocks(self, worker: int) -> int:
