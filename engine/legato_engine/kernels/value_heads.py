@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from legato_engine.kernels.cuda.packed_layers import packed_head
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
 from legato_engine.kernels.cuda.skinny_gemm import pack
 from legato_engine.kernels.cuda.value_heads import (
@@ -20,11 +17,11 @@ from legato_engine.kernels.cuda.value_heads import (
     ValueReader,
     ValueSizes,
 )
-from legato_engine.kernels.parameters import Affine, DenseMlp
+from legato_engine.kernels.parameters import DenseMlp
 
 __all__ = [
-    "MlpDecoders",
-    "NormedDecoders",
+    "MlpBins",
+    "NormedBins",
     "RowTensors",
     "SampledTokens",
     "TokenInputs",
@@ -32,24 +29,8 @@ __all__ = [
     "ValueEncoder",
     "ValueHeads",
     "ValueSizes",
+    "packed_decoder",
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MlpDecoders:
-    """A two-layer decoder for each kind of value."""
-
-    scalar: DenseMlp
-    pair: DenseMlp
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class NormedDecoders:
-    """A map of the normed hidden for each kind."""
-
-    norm: Affine
-    scalar: Affine
-    pair: Affine
 
 
 class ValueHeads:
@@ -63,18 +44,17 @@ class ValueHeads:
         sizes: ValueSizes,
         scalar: ValueEncoder,
         pair: ValueEncoder,
-        decoders: MlpDecoders | NormedDecoders,
+        bins: MlpBins | NormedBins,
         words_VD: torch.Tensor,
     ) -> None:
-        self._words_VD = words_VD
+        self._words_VD, self._bins = words_VD, bins
         self._embedder = Embedder(sizes, scalar, pair)
-        self._bins = _bins(sizes, decoders, words_VD.device)
         self._reader = ValueReader(sizes)
-        self.max_tokens = self._bins.max_tokens
+        self.max_tokens = bins.max_tokens
         self.two_layers: TwoLayerValues | None = None
         """Their weights, where decoders have two layers."""
-        if isinstance(self._bins, MlpBins):
-            both = (scalar, self._bins.scalar), (pair, self._bins.pair)
+        if isinstance(bins, MlpBins):
+            both = (scalar, bins.scalar), (pair, bins.pair)
             self.two_layers = TwoLayerValues(sizes, *both)
 
     def embed(self, inputs: TokenInputs, x_BD: torch.Tensor) -> None:
@@ -94,17 +74,8 @@ class ValueHeads:
         self._reader.read(state, scalar_BN, pair_BS, sampled)
 
 
-def _bins(
-    sizes: ValueSizes, decoders: MlpDecoders | NormedDecoders, device: torch.device
-) -> MlpBins | NormedBins:
-    if isinstance(decoders, NormedDecoders):
-        weights = packed_head([decoders.scalar, decoders.pair], decoders.norm)
-        return NormedBins(sizes, weights, device)
-    scalar, pair = (_packed(mlp, sizes.parts) for mlp in (decoders.scalar, decoders.pair))
-    return MlpBins(sizes, scalar, pair, device)
-
-
-def _packed(mlp: DenseMlp, parts: int) -> DecoderWeights:
+def packed_decoder(mlp: DenseMlp, parts: int) -> DecoderWeights:
+    """Pack a decoder whose second map's inputs are cut into `parts`."""
     return DecoderWeights(
         fc1_weights=pack(mlp.fc1.weight),
         fc1_bias=mlp.fc1.bias,

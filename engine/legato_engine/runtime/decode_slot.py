@@ -281,7 +281,7 @@ class DraftState:
         self._choice_B3 = torch.tensor(table, dtype=torch.int32, device=on)
 
     def set_costs(self, policy: TokenBudgetPolicy) -> None:
-        """Apply the change; nothing may be in flight."""
+        """Choose block sizes by its costs; nothing may be in flight."""
         self.operations.set_costs(policy)
 
     def proposal_for(self, count: int) -> int:

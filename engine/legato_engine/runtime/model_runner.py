@@ -292,7 +292,6 @@ class ModelRunner:
             self._unmeasured = None
 
     def costs(self) -> StepCosts:
-        """Apply the change; nothing may be in flight."""
         return StepCosts(self._resources, self._backend)
 
     def set_costs(self, policy: TokenBudgetPolicy) -> None:

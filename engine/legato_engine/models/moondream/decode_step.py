@@ -34,14 +34,15 @@ from legato_engine.kernels.step import (
     supports_experts,
 )
 from legato_engine.kernels.value_heads import (
-    MlpDecoders,
-    NormedDecoders,
+    MlpBins,
+    NormedBins,
     RowTensors,
     SampledTokens,
     TokenInputs,
     ValueEncoder,
     ValueHeads,
     ValueSizes,
+    packed_decoder,
 )
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdapterBank
@@ -138,11 +139,12 @@ def expert_dtype(text: Text) -> torch.dtype:
 
 
 def value_heads(config: MoondreamConfig, text: Text, region: RegionCoder) -> ValueHeads:
+    sizes = value_sizes(config)
     return ValueHeads(
-        value_sizes(config),
+        sizes,
         ValueEncoder(region.coord_features, affine(region.coord_encoder)),
         ValueEncoder(region.size_features, affine(region.size_encoder)),
-        _value_decoders(region),
+        _value_bins(region, sizes),
         text.wte,
     )
 
@@ -157,14 +159,16 @@ def _dense(mlp: MLP) -> DenseMlp:
     return DenseMlp(affine(mlp.fc1), affine(mlp.fc2))
 
 
-def _value_decoders(region: RegionCoder) -> MlpDecoders | NormedDecoders:
-    coord, size = region.coord_decoder, region.size_decoder
+def _value_bins(region: RegionCoder, sizes: ValueSizes) -> MlpBins | NormedBins:
+    coord, size, device = region.coord_decoder, region.size_decoder, region.coord_features.device
     if isinstance(coord, MLP) and isinstance(size, MLP):
-        return MlpDecoders(_dense(coord), _dense(size))
+        scalar, pair = (packed_decoder(_dense(each), sizes.parts) for each in (coord, size))
+        return MlpBins(sizes, scalar, pair, device)
     assert isinstance(coord, Linear), "both decoders have one form"
     assert isinstance(size, Linear), "both decoders have one form"
     assert region.ln is not None, "single maps read a norm"
-    return NormedDecoders(affine(region.ln), affine(coord), affine(size))
+    weights = packed_head([affine(coord), affine(size)], affine(region.ln))
+    return NormedBins(sizes, weights, device)
 
 
 def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
