@@ -45,7 +45,6 @@ BITS = (
     "tests/engine/models/moondream/test_adapters.py",
     "tests/engine/models/moondream/test_model.py",
     "tests/engine/models/moondream/test_moondream3.py",
-    "tests/engine/models/test_qwen3_vl.py",
     "tests/engine/runtime/test_loops.py",
     "tests/engine/runtime/test_draft_model.py",
     "tests/engine/runtime/test_kv_pool.py",

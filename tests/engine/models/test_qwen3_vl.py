@@ -5,11 +5,9 @@ Its published weights are not at hand: all are random.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import random
-import weakref
 from typing import Any
 
 import msgspec
@@ -18,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core.requests import make_sequence
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan, VisualRows
@@ -27,11 +24,8 @@ from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
 from legato_engine.models.registry import LoadOptions, resolve
-from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
-from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SampledToken
-from legato_engine.telemetry import StepFeed, Timeline, trace_events
 from legato_engine.types import (
     CachedImageRef,
     CaptionSpec,
@@ -44,7 +38,6 @@ from legato_engine.types import (
     QuerySpec,
     Request,
     RequestKey,
-    SamplingParams,
     SegmentSpec,
     Turn,
 )
@@ -341,120 +334,6 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
     assert torch.equal(found, whole.features_NKD)
     assert torch.equal(torch.cat([part.rope_3T for part in parts], 1), whole.rope_3T)
     assert whole.rope_3T[0, -1] == length + 1 + task.visual.prompt.rope_offset
-
-
-class Behind:
-    """Requests with images behind a stream of text, and the timeline of their launches."""
-
-    def __init__(self, engine, **fields):
-        assembly = dataclasses.replace(engine.assembly, **fields)
-        self.answers = same.Answers()
-        self.timeline = Timeline(10_000)
-        feed = StepFeed(assembly.runner.times, (self.timeline.add,))
-        self.frontend = assembly.frontend
-        self.scheduler = assembly.scheduler(self.answers, pipeline_depth=2, observer=feed.committed)
-        self._numbers = itertools.count()
-        self.submit("stream", "tell all of it", max_tokens=80)
-        self.scheduler.step()
-
-    @property
-    def kinds(self):
-        """Kinds of the committed launches, in order."""
-        return [step.record.launch.plan.kind for step in self.timeline.steps]
-
-    def submit(self, name, question, images=(), max_tokens=20):
-        """Return the sequence."""
-        request = Request(
-            request_id=RequestKey(name),
-            task=QuerySpec(question=question),
-            image=CachedImageRef(image_id="i") if images else None,
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=3),
-            logprobs=True,
-            return_tokens=True,
-        )
-        task = self.frontend.make_task(request, images)
-        sequence = make_sequence(self.frontend, request, None, task=task)
-        sequence.seq_id = next(self._numbers)
-        self.scheduler.submit(sequence)
-        return sequence
-
-    def ask(self, counts):
-        """Ask about so many of four images each; return what was told to all."""
-        pool = prepared(self.frontend, *SHAPES)
-        for count in counts:
-            self.submit(str(count), f"{count}?", pool[:count])
-        self.scheduler.drain()
-        return self.answers.told
-
-
-def test_images_are_encoded_between_the_steps_of_a_stream(small, monkeypatch):
-    """Pieces and chunks alternate with its decodes, and change no bit of any answer.
-
-    Nor does a shortage of pages, after which images are encoded again.
-    """
-    with same.Engine("qwen3-vl", small[0]) as engine:
-        whole = Behind(engine)
-        told = whole.ask((1, 2, 3, 4))
-        assert LaunchKind.ENCODE not in whole.kinds
-    monkeypatch.setattr(torch_backend, "CHUNK", 3)
-    with same.Engine("qwen3-vl", small[0]) as engine:
-        for counts, fields in (
-            ((1, 2, 3, 4), {}),
-            ((4, 2, 1, 3), {}),
-            ((4, 3, 2), {"num_pages": 9}),
-        ):
-            split = Behind(engine, **fields)
-            assert split.ask(counts).items() <= told.items()
-            kinds = split.kinds
-            assert kinds.count(LaunchKind.ENCODE) > len(counts)
-            while kinds[-1] is LaunchKind.DECODE:
-                del kinds[-1]
-            for neighbours in itertools.pairwise(kinds):
-                assert LaunchKind.DECODE in neighbours
-        assert split.scheduler.load().kv.preemptions > 0
-        spans = [each for each in trace_events(split.timeline.steps) if each["ph"] == "X"]
-        assert {each["cat"] for each in spans} == {"encode", "prefill", "decode"}
-
-
-@pytest.mark.parametrize("num_encodes", [1, 2, 4])
-def test_features_end_with_a_request(small, monkeypatch, num_encodes):
-    """An abort between two pieces frees those of its images that are begun or encoded."""
-    monkeypatch.setattr(torch_backend, "CHUNK", 3)
-    with same.Engine("qwen3-vl", small[0]) as engine:
-        behind = Behind(engine)
-        asked = behind.submit("1", "?", prepared(behind.frontend, *SHAPES[1:]))
-        while behind.kinds.count(LaunchKind.ENCODE) < num_encodes:
-            behind.scheduler.step()
-        held = [weakref.ref(each) for each in asked.inputs.visual.features.values()]
-        assert held
-        behind.scheduler.abort(asked.request.request_id)
-        behind.scheduler.drain()
-        engine.assembly.runner._backend._features._kept.clear()
-        assert [each() for each in held] == [None] * len(held)
-
-
-def test_features_stay_within_what_is_reserved(small, monkeypatch):
-    """Those kept for later prompts within their limit, and those of a prompt's chunk."""
-    monkeypatch.setattr(torch_backend, "CHUNK", 5)
-    most, limit, run_piece = [0], 3000, ImageFeatures._run_piece
-    token_bytes = 4 * 3 * TEXT["hidden_size"]
-
-    def running(self, visual, index, request):
-        features_NKD = run_piece(self, visual, index, request)
-        kept = sum(each.nbytes for each in self._kept.values())
-        assert kept <= limit
-        held = [each for each in visual.features.values() if isinstance(each, torch.Tensor)]
-        most[0] = max(most[0], kept + sum(each.nbytes for each in held))
-        return features_NKD
-
-    monkeypatch.setattr(ImageFeatures, "_run_piece", running)
-    with same.Engine("qwen3-vl", small[0], image_cache_bytes=limit) as engine:
-        model = engine.assembly.model
-        assert (model.image_token_bytes, model.max_image_tokens) == (token_bytes, 16)
-        reserved = ImageFeatures.reserved_bytes(model, limit)
-        assert reserved == limit + (2 * 16 + 3 * 5) * token_bytes
-        Behind(engine).ask((1, 2, 3, 4))
-    assert 0 < most[0] < reserved
 
 
 def test_neither_drafts_nor_batches_change_an_answer(small):

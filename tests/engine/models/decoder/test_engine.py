@@ -1,20 +1,37 @@
-"""A text model in the engine: batches, both depths, ends of answers, bfloat16."""
+"""A decoder in the engine: batches, both depths, ends of answers, bfloat16, images in prompts."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from legato_engine.core.requests import make_sequence
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
+from legato_engine.runtime import torch_backend
+from legato_engine.runtime.torch_backend import ImageFeatures
+from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SampledToken, tokens_of
-from legato_engine.types import FinishReason, PromptToken, QuerySpec, Request, RequestKey
+from legato_engine.telemetry import StepFeed, Timeline, trace_events
+from legato_engine.types import (
+    CachedImageRef,
+    FinishReason,
+    ImageProperties,
+    PromptToken,
+    QuerySpec,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.engine.models import against_transformers as same
@@ -164,3 +181,129 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
         assert model.mask_refiner(Path()) is None
         with pytest.raises(DataDependentOutputException):
             hidden_BD.sum().item()
+
+
+# ---------------------------------------------------------------- images in prompts
+
+
+def noise_images(frontend):
+    """Four images of a few tokens each."""
+    info = ImageProperties(image_id="i", width=1, height=1, cache_hit=False)
+    generator = np.random.default_rng(0)
+    sizes = (33, 61), (200, 40), (100, 100), (31, 190)
+    pixels = [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    return [frontend.prepare_image(each, f"key {n}", info) for n, each in enumerate(pixels)]
+
+
+class Behind:
+    """Requests with images behind a stream of text, and the timeline of their launches."""
+
+    def __init__(self, engine, **fields):
+        assembly = dataclasses.replace(engine.assembly, **fields)
+        self.answers = same.Answers()
+        self.timeline = Timeline(10_000)
+        feed = StepFeed(assembly.runner.times, (self.timeline.add,))
+        self.frontend = assembly.frontend
+        self.scheduler = assembly.scheduler(self.answers, pipeline_depth=2, observer=feed.committed)
+        self._numbers = itertools.count()
+        self.submit("stream", "tell all of it", max_tokens=80)
+        self.scheduler.step()
+
+    @property
+    def kinds(self):
+        """Kinds of the committed launches, in order."""
+        return [step.record.launch.plan.kind for step in self.timeline.steps]
+
+    def submit(self, name, question, images=(), max_tokens=20):
+        """Return the sequence."""
+        request = Request(
+            request_id=RequestKey(name),
+            task=QuerySpec(question=question),
+            image=CachedImageRef(image_id="i") if images else None,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=3),
+            logprobs=True,
+            return_tokens=True,
+        )
+        task = self.frontend.make_task(request, images)
+        sequence = make_sequence(self.frontend, request, None, task=task)
+        sequence.seq_id = next(self._numbers)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def ask(self, counts):
+        """Ask about so many of four images each; return what was told to all."""
+        pool = noise_images(self.frontend)
+        for count in counts:
+            self.submit(str(count), f"{count}?", pool[:count])
+        self.scheduler.drain()
+        return self.answers.told
+
+
+def test_images_are_encoded_between_the_steps_of_a_stream(monkeypatch):
+    """Pieces and chunks alternate with its decodes, and change no bit of any answer.
+
+    Nor does a shortage of pages, after which images are encoded again.
+    """
+    with same.Engine("random-tiny-vl", "") as engine:
+        whole = Behind(engine)
+        told = whole.ask((1, 2, 3, 4))
+        assert LaunchKind.ENCODE not in whole.kinds
+    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    with same.Engine("random-tiny-vl", "") as engine:
+        for counts, fields in (
+            ((1, 2, 3, 4), {}),
+            ((4, 2, 1, 3), {}),
+            ((4, 3, 2), {"num_pages": 9}),
+        ):
+            split = Behind(engine, **fields)
+            assert split.ask(counts).items() <= told.items()
+            kinds = split.kinds
+            assert kinds.count(LaunchKind.ENCODE) > len(counts)
+            while kinds[-1] is LaunchKind.DECODE:
+                del kinds[-1]
+            for neighbours in itertools.pairwise(kinds):
+                assert LaunchKind.DECODE in neighbours
+        assert split.scheduler.load().kv.preemptions > 0
+        spans = [each for each in trace_events(split.timeline.steps) if each["ph"] == "X"]
+        assert {each["cat"] for each in spans} == {"encode", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("num_encodes", [1, 2, 4])
+def test_features_end_with_a_request(monkeypatch, num_encodes):
+    """An abort between two pieces frees those of its images that are begun or encoded."""
+    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    with same.Engine("random-tiny-vl", "") as engine:
+        behind = Behind(engine)
+        asked = behind.submit("1", "?", noise_images(behind.frontend)[1:])
+        while behind.kinds.count(LaunchKind.ENCODE) < num_encodes:
+            behind.scheduler.step()
+        held = [weakref.ref(each) for each in asked.inputs.visual.features.values()]
+        assert held
+        behind.scheduler.abort(asked.request.request_id)
+        behind.scheduler.drain()
+        engine.assembly.runner._backend._features._kept.clear()
+        assert [each() for each in held] == [None] * len(held)
+
+
+def test_features_stay_within_what_is_reserved(monkeypatch):
+    """Those kept for later prompts within their limit, and those of a prompt's chunk."""
+    monkeypatch.setattr(torch_backend, "CHUNK", 5)
+    most, limit, run_piece = [0], 10_000, ImageFeatures._run_piece
+    token_bytes = 4 * 3 * 64
+
+    def running(self, visual, index, request):
+        features_NKD = run_piece(self, visual, index, request)
+        kept = sum(each.nbytes for each in self._kept.values())
+        assert kept <= limit
+        held = [each for each in visual.features.values() if isinstance(each, torch.Tensor)]
+        most[0] = max(most[0], kept + sum(each.nbytes for each in held))
+        return features_NKD
+
+    monkeypatch.setattr(ImageFeatures, "_run_piece", running)
+    with same.Engine("random-tiny-vl", "", image_cache_bytes=limit) as engine:
+        model = engine.assembly.model
+        assert (model.image_token_bytes, model.max_image_tokens) == (token_bytes, 64)
+        reserved = ImageFeatures.reserved_bytes(model, limit)
+        assert reserved == limit + (2 * 64 + 3 * 5) * token_bytes
+        Behind(engine).ask((1, 2, 3, 4))
+    assert 0 < most[0] < reserved
