@@ -41,7 +41,8 @@ RESIDENT_PATH = "resident"
 LOOP_PATHS = ("loop", RESIDENT_PATH)
 """Decode paths with several steps per launch."""
 DECODE_PATHS = (AUTO_PATH, "graph", *LOOP_PATHS)
-WEIGHT_DTYPES = ("auto", "model", "packed", "fp8", "int8", "int4")
+STORED = "stored"
+WEIGHT_DTYPES = ("auto", "model", "packed", "fp8", "int8", "int4", STORED)
 CPU_KERNELS = ("auto", "torch")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
@@ -127,7 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     images_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
-    weight_dtype: str = "auto"  # of linear layers: auto, model, packed and fp8 (GPU), int8, int4
+    weight_dtype: str = "auto"  # of linear layers: model, packed and fp8 (GPU), int8, int4, stored
     cpu_kernels: str = "auto"  # auto (Legato's, which the CPU's own compiler makes), torch
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024

@@ -17,7 +17,7 @@ from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import gemm
 from legato_engine.kernels.cuda.gemm import LibraryLauncher
-from legato_engine.kernels.map_codes import KINDS, WeightKind
+from legato_engine.kernels.map_codes import KINDS, format_of, map_codes
 from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers import fp8
 from legato_engine.layers.fp8 import Fp8Linear
@@ -278,7 +278,8 @@ def test_packed_products_are_those_of_the_weights_that_are_read(kind, inputs):
         pytest.skip("needs compute capability 8.0")
     torch.manual_seed(0)
     weight_OI = (torch.randn(960, inputs, device=CUDA) / inputs**0.5).bfloat16()
-    packed, bias_O = StepMap(weight_OI, kind), torch.randn(960, device=CUDA).bfloat16()
+    packed = StepMap(map_codes(weight_OI, format_of(kind)))
+    bias_O = torch.randn(960, device=CUDA).bfloat16()
     x_TI = torch.randn(40, inputs, device=CUDA).bfloat16()
     exact_TO = x_TI.double() @ packed.exact().double().t()
     few_TO = packed.multiply(x_TI[:32], None)
@@ -314,15 +315,11 @@ def test_a_text_model_computes_with_its_packed_weights(kind, tied):
             assert isinstance(theirs, Linear)
             theirs.weight.copy_(ours.packed.exact())
     if tied:
-        exact._tied_head = StepMap(exact.embed_tokens.weight.bfloat16(), kind_of_head(kind))
+        embeddings_VD = exact.embed_tokens.weight.bfloat16()
+        exact._tied_head = StepMap(map_codes(embeddings_VD, format_of(kind).of_head))
     found = [step(each) for each in (network, exact)]
     error = (found[0].double() - found[1].double()).norm() / found[1].norm()
     assert error < 0.02
-
-
-def kind_of_head(kind):
-    """That which a model's head has: no fewer than 8 bits."""
-    return WeightKind.INT8 if kind is WeightKind.INT4 else kind
 
 
 def step(network):

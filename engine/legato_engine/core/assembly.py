@@ -12,7 +12,7 @@ import structlog
 import torch
 from PIL import Image
 
-from legato_engine.config import RESIDENT_PATH, EngineConfig, check
+from legato_engine.config import RESIDENT_PATH, STORED, EngineConfig, check
 from legato_engine.core.adapters import AdapterStore
 from legato_engine.core.engine_core import EngineCore
 from legato_engine.core.leases import LeaseHandler
@@ -36,6 +36,7 @@ from legato_engine.models import registry
 from legato_engine.models.base import MaskRefiner, Model
 from legato_engine.models.checkpoint import dtype_name
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.models.gguf import is_gguf
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.models.registry import ModelBundle
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
@@ -397,6 +398,13 @@ def _weight_dtype(config: EngineConfig, device: Device) -> str:
     name = config.weight_dtype
     if name == "auto" and config.decode_path == RESIDENT_PATH:
         return "model"  # which the resident kernel reads
+    if name == STORED and not is_gguf(config.weights):
+        weights = config.weights or config.model
+        problem = f"weight_dtype stored keeps the blocks of a GGUF file, which {weights} is not"
+        raise InvalidField(f"{problem}: use weight_dtype auto", field="weight_dtype")
+    if name == STORED and device.torch_device.type != "cpu":
+        problem = f"no kernel of {device.name} reads the blocks of a GGUF file: use weight_dtype"
+        raise InvalidField(f"{problem} auto, or int8, which rounds again", field="weight_dtype")
     if name in ("packed", "fp8") and device.torch_device.type == "cpu":
         problem = f"weights in {name} need a GPU, not {device.name}: use int8 or model"
         raise InvalidField(problem, field="weight_dtype")

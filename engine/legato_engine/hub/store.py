@@ -233,6 +233,11 @@ MODELS = {each.name: each for each in _ALL}
 # ---------------------------------------------------------------- options
 
 
+_QUANTISED = (
+    *("legato-tiny", "moondream2", "moondream3", "moondream3.1"),
+    *("smollm2-135m", "qwen3-0.6b", "llama", "phi", "qwen", "qwen3-vl"),
+)
+
 Kind = Callable[..., argparse.ArgumentParser]
 
 
@@ -253,17 +258,18 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         allow_abbrev=False,
         prog="legato quantize",
         description="Round the decoder's weights once, as `legato serve --weight-dtype` does on a "
-        "GPU at each start, and write them to a smaller file that `legato serve --weights` takes.",
+        "GPU at each start, and write a smaller checkpoint that `legato serve --weights` takes. Of "
+        "a text model or Qwen3-VL it is a folder, of a Moondream one file; of Moondream 3 only the "
+        "experts are rounded, as fp8.",
     )
     add = parser.add_argument
-    names = ("legato-tiny", "moondream2")
-    add("--model", choices=names, required=True, metavar="NAME", help=" or ".join(names))
+    add("--model", choices=_QUANTISED, required=True, metavar="NAME", help=", ".join(_QUANTISED))
     add(
         "--weights",
         default="",
         metavar="PATH",
-        help="weights to quantise: a folder, or a .safetensors or .pt file; default: those of "
-        "`legato pull`",
+        help="weights to quantise: a folder, or of a Moondream also a .safetensors or .pt file; "
+        "default: those of `legato pull`",
     )
     add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer.json")
     _add_folder(parser)
@@ -273,8 +279,19 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         required=True,
         help="number format of the decoder's layers; the head of int4 is int8",
     )
-    add("--output", required=True, metavar="FILE", help=".safetensors file to write")
-    add("--force", action="store_true", help="replace a file that exists")
+    add(
+        "--group-size",
+        type=int,
+        choices=(64, 128),
+        help="inputs that share a scale of int4, default 64; 128 is smaller and less exact",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="PATH",
+        help="folder to write, or of a Moondream the .safetensors file",
+    )
+    add("--force", action="store_true", help="replace what exists")
     return parser
 
 

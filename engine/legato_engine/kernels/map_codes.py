@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 GROUP = 64
 """Inputs of a row that share a scale of int4 in a GPU's kernels."""
+
+GROUPS = (GROUP, 2 * GROUP)
+"""Inputs of a scale of int4 that a checkpoint may have."""
 
 _E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
 _LEAST_SCALE = 1e-12
@@ -35,6 +39,11 @@ class WeightKind(enum.IntEnum):
     @property
     def bits(self) -> int:
         return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
+
+    @property
+    def of_head(self) -> WeightKind:
+        """Return the kind of a model's head: int4 costs it more than all layers together."""
+        return WeightKind.INT8 if self is WeightKind.INT4 else self
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -78,6 +87,11 @@ class CodeFormat(NamedTuple):
     has_minima: bool = False
 
     @property
+    def of_head(self) -> CodeFormat:
+        """Return the format of a head beside maps of this one."""
+        return format_of(self.kind.of_head, self.group)
+
+    @property
     def is_packable(self) -> bool:
         """Return whether a GPU's kernels read such scales."""
         group = self.group % GROUP == 0 if self.kind is WeightKind.INT4 else self.group == 0
@@ -87,8 +101,9 @@ class CodeFormat(NamedTuple):
         """Return whether rows of so many inputs can have this format."""
         return inputs % max(self.group, 2 if self.kind is WeightKind.INT4 else 1) == 0
 
-    def empty(self, outputs: int, inputs: int, device: torch.device) -> MapCodes:
+    def empty(self, shape_OI: Sequence[int], device: torch.device) -> MapCodes:
         """Return the tensors of a map, which are to be filled."""
+        outputs, inputs = shape_OI
         width = inputs // 2 if self.kind is WeightKind.INT4 else inputs
         shape = (outputs, inputs // self.group) if self.group else (outputs,)
         return MapCodes(
@@ -124,6 +139,11 @@ class MapCodes:
         outputs, width = self.codes.shape
         return outputs, width * 2 if self.kind is WeightKind.INT4 else width
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint has of the map, by name."""
+        found = {"codes": self.codes, "scales": self.scales, "minima": self.minima}
+        return {name: each for name, each in found.items() if each is not None}
+
     def values(self) -> torch.Tensor:
         """Return one code for each input, [O, I]."""
         if self.kind is not WeightKind.INT4:
@@ -145,12 +165,13 @@ class MapCodes:
         return exact_OGE.flatten(1)
 
 
-def map_codes(weights_OI: torch.Tensor, kind: WeightKind, group: int = GROUP) -> MapCodes:
-    """Quantise a map to `format_of` it; every device gives the same bits."""
+def map_codes(weights_OI: torch.Tensor, code_format: CodeFormat) -> MapCodes:
+    """Quantise a map to a `format_of`; every device gives the same bits."""
+    kind = code_format.kind
     if kind is WeightKind.BF16:
         return MapCodes(kind, weights_OI, None)
     if kind is WeightKind.INT4:
-        values_OI, scale_OG = _int4(weights_OI, group)
+        values_OI, scale_OG = _int4(weights_OI, code_format.group)
         return MapCodes(kind, values_OI[:, ::2] | values_OI[:, 1::2] << 4, scale_OG)
     return MapCodes(kind, *_eight_bits(weights_OI, kind))
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import activations, ops, packed_weights
-from legato_engine.kernels.cpu.decoder import PanelWeight
+from legato_engine.kernels.cpu.decoder import PanelWeight, panel_kind
 from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes
 from legato_engine.kernels.packed_weights import PackedWeight
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
@@ -19,7 +20,55 @@ Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still t
 _FUSES_GELU = hasattr(torch, "_addmm_activation")  # not part of torch's stable interface
 
 
-class Linear(nn.Linear):
+class Coded(nn.Module):
+    """A layer whose weight [O, I] a checkpoint may have as codes, of the `stored` format."""
+
+    stored: CodeFormat | None = None
+    weight: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
+
+    def expect_codes(self, code_format: CodeFormat) -> None:
+        """Have the tensors of a map's codes in place of the weight, before loading."""
+        self.stored, self._dtype = code_format, self.weight.dtype
+        self._shape = self.weight.shape
+        tensors = code_format.empty(self._shape, self.weight.device).tensors()
+        self.register_parameter("weight", None)
+        for name in ("codes", "scales", "minima"):
+            self.register_buffer(name, tensors.get(name))
+
+    def take_codes(self) -> MapCodes:
+        """Return the loaded codes, which leave an empty weight."""
+        assert self.stored is not None, "the weight is no code"
+        codes = MapCodes(self.stored.kind, self.codes, self.scales, self.minima)
+        del self.codes, self.scales, self.minima
+        empty = torch.empty(0, dtype=self._dtype, device=codes.codes.device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.stored = None
+        return codes
+
+    def use_codes(self, library: Library | None) -> PanelWeight | None:
+        """Pack loaded codes for a CPU's library; without it, or panels for them, dequantise."""
+        codes = self.take_codes()
+        kind = panel_kind(codes)
+        if library is not None and kind is not None:
+            return PanelWeight(library, codes, kind)
+        weight_OI = codes.dequantised().to(self.weight.dtype)
+        self.weight = nn.Parameter(weight_OI, requires_grad=False)
+        return None
+
+    @property
+    def num_coded(self) -> int:
+        """Return the number of weights that are loaded as codes."""
+        return self._shape.numel() if self.stored is not None else 0
+
+
+class Embedding(Coded, nn.Embedding):
+    """`nn.Embedding` of a weight or of codes that are dequantised or packed elsewhere."""
+
+
+class Linear(Coded, nn.Linear):
     """`nn.Linear` through `ops.linear`; `counter` is set by `TileCounters`.
 
     A layer with a `packed` weight has no other: `weight` is empty.
@@ -29,7 +78,10 @@ class Linear(nn.Linear):
     packed: PackedWeight | None = None
 
     def pack(self, kind: str, library: Library | None) -> None:
-        """Pack a loaded weight on the CPU as `packed_weights.pack`, if it is faster."""
+        """Pack loaded codes or a weight on the CPU, as `packed_weights.pack` if that is faster."""
+        if self.stored is not None and (panels := self.use_codes(library)) is not None:
+            self.packed = panels
+            return
         self.packed = packed_weights.pack(self.weight, kind, library)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.map_codes import CodeFormat, WeightKind
 from legato_engine.models.gguf import ROPE_FACTORS, GgufFile, is_gguf, read_gguf
 from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.models.untrusted import refusing
@@ -56,11 +57,12 @@ class TensorHeader(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def headers(path: Path) -> tuple[TensorHeader, ...]:
+def headers(path: Path, as_codes: Collection[str] = ()) -> tuple[TensorHeader, ...]:
     """List the tensors of a .safetensors, .pt or .gguf file, or of a folder with one or shards.
 
     Of a .pt file only a dict of tensors is unpickled. Tensors of a .gguf file have the names and
-    the order that they have in a Hugging Face checkpoint, and are dequantised.
+    the order that they have in a Hugging Face checkpoint. They are dequantised, but for the maps
+    `as_codes` (see `code_formats`), which have the tensors of a quantised checkpoint.
 
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
@@ -68,8 +70,21 @@ def headers(path: Path) -> tuple[TensorHeader, ...]:
     found: list[TensorHeader] = []
     for file in _files(path):
         with refusing(file.name, "weights"):
-            found += _headers(file)
+            found += _headers(file, as_codes)
     return tuple(found)
+
+
+def code_formats(path: Path) -> dict[str, CodeFormat]:
+    """Return the maps of a .gguf file whose blocks are codes of a known format, by name."""
+    found: dict[str, CodeFormat] = {}
+    for name, stored in read_gguf(path).tensors.items():
+        base, _, part = _name_of_gguf(name).rpartition(".")
+        code_format = _GGUF_FORMATS.get(stored.kind.name)
+        if code_format is None or part != "weight" or len(stored.shape) != 2:
+            continue
+        if code_format.divides(stored.shape[1]):
+            found[base] = code_format
+    return found
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -106,10 +121,21 @@ def opened(file: Path) -> Iterator[Fill]:
     if file.suffix in _PICKLED:
         yield functools.partial(_copy, _unpickled(file).__getitem__)
     elif is_gguf(file):
-        yield functools.partial(fill_from_gguf, file)
+        try:
+            yield functools.partial(fill_from_gguf, file)
+        finally:
+            _gguf_codes.cache_clear()
     else:
         with _open(file) as handle:
             yield functools.partial(_copy, handle.get_tensor)
+
+
+def read(header: TensorHeader) -> torch.Tensor:
+    """Return a stored tensor."""
+    tensor = torch.empty(header.shape, dtype=header.dtype)
+    with opened(header.file) as fill:
+        fill(header.name, tensor)
+    return tensor
 
 
 def _copy(mapped: Callable[[str], torch.Tensor], name: str, target: torch.Tensor) -> None:
@@ -140,14 +166,20 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return files
 
 
-def _headers(file: Path) -> Iterator[TensorHeader]:
+def _headers(file: Path, as_codes: Collection[str]) -> Iterator[TensorHeader]:
     if file.suffix in _PICKLED:
         for name, tensor in _unpickled(file).items():
             yield TensorHeader(name, file, tuple(tensor.shape), tensor.dtype)
         return
     if is_gguf(file):
+        formats = code_formats(file) if as_codes else {}
         for name, shape in _gguf_shapes(file).items():
-            yield TensorHeader(name, file, shape, torch.float32)
+            base = name.rpartition(".")[0]
+            if base not in as_codes:
+                yield TensorHeader(name, file, shape, torch.float32)
+                continue
+            for part, like in formats[base].empty(shape, torch.device("meta")).tensors().items():
+                yield TensorHeader(f"{base}.{part}", file, tuple(like.shape), like.dtype)
         return
     with _open(file) as handle:
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
@@ -482,6 +514,14 @@ _GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GGUF_FORMATS = {
+    "Q8_0": CodeFormat(WeightKind.INT8, 32, torch.float16),
+    "Q4_0": CodeFormat(WeightKind.INT4, 32, torch.float16),
+    "Q4_1": CodeFormat(WeightKind.INT4, 32, torch.float16, has_minima=True),
+    "Q4_K": CodeFormat(WeightKind.INT4, 32, torch.float32, has_minima=True),
+}
+"""Blocks as codes; a scale of Q4_K is a product with as many bits as a half and 6 more."""
+
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _GGUF_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
@@ -498,7 +538,14 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
     """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
     file = read_gguf(path)
-    stored = next(stored for stored in file.tensors if _name_of_gguf(stored) == name)
+    names = {_name_of_gguf(stored): stored for stored in file.tensors}
+    if name not in names:
+        base, _, part = name.rpartition(".")
+        stored = names[f"{base}.weight"]
+        with refusing(f"{stored} in {path.name}", "weights"):
+            target.copy_(_gguf_codes(path, stored)[part])
+        return
+    stored = names[name]
     takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
     direct = takes_numbers and target.is_contiguous()
     out = target if direct else torch.empty(target.shape)
@@ -508,20 +555,46 @@ def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
         target.copy_(out.to(target.device))
 
 
-def _read_gguf(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
-    """Undo the order of Llama's queries and keys.
+@functools.lru_cache(maxsize=1)
+def _gguf_codes(path: Path, stored: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of `MapCodes` by name, of a map in blocks."""
+    file = read_gguf(path)
+    blocks = file.codes(stored)
+    codes = torch.from_numpy(blocks.values)
+    if codes.dtype is torch.uint8:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    found = {"codes": codes, "scales": torch.from_numpy(blocks.scales)}
+    if blocks.minima is not None:
+        found["minima"] = torch.from_numpy(blocks.minima)
+    heads = _rotated_heads(file, stored)
+    if heads:
+        for name, rows in found.items():
+            pairs = rows.reshape(heads, -1, 2, rows.shape[1])
+            found[name] = pairs.transpose(1, 2).reshape(rows.shape)
+    return found
 
-    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
-    """
-    part = stored.split(".")[-2]
-    if file.architecture != "llama" or part not in _GGUF_HEADS:
+
+def _read_gguf(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
+    heads = _rotated_heads(file, stored)
+    if not heads:
         file.read(stored, out)
         return
-    heads = file.size(_GGUF_HEADS[part], file.size("attention.head_count"))
     pairs = np.empty_like(out)
     file.read(stored, pairs)
     halves = out.reshape(heads, 2, -1, *out.shape[1:])
     halves[...] = pairs.reshape(heads, -1, 2, *out.shape[1:]).swapaxes(1, 2)
+
+
+def _rotated_heads(file: GgufFile, stored: str) -> int:
+    """Return the heads of a Llama's queries or keys, or 0.
+
+    Its GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
+    """
+    part = stored.split(".")[-2]
+    if file.architecture != "llama" or part not in _GGUF_HEADS:
+        return 0
+    heads: int = file.size(_GGUF_HEADS[part], file.size("attention.head_count"))
+    return heads
 
 
 @functools.cache

@@ -31,44 +31,54 @@ Numbers = npt.NDArray[np.float32]
 _CHUNK_BYTES = 2**17  # of blocks, so that what is made of them between stays in a core's cache
 
 
+class BlockCodes(NamedTuple):
+    """Codes of blocks, [N, codes of a block], with scales and minima of their groups, [N, groups].
+
+    A number is code * scale + minimum; without minima unsigned codes are 8 above.
+    """
+
+    values: npt.NDArray[np.uint8 | np.int8]
+    scales: Numbers
+    minima: Numbers | None
+
+
 def dequantise(kind: str, blocks: Bytes, out: Numbers) -> None:
-    """Write rows of bytes, a block each, as rows of numbers; `kind` is in `DEQUANTISE`."""
-    convert, rows = DEQUANTISE[kind], _CHUNK_BYTES // blocks.shape[1]
+    """Write rows of bytes, a block each, as rows of numbers; `kind` is in `SPLIT`."""
+    rows = _CHUNK_BYTES // blocks.shape[1]
     for start in range(0, len(blocks), rows):
-        convert(blocks[start : start + rows], out[start : start + rows])
+        codes = SPLIT[kind](blocks[start : start + rows])
+        groups = out[start : start + rows].reshape(*codes.scales.shape, -1)
+        groups[...] = codes.values.reshape(groups.shape)
+        if codes.minima is None and codes.values.dtype == np.uint8:
+            groups -= 8
+        groups *= codes.scales[:, :, None]
+        if codes.minima is not None:
+            groups += codes.minima[:, :, None]
 
 
-def _q4_0(blocks: Bytes, out: Numbers) -> None:
-    out[...] = _nibbles(blocks[:, 2:])
-    out -= 8
-    out *= _halves(blocks[:, :2])
+def _q4_0(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(_nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), None)
 
 
-def _q4_1(blocks: Bytes, out: Numbers) -> None:
-    out[...] = _nibbles(blocks[:, 4:])
-    out *= _halves(blocks[:, :2])
-    out += _halves(blocks[:, 2:4])
+def _q4_1(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(_nibbles(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: Bytes, out: Numbers) -> None:
-    out[...] = blocks[:, 2:].view(np.int8)
-    out *= _halves(blocks[:, :2])
+def _q8_0(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]), None)
 
 
-def _q4_k(blocks: Bytes, out: Numbers) -> None:
+def _q4_k(blocks: Bytes) -> BlockCodes:
     """Eight groups of 32, whose scales and minima have 6 bits and a factor of the whole block."""
     low, high, both = blocks[:, 4:16].reshape(-1, 3, 4).swapaxes(0, 1)
     scale = np.concatenate([low & 63, (both & 15) | (low >> 2 & 48)], 1).astype(np.float32)
     least = np.concatenate([high & 63, (both >> 4) | (high >> 2 & 48)], 1).astype(np.float32)
     scale *= _halves(blocks[:, :2])
-    least *= _halves(blocks[:, 2:4])
-    groups = out.reshape(-1, 8, 32)
-    groups[...] = _nibbles(blocks[:, 16:].reshape(-1, 32)).reshape(-1, 8, 32)
-    groups *= scale[:, :, None]
-    groups -= least[:, :, None]
+    least *= -_halves(blocks[:, 2:4])
+    return BlockCodes(_nibbles(blocks[:, 16:].reshape(-1, 32)).reshape(-1, 256), scale, least)
 
 
-def _q6_k(blocks: Bytes, out: Numbers) -> None:
+def _q6_k(blocks: Bytes) -> BlockCodes:
     """Sixteen groups of 16; the lower 4 bits of a number and the upper 2 are apart."""
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
     quants = np.empty((len(blocks), 2, 4, 32), np.uint8)
@@ -77,10 +87,7 @@ def _q6_k(blocks: Bytes, out: Numbers) -> None:
     quants.reshape(-1, 2, 128)[:, :, :64] |= low & 15
     quants.reshape(-1, 2, 128)[:, :, 64:] |= low >> 4
     scale = blocks[:, 192:208].view(np.int8) * _halves(blocks[:, 208:210])
-    groups = out.reshape(-1, 16, 16)
-    groups[...] = quants.reshape(-1, 16, 16)
-    groups -= 32
-    groups *= scale[:, :, None]
+    return BlockCodes(quants.reshape(-1, 256).view(np.int8) - np.int8(32), scale, None)
 
 
 def _halves(pairs: Bytes) -> Numbers:
@@ -94,14 +101,14 @@ def _nibbles(quants: Bytes) -> Bytes:
     return np.concatenate([quants & 15, quants >> 4], 1)
 
 
-DEQUANTISE: Mapping[str, Callable[[Bytes, Numbers], None]] = {
+SPLIT: Mapping[str, Callable[[Bytes], BlockCodes]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
-"""By type: writes the numbers of blocks."""
+"""By type: splits blocks into codes, scales and minima."""
 
 
 # ---------------------------------------------------------------- reader
@@ -162,16 +169,30 @@ class GgufFile(NamedTuple):
         import gguf
 
         stored = self.tensors[name]
-        data = np.fromfile(self.path, np.uint8, stored.num_bytes, offset=stored.offset)
-        if stored.kind.name in DEQUANTISE:
-            size, num_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
-            blocks = data.reshape(-1, num_bytes)
-            dequantise(stored.kind.name, blocks, out.reshape(-1, size))
+        if stored.kind.name in SPLIT:
+            size, _ = gguf.GGML_QUANT_SIZES[stored.kind]
+            dequantise(stored.kind.name, self._blocks(stored), out.reshape(-1, size))
             return
-        rows = data.reshape(*stored.shape[:-1], -1)
+        rows = self._data(stored).reshape(*stored.shape[:-1], -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(stored.kind.name)
         values = rows.view(plain) if plain else gguf.dequantize(rows, stored.kind)
         out[...] = values.reshape(stored.shape)
+
+    def codes(self, name: str) -> BlockCodes:
+        """Return a matrix in blocks, row by row."""
+        stored = self.tensors[name]
+        codes = SPLIT[stored.kind.name](self._blocks(stored))
+        rows = stored.shape[0]
+        minima = None if codes.minima is None else codes.minima.reshape(rows, -1)
+        return BlockCodes(codes.values.reshape(rows, -1), codes.scales.reshape(rows, -1), minima)
+
+    def _blocks(self, stored: StoredTensor) -> Bytes:
+        import gguf
+
+        return self._data(stored).reshape(-1, gguf.GGML_QUANT_SIZES[stored.kind][1])
+
+    def _data(self, stored: StoredTensor) -> Bytes:
+        return np.fromfile(self.path, np.uint8, stored.num_bytes, offset=stored.offset)
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -21,7 +21,9 @@ from legato_engine.models.untrusted import refusing
 if TYPE_CHECKING:
     import torch
 
+    from legato_engine.kernels.map_codes import CodeFormat
     from legato_engine.models.base import Model
+    from legato_engine.models.recipe import Quantisation
 
 DEFAULT = "legato-tiny"
 
@@ -65,8 +67,8 @@ class LoadOptions:
     """Form in which weights are loaded, and the `memory` that they may take (None: unlimited).
 
     `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-    weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`.
-    `cpu_kernels`: as `EngineConfig`.
+    weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`, or
+    `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
     """
 
     vision_fp8: bool = False
@@ -85,6 +87,11 @@ class ModelBundle(Protocol):
 
     @property
     def frontend(self) -> ModelFrontend: ...
+
+    @property
+    def weights(self) -> Path | None:
+        """A file or folder; None: random weights."""
+        ...
 
     @property
     def adapters(self) -> Path | None:
@@ -109,6 +116,14 @@ class ModelBundle(Protocol):
         Raises:
             InvalidField: the weights do not fit the model or the memory, fp8 cannot run, or scales
                 are missing.
+        """
+        ...
+
+    def quantisation(self, code_format: CodeFormat) -> Quantisation:
+        """Plan a quantised checkpoint.
+
+        Raises:
+            InvalidField: the checkpoint cannot be quantised so.
         """
         ...
 

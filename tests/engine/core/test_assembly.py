@@ -74,7 +74,7 @@ def test_a_cpu_has_one_launch_in_flight_and_a_gpu_two():
         ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
         (
             {"weight_dtype": "fp9"},
-            "unknown weight_dtype 'fp9'; use auto, model, packed, fp8, int8 or int4",
+            "unknown weight_dtype 'fp9'; use auto, model, packed, fp8, int8, int4 or stored",
         ),
         ({"cpu_kernels": "own"}, "unknown cpu_kernels 'own'; use auto or torch"),
         ({"max_prefill_rows": 33}, "0 to 32"),
@@ -115,6 +115,25 @@ def test_weights_that_only_gpus_have_are_refused_on_a_cpu(kind):
         assembly._weight_dtype(EngineConfig(weight_dtype=kind), cpu)
     assert caught.value.metadata["field"] == "weight_dtype"
     assert assembly._weight_dtype(EngineConfig(), cpu) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("weights", "device", "said"),
+    [
+        ("", "cpu", "a GGUF file, which legato-tiny is not: use weight_dtype auto"),
+        ("a.safetensors", "cpu", "a GGUF file, which a.safetensors is not: use weight_dtype auto"),
+        ("a.gguf", "cuda", "no kernel of cuda reads the blocks of a GGUF file: use weight_dtype"),
+    ],
+)
+def test_stored_blocks_are_those_of_a_gguf_file_on_a_cpu(weights, device, said):
+    """Of another file, or on a GPU, they are refused with the alternative."""
+    one = types.SimpleNamespace(torch_device=torch.device(device), name=device)
+    with pytest.raises(InvalidField, match=said) as caught:
+        assembly._weight_dtype(EngineConfig(weights=weights, weight_dtype="stored"), one)
+    assert caught.value.metadata["field"] == "weight_dtype"
+    cpu = types.SimpleNamespace(torch_device=torch.device("cpu"), name="cpu")
+    config = EngineConfig(weights="a.gguf", weight_dtype="stored")
+    assert assembly._weight_dtype(config, cpu) == "stored"
 
 
 def test_the_resident_path_keeps_the_weights_that_its_kernel_reads():

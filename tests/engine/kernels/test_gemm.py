@@ -373,9 +373,11 @@ def test_groups_of_more_inputs_are_packed_with_their_values(group):
     """A scale of 128 inputs is that of each 64 of them, in any order of rows."""
     generator = torch.Generator().manual_seed(5)
     weights_OI = torch.randn(48, 384, generator=generator)
-    codes = map_codes(weights_OI, KINDS["int4"], group)
+    code_format = format_of(KINDS["int4"], group)
+    codes = map_codes(weights_OI, code_format)
+    assert codes.scales is not None
     assert codes.scales.shape == (48, 384 // group)
-    assert format_of(codes.kind, group).is_packable
+    assert code_format.is_packable
     for order_O in (None, torch.randperm(48, generator=generator)):
         packed = pack_codes(codes, order_O=order_O)
         assert torch.equal(packed.dequantised(), codes.dequantised())

@@ -17,6 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
+from legato_engine.kernels.map_codes import KINDS as KINDS_OF_WEIGHTS
+from legato_engine.kernels.map_codes import format_of, map_codes
+from legato_engine.models import quantise
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan, VisualRows
 from legato_engine.models.qwen3_vl.config import TowerConfig
@@ -42,6 +45,7 @@ from legato_engine.types import (
     Turn,
 )
 from PIL import Image
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.engine.models import against_transformers as same
@@ -202,7 +206,7 @@ class Row:
         return self.model.decode(x_BD, batch, self.kv)[:1]
 
 
-def check_logits(model, theirs, bundle, task, *, cut, steps=8):
+def check_logits(model, theirs, bundle, task, *, cut, steps=8, tolerance=same.TOLERANCE):
     """Compare a prompt at once, in parts and followed by tokens."""
     after, length = [*range(20, 20 + steps)], len(task.prompt)
     cuts = [*range(0, length, cut), length]
@@ -215,7 +219,7 @@ def check_logits(model, theirs, bundle, task, *, cut, steps=8):
             same.relative_error(model.logits(whole), expected_TV[:length]),
             same.relative_error(model.logits(torch.cat(found)), expected_TV),
         ]
-    assert max(errors) < same.TOLERANCE, errors
+    assert max(errors) < tolerance, errors
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -238,6 +242,36 @@ def test_logits_are_those_of_transformers(tmp_path, kind, kernels):
         task = task_of(bundle.frontend, QuerySpec(question="why is it?"), images)
         assert (task.visual is None) == (count == 0)
         check_logits(model, theirs, bundle, task, cut=19)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_quantised_language_model_sees_with_the_tower_as_it_was(tmp_path, kind):
+    """Logits are those of the dequantised codes; the tower's tensors are the checkpoint's."""
+    text = TEXT | {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
+    vision = VISION | {"out_hidden_size": 128}
+    root, output = tmp_path / "source", tmp_path / kind
+    root.mkdir()
+    theirs = write(root, config(text=text, vision=vision, tie_word_embeddings=False))
+    command = ["--model", "qwen3-vl", "--weights", str(root), "--output", str(output)]
+    assert quantise.main([*command, "--weight-dtype", kind]) == 0
+    source, stored = (load_file(each / "model.safetensors") for each in (root, output))
+    tower = {name for name in source if ".visual." in name}
+    assert tower
+    assert all(torch.equal(stored[name], source[name]) for name in tower)
+    code_format = format_of(KINDS_OF_WEIGHTS[kind])
+    with torch.no_grad():
+        for name in source.keys() - stored.keys():
+            own = code_format.of_head if name.startswith("lm_head") else code_format
+            codes = map_codes(source[name].bfloat16(), own)
+            theirs.get_parameter(name).copy_(codes.dequantised())
+    bundle = resolve("qwen3-vl", weights=str(output))
+    model = bundle.load(same.CPU, torch.float32)
+    task = task_of(
+        bundle.frontend,
+        QuerySpec(question="why is it?"),
+        prepared(bundle.frontend, *SHAPES[:2]),
+    )
+    check_logits(model, theirs, bundle, task, cut=19, tolerance=1e-3)
 
 
 def test_logits_at_the_published_widths_are_those_of_transformers(tmp_path):

@@ -105,7 +105,7 @@ MODULES = {
         "legato pull moondream2",
     ),
     "quantize": ForwardedProgram(
-        "legato_engine.models.moondream.quantised",
+        "legato_engine.models.quantise",
         "legato_engine.hub.store:quantize_parser",
         "write a model's weights in 8 or 4 bits",
         "legato quantize --model moondream2 --weight-dtype int8 --output moondream2.safetensors",

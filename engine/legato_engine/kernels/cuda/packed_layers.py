@@ -17,11 +17,10 @@ from legato_engine.kernels.cuda.skinny_gemm import (
     num_parts,
     pack,
     pack_codes,
-    packed_map,
     pair_rotated,
 )
 from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, TauLayer
-from legato_engine.kernels.map_codes import MapCodes, WeightKind, map_codes
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes, map_codes
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp, LayerWeights
 
 
@@ -73,13 +72,13 @@ class MapPart:
 class StepMap(MapPart):
     """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own."""
 
-    def __init__(self, weight_OI: torch.Tensor, kind: WeightKind) -> None:
-        packed = packed_map(weight_OI, kind)
+    def __init__(self, codes: MapCodes) -> None:
+        packed = pack_codes(codes)
         super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
         device = packed.data.device
         self._product = None
         if device.type == "cuda":
-            self._product = made_on(device, LinearKernels, packed.inputs, kind)
+            self._product = made_on(device, LinearKernels, packed.inputs, packed.kind)
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         product = self._product
@@ -130,18 +129,18 @@ class LayerCodes:
     second: MapCodes
 
 
-def layer_codes(layer: DecoderLayer, kind: WeightKind) -> LayerCodes:
+def layer_codes(layer: DecoderLayer, code_format: CodeFormat) -> LayerCodes:
     """Quantise a layer with an MLP and without gains."""
     assert isinstance(layer.mlp, DenseMlp), "experts are quantised by their checkpoint"
     scaled, folded = folded_first(layer, layer.mlp)
-    first = FoldedCodes(map_codes(scaled, kind), folded[:, 1])
+    first = FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
     beside = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
-    return LayerCodes(first, map_codes(beside, kind))
+    return LayerCodes(first, map_codes(beside, code_format))
 
 
-def head_codes(head: Affine, norm: Affine, kind: WeightKind) -> FoldedCodes:
+def head_codes(head: Affine, norm: Affine, code_format: CodeFormat) -> FoldedCodes:
     scaled, folded = fold_norm(*head, norm)
-    return FoldedCodes(map_codes(scaled, kind), folded[:, 1])
+    return FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
 
 
 def quantised_layer(

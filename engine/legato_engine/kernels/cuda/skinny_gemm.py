@@ -10,7 +10,7 @@ import torch
 from legato_engine.kernels.cuda import capability
 from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.module import Kernel, Module, made_on
-from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, map_codes
+from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, format_of, map_codes
 
 WARPS = 8
 WORKERS = 32 * WARPS
@@ -310,7 +310,7 @@ def packed_map(
     order_O: torch.Tensor | None = None,
 ) -> PackedMap:
     """Quantise and pack a map, as `pack_codes`."""
-    return pack_codes(map_codes(weights_OI, kind), parts, order_O)
+    return pack_codes(map_codes(weights_OI, format_of(kind)), parts, order_O)
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from legato_engine.config import STORED
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
-from legato_engine.kernels.cpu.library import library
-from legato_engine.kernels.map_codes import KINDS
+from legato_engine.kernels.cpu.library import Library, library
+from legato_engine.kernels.map_codes import KINDS, CodeFormat, WeightKind
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import ungated_layer
 from legato_engine.layers.mlp import MLP
+from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import require_layers
 from legato_engine.models.decoder.config import (
     DecoderConfig,
@@ -40,13 +42,16 @@ from legato_engine.models.decoder.gguf import (
     with_factors,
 )
 from legato_engine.models.decoder.model import (
+    QUANTISED,
     DecoderModel,
     DecoderNetwork,
     load_weights,
+    quantisation,
     random_weights,
 )
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import is_gguf, read_gguf
+from legato_engine.models.recipe import Quantisation, Recipe, require_plain
 from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
 from legato_engine.models.untrusted import refusing
 
@@ -89,6 +94,39 @@ class DecoderBundle:
     def load(
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> DecoderModel:
+        self._check(options)
+        with torch.device("meta"):
+            network = self.family.network(self.config).to(dtype)
+        on_cpu = device.type == "cpu"
+        cpu_library = library(options.cpu_kernels) if on_cpu else None
+        recipe = self._recipe(options)
+        kind = KINDS.get(options.weight_dtype if recipe is None else recipe.kind)
+        reason = None if on_cpu or kind is None else network.cannot_quantise(device)
+        if reason and recipe is None:
+            problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
+            raise InvalidField(problem, field="weight_dtype")
+        as_codes: Collection[str] = ()
+        if options.weight_dtype == STORED:
+            as_codes = self._expect_blocks(network, cpu_library)
+        dequantises = False
+        if recipe is not None:
+            panels = cpu_library is not None and kind is not WeightKind.E4M3
+            dequantises = not panels if on_cpu else reason is not None
+            if dequantises:
+                checkpoint.require_memory(network, device, options.memory)
+            network.expect_codes(network.map_formats(recipe.code_format), recipe.code_format)
+        self._fill(network, device, options, as_codes)
+        model = self.family.model(network)
+        if dequantises:
+            network.dequantise()
+        elif not on_cpu and kind is not None:
+            network.quantise(kind)
+        if on_cpu:  # codes are not rounded again
+            network.pack("auto" if recipe or as_codes else options.weight_dtype, cpu_library)
+        self.frontend.check()  # its process has started meanwhile
+        return model
+
+    def _check(self, options: LoadOptions) -> None:
         if options.vision_fp8:
             raise InvalidField(f"{self.name} has no vision encoder in fp8", field="vision_dtype")
         if options.kv_dtype == "fp8":
@@ -96,24 +134,40 @@ class DecoderBundle:
             raise InvalidField(problem, field="kv_dtype")
         if self.weights is not None:
             require_layers(self.config.num_layers, self.weights)
-        with torch.device("meta"):
-            network = self.family.network(self.config).to(dtype)
-        quantises = device.type != "cpu" and options.weight_dtype in KINDS
-        if quantises and (reason := network.cannot_quantise(device)):
-            problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
-            raise InvalidField(problem, field="weight_dtype")
+
+    def _recipe(self, options: LoadOptions) -> Recipe | None:
+        if self.weights is None or is_gguf(self.weights):
+            return None
+        return QUANTISED.read(self.weights, options.weight_dtype)
+
+    def _expect_blocks(
+        self, network: DecoderNetwork, cpu_library: Library | None
+    ) -> Collection[str]:
+        """Have the blocks of a GGUF file in place of maps, and return these maps' names."""
+        if cpu_library is None or self.weights is None:
+            problem = "weight_dtype stored needs a GGUF file and compiled cpu_kernels"
+            raise InvalidField(f"{problem}: use weight_dtype auto", field="weight_dtype")
+        return network.expect_codes(checkpoint.code_formats(self.weights))
+
+    def _fill(
+        self,
+        network: DecoderNetwork,
+        device: torch.device,
+        options: LoadOptions,
+        as_codes: Collection[str],
+    ) -> None:
         if self.weights is None:
             random_weights(network, _SEED, device, options)
-        else:
-            load_weights(network, self.weights, device, options)
-            read_gguf.cache_clear()
-        model = self.family.model(network)
-        if quantises:
-            network.quantise(KINDS[options.weight_dtype])
-        if device.type == "cpu":
-            network.pack(options.weight_dtype, library(options.cpu_kernels))
-        self.frontend.check()  # its process has started meanwhile
-        return model
+            return
+        load_weights(network, self.weights, device, options, as_codes=as_codes)
+        read_gguf.cache_clear()
+
+    def quantisation(self, code_format: CodeFormat) -> Quantisation:
+        weights = require_plain(self.weights)
+        require_layers(self.config.num_layers, weights)
+        with torch.device("meta"):
+            network = self.family.network(self.config).to(torch.bfloat16)
+        return quantisation(network, weights, code_format)
 
 
 def find_bundle(source: ModelSource, family: Family) -> DecoderBundle:

@@ -5,9 +5,10 @@ Layers of a `PackedLinear` are stored apart; a tied head may be stored, too.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +18,20 @@ from torch import nn
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, packed_weights
 from legato_engine.kernels.cpu import decoder as cpu
-from legato_engine.kernels.cpu.decoder import PanelWeight
+from legato_engine.kernels.cpu.decoder import PanelWeight, panel_kind
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.map_codes import GROUP, WeightKind
+from legato_engine.kernels.map_codes import GROUP, CodeFormat, WeightKind, format_of, map_codes
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
-from legato_engine.layers.linear import Linear, PackedLinear, pack_linears
+from legato_engine.layers.linear import Coded, Embedding, Linear, PackedLinear, pack_linears
 from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
 from legato_engine.models.base import Model
-from legato_engine.models.checkpoint import Destination, TensorHeader, headers, opened
+from legato_engine.models.checkpoint import Destination, TensorHeader, headers
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.frontend import PreparedImage
@@ -43,10 +44,15 @@ from legato_engine.models.paged_attention import (
     step_attention,
     step_metadata,
 )
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions
+from legato_engine.models.recipe import Quantisation, QuantisedMaps
+from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, Progress
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"
+_CODED = ("embed_tokens", "layers", "lm_head")
+"""Modules whose maps checkpoints may have as codes; a vision tower stays as it is."""
+
+QUANTISED = QuantisedMaps(("layers.*",), "lm_head", folds_norms=False)
 _GAINS = re.compile(r"norm\d?\.weight$")
 
 
@@ -62,14 +68,23 @@ def load_weights(
     folder: Path,
     device: torch.device,
     options: LoadOptions = LOAD_DEFAULTS,
+    *,
+    as_codes: Collection[str] = (),
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device.
+    """Fill a network made on the meta device, which expects the maps `as_codes` of a GGUF file so.
 
     Raises:
         InvalidField: as `checkpoint.load`, or a stored head differs from tied embeddings.
     """
+    stored = headers(folder, as_codes)
+    checked = _checked(network, stored)
+    checkpoint.load(network, stored, checked, device, options)
+    return network.eval()
+
+
+def _checked(network: DecoderNetwork, stored: Sequence[TensorHeader]) -> checkpoint.Rename:
+    """Return the destinations of stored tensors, whose rows and tied head are right."""
     parts = _parts(network)
-    stored = headers(folder)
     _check_rows(stored, parts)
     if network.config.tied_head:
         _check_tied(stored, network.checkpoint_name("embed_tokens.weight"))
@@ -79,8 +94,42 @@ def load_weights(
             return None
         return parts[name].destination if name in parts else name
 
-    checkpoint.load(network, stored, rename, device, options)
-    return network.eval()
+    return rename
+
+
+def quantisation(network: DecoderNetwork, folder: Path, code_format: CodeFormat) -> Quantisation:
+    """Plan a quantised checkpoint of a network on the meta device, map by map as stored.
+
+    Raises:
+        InvalidField: the checkpoint does not fit the network, or its maps not the format.
+    """
+    if reason := network.misfit(code_format.group or GROUP):
+        smaller = code_format.group > GROUP and network.misfit(GROUP) is None
+        use = f"use group_size {GROUP}" if smaller else "serve it as it is"
+        field = "group_size" if smaller else "weight_dtype"
+        raise InvalidField(f"quantisation {reason}: {use}", field=field)
+    stored = headers(folder)
+    checkpoint.plan(network, stored, _checked(network, stored))
+    formats = network.map_formats(code_format)
+    maps = [each for each in stored if each.name.removesuffix(".weight") in formats]
+    kept = [each for each in stored if each not in maps]
+    meta = torch.device("meta")
+
+    def like(header: TensorHeader) -> dict[str, torch.Tensor]:
+        return formats[header.name.removesuffix(".weight")].empty(header.shape, meta).tensors()
+
+    def codes(progress: Progress) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for done, header in enumerate(maps, 1):
+            base = header.name.removesuffix(".weight")
+            made = map_codes(checkpoint.read(header).bfloat16(), formats[base])
+            tensors |= {f"{base}.{part}": each for part, each in made.tensors().items()}
+            progress(done / len(maps))
+        return tensors
+
+    num_bytes = sum(each.nbytes for header in maps for each in like(header).values())
+    recipe = functools.partial(QUANTISED.recipe, code_format)
+    return Quantisation(kept, num_bytes, recipe, codes)
 
 
 def random_weights(
@@ -129,18 +178,11 @@ def _check_tied(stored: Sequence[TensorHeader], embeddings: str) -> None:
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return
-    if not torch.equal(_read(by_name[_HEAD]), _read(by_name[embeddings])):
+    if not torch.equal(checkpoint.read(by_name[_HEAD]), checkpoint.read(by_name[embeddings])):
         raise InvalidField(
             f"{_HEAD} differs from {embeddings}, to which tie_word_embeddings ties it",
             field="weights",
         )
-
-
-def _read(header: TensorHeader) -> torch.Tensor:
-    tensor = torch.empty(header.shape, dtype=header.dtype)
-    with opened(header.file) as fill:
-        fill(header.name, tensor)
-    return tensor
 
 
 # ---------------------------------------------------------------- network
@@ -196,14 +238,14 @@ class DecoderNetwork(nn.Module):
         self,
         config: DecoderConfig,
         block: Callable[[DecoderConfig], nn.Module] = GatedBlock,
-        norm: nn.Module | None = None,
+        norm: nn.RMSNorm | nn.LayerNorm | None = None,
         *,
         head_bias: bool = False,
     ) -> None:
         super().__init__()
         # Unlike the constructor this draws no noise, for which torch would load its compiler.
         embeddings = torch.empty(config.vocab_size, config.dim)
-        self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]  # torch's
+        self.embed_tokens: Embedding = Embedding.from_pretrained(  # type: ignore[no-untyped-call]  # torch's
             embeddings, freeze=False
         )
         self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
@@ -214,7 +256,9 @@ class DecoderNetwork(nn.Module):
             config.rope_theta, config.rotary_dim, config.max_context, config.rope_scaling
         )
         self.config = config
+        self._table: PanelWeight | None = None
         self._tied_head: PackedWeight | None = None
+        self._tied_format: CodeFormat | None = None
         self._on_cpu: cpu.CpuDecoder | None = None
 
     @staticmethod
@@ -222,34 +266,97 @@ class DecoderNetwork(nn.Module):
         """Return the stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of what is no code."""
+        return self.norm.weight.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Return their number before maps are packed, as codes or as numbers."""
+        coded = sum(module.num_coded for module, _ in self._coded())
+        return coded + sum(parameter.numel() for parameter in self.parameters())
+
+    def map_formats(self, code_format: CodeFormat) -> dict[str, CodeFormat]:
+        """Return the formats of a quantised checkpoint's maps, by name; embeddings stay."""
+        return {
+            part: code_format.of_head if is_head else code_format
+            for module, parts in self._coded()
+            if isinstance(module, Linear)
+            for is_head in (module is getattr(self, "lm_head", None),)
+            for part in parts
+        }
+
+    def expect_codes(
+        self, formats: Mapping[str, CodeFormat], tied_format: CodeFormat | None = None
+    ) -> set[str]:
+        """Have codes in place of maps, all of whose parts in the checkpoint have one format.
+
+        Return the names of these parts. A tied head is to be rounded to `tied_format`.
+        """
+        found: set[str] = set()
+        self._tied_format = tied_format
+        for module, parts in self._coded():
+            own = {formats.get(part) for part in parts}
+            if len(own) == 1 and (code_format := own.pop()) is not None:
+                module.expect_codes(code_format)
+                found.update(parts)
+        return found
+
+    def dequantise(self) -> None:
+        """Turn a checkpoint's codes into numbers, for devices without kernels that read them."""
+        self._tied_format = None
+        for module, _ in self._coded():
+            if module.stored is not None:
+                module.use_codes(None)
+
     def pack(self, kind: str, library: Library | None) -> None:
         """Pack all linear maps on the CPU, the rotations being there.
 
-        A tied head is packed beside the embeddings, and with a `library` in their place.
+        Codes of a checkpoint need a `library`. A tied head is packed beside the embeddings, and
+        with a library in their place, unless only the head is rounded.
         """
-        head_kind = packed_weights.head_kind(kind)
-        if self.config.tied_head:
-            embeddings_VD = self.embed_tokens.weight
-            self._tied_head = packed_weights.pack(embeddings_VD, head_kind, library)
-            if library is not None:
-                empty = embeddings_VD.new_empty(0)
-                self.embed_tokens.weight = nn.Parameter(empty, requires_grad=False)
-        else:
+        head_kind, embeddings = packed_weights.head_kind(kind), self.embed_tokens
+        if embeddings.stored is not None:
+            self._table = embeddings.use_codes(library)
+        if not self.config.tied_head:
             self.lm_head.pack(head_kind, library)
+        elif library is None:
+            self._tied_head = packed_weights.pack(embeddings.weight, head_kind, None)
+        elif (own := self._rounded_head(library)) is not None:
+            self._tied_head = own
+        else:
+            self._table = self._table or packed_weights.panels(
+                embeddings.weight, head_kind, library
+            )
+            self._tied_head = self._table
+            empty = embeddings.weight.new_empty(0)
+            embeddings.weight = nn.Parameter(empty, requires_grad=False)
         pack_linears(self, kind, library)
         if library is not None and self.config.heads.head_dim % cpu.LANES == 0:
             self._on_cpu = self._cpu_decoder(library)
+
+    def _rounded_head(self, library: Library) -> PanelWeight | None:
+        """Return the panels of the head's codes as a GPU has them, if there are such panels."""
+        if self._tied_format is None:
+            return None
+        codes = map_codes(self.embed_tokens.weight.bfloat16(), self._tied_format.of_head)
+        panels = panel_kind(codes)
+        return None if panels is None else PanelWeight(library, codes, panels)
 
     def cannot_quantise(self, device: torch.device) -> str | None:
         """Return why a GPU's kernels would not read packed maps, or None."""
         if not has_step_kernels(device):
             return "needs a GPU of compute capability 8.0 or later"
-        dtype = self.embed_tokens.weight.dtype
-        if dtype is not torch.bfloat16:
-            return f"computes in bf16, not in {dtype}".replace("torch.", "")
-        maps = [each for each in self._maps() if isinstance(each, Linear)]
-        if any(each.in_features % GROUP or each.out_features % 16 for each in maps):
-            return f"takes maps of a multiple of {GROUP} inputs and of 16 outputs"
+        if self.dtype is not torch.bfloat16:
+            return f"computes in bf16, not in {self.dtype}".replace("torch.", "")
+        return self.misfit(GROUP)
+
+    def misfit(self, group: int) -> str | None:
+        """Return why maps do not fit a GPU's kernels with so many inputs for a scale, or None."""
+        maps = [module for module, _ in self._coded() if isinstance(module, Linear)]
+        if any(each.in_features % group or each.out_features % 16 for each in maps):
+            return f"takes maps of a multiple of {group} inputs and of 16 outputs"
         return None
 
     def quantise(self, kind: WeightKind) -> None:
@@ -257,14 +364,17 @@ class DecoderNetwork(nn.Module):
 
         Embeddings stay, also those that a tied head is a packed copy of.
         """
-        head_kind = WeightKind.INT8 if kind is WeightKind.INT4 else kind
         if self.config.tied_head:
-            self._tied_head = StepMap(self.embed_tokens.weight, head_kind)
-        else:
-            self.lm_head.take(StepMap(self.lm_head.weight, head_kind), self.lm_head.bias)
-        for module in self._maps():
-            if isinstance(module, Linear) and module.packed is None:
-                module.take(StepMap(module.weight, kind), module.bias)
+            self._tied_head = StepMap(map_codes(self.embed_tokens.weight, format_of(kind.of_head)))
+        for module, _ in self._coded():
+            if isinstance(module, Linear):
+                own = kind.of_head if module is getattr(self, "lm_head", None) else kind
+                codes = (
+                    module.take_codes()
+                    if module.stored
+                    else map_codes(module.weight, format_of(own))
+                )
+                module.take(StepMap(codes), module.bias)
 
     @property
     def runs_by_library(self) -> bool:
@@ -272,8 +382,8 @@ class DecoderNetwork(nn.Module):
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         x_TD: torch.Tensor
-        if isinstance(self._tied_head, PanelWeight):
-            x_TD = self._tied_head.rows(token_ids_T).to(self.embed_tokens.weight.dtype)
+        if self._table is not None:
+            x_TD = self._table.rows(token_ids_T).to(self.dtype)
         else:
             x_TD = self.embed_tokens(token_ids_T)
         return x_TD
@@ -313,11 +423,16 @@ class DecoderNetwork(nn.Module):
             x = block(x, where, kv.layer(layer), attend)
         return x
 
-    def _maps(self) -> Iterator[nn.Module]:
-        """Modules with the decoder's maps."""
-        yield from self.layers.modules()
-        if not self.config.tied_head:
-            yield self.lm_head
+    def _coded(self) -> Iterator[tuple[Coded, tuple[str, ...]]]:
+        """Yield embeddings, maps and head, with the names of their parts in a checkpoint."""
+        for name, module in self.named_modules():
+            if isinstance(module, Coded) and name.split(".")[0] in _CODED:
+                parent, _, own = name.rpartition(".")
+                parts = module.parts if isinstance(module, PackedLinear) else (own,)
+                stored = (
+                    self.checkpoint_name(f"{parent}.{part}.weight".lstrip(".")) for part in parts
+                )
+                yield module, tuple(each.removesuffix(".weight") for each in stored)
 
     def _cpu_decoder(self, library: Library, of: slice = slice(None)) -> cpu.CpuDecoder:
         heads = self.config.heads
@@ -345,12 +460,12 @@ class DecoderModel(Model):
         self.vocab_size = config.vocab_size
         self.width = config.dim
         self.max_context = config.max_context
-        self.dtype = network.embed_tokens.weight.dtype
+        self.dtype = network.dtype
         self.kv_scale_L2 = None
-        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        self.num_parameters = network.num_parameters
         self.bos_token = 0  # unused: the prefix is empty
         self._network = network
-        self._device = network.embed_tokens.weight.device
+        self._device = network.norm.weight.device
         network.rope.fill(self._device)
 
     @property

@@ -22,7 +22,9 @@ from legato_engine.models.text import Vocabulary
 if TYPE_CHECKING:
     import torch  # loaded by `load` alone
 
+    from legato_engine.kernels.map_codes import CodeFormat
     from legato_engine.models.moondream.model import MoondreamModel, Network
+    from legato_engine.models.recipe import Quantisation
 
 _SEED = 0
 
@@ -49,6 +51,12 @@ class MoondreamBundle:
     def max_context(self) -> int:
         return self.config.text.max_context
 
+    def quantisation(self, code_format: CodeFormat) -> Quantisation:
+        from legato_engine.models.moondream.quantised import quantisation
+        from legato_engine.models.recipe import require_plain
+
+        return quantisation(self.config, require_plain(self.weights), code_format)
+
     def load(
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> MoondreamModel:
@@ -56,27 +64,31 @@ class MoondreamBundle:
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
-        codes = ""
+        weight_dtype, codes = options.weight_dtype, None
         if self.weights is None:
             network = weights.random_weights(self.config, _SEED, device, dtype, options)
         else:
-            codes = weights.quantised_kind(self.weights, self.config, options.weight_dtype)
+            recipe = weights.quantised_maps(self.config).read(self.weights, weight_dtype)
+            if recipe is not None:  # which is not rounded again; experts load as they are stored
+                has_maps = self.config.text.moe is None
+                codes = recipe.code_format if has_maps else None
+                weight_dtype = recipe.kind if has_maps and device.type != "cpu" else "auto"
             network = weights.load_weights(
                 self.config, self.weights, device, dtype, options, codes=codes
             )
         if options.vision_fp8:
             network.vision.use_fp8()
         on_cpu = device.type == "cpu"
-        if codes and on_cpu:
+        if codes is not None and on_cpu:
             network.text.dequantise()
-        packs = codes or _packs(options.weight_dtype, network, device)
+        packs = _packs(weight_dtype, network, device)
         if not on_cpu and packs is not None:
             network.quantise(packs)
         if options.kv_dtype == "fp8" and network.text.kv_scales() is None:
             network.text.calibrate_kv()
         model = MoondreamModel(self.config, network)
         if on_cpu:
-            network.pack(options.weight_dtype, library(options.cpu_kernels))
+            network.pack(weight_dtype, library(options.cpu_kernels))
         return model
 
 

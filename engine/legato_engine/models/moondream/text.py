@@ -16,7 +16,7 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.map_codes import GROUP, MapCodes, WeightKind, format_of
+from legato_engine.kernels.map_codes import GROUP, CodeFormat, MapCodes, WeightKind, format_of
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
 from legato_engine.kernels.parameters import (
     Affine,
@@ -76,11 +76,13 @@ class StoredMap(nn.Module):
     scales: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, kind: WeightKind, maps: Sequence[Linear], outputs: int, inputs: int) -> None:
+    def __init__(
+        self, code_format: CodeFormat, maps: Sequence[Linear], outputs: int, inputs: int
+    ) -> None:
         super().__init__()
-        self._kind = kind
+        self._kind = code_format.kind
         has_norm = outputs == sum(each.out_features for each in maps)
-        empty = format_of(kind).empty(outputs, inputs, maps[0].weight.device)
+        empty = code_format.empty((outputs, inputs), maps[0].weight.device)
         assert empty.scales is not None, "only bf16 has no scales"
         self.register_buffer("codes", empty.codes)
         self.register_buffer("scales", empty.scales)
@@ -142,7 +144,7 @@ class TextBlock(nn.Module):
     def quantise(self, kind: WeightKind, num_heads: int) -> None:
         """Replace the weights of a layer with an MLP by one packed copy, with the norm in it."""
         assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
-        norm, codes = self.norm, self.codes(kind)
+        norm, codes = self.norm, self.codes(format_of(kind))
         fc2_bias, proj_bias = self.mlp.fc2.bias, self.attn.proj.bias
         self.quantised = own = quantised_layer(codes, fc2_bias, proj_bias, num_heads)
         self.qkv_fc1 = self.fc2_proj = None
@@ -153,19 +155,19 @@ class TextBlock(nn.Module):
         self.mlp.adapter_norm = Affine(norm.weight.data, norm.bias.data)
         _make_plain(self.ln)
 
-    def codes(self, kind: WeightKind) -> LayerCodes:
+    def codes(self, code_format: CodeFormat) -> LayerCodes:
         """Return a quantised checkpoint's codes, or quantise the weights."""
         if self.qkv_fc1 is None or self.fc2_proj is None:
-            return layer_codes(self.parameters_for_kernels(), kind)
+            return layer_codes(self.parameters_for_kernels(), code_format)
         return LayerCodes(self.qkv_fc1.folded(), self.fc2_proj.map())
 
-    def expect_codes(self, kind: WeightKind) -> None:
+    def expect_codes(self, code_format: CodeFormat) -> None:
         """Have a quantised checkpoint's tensors in place of weights, before loading."""
         assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
         into, out = (self.attn.qkv, self.mlp.fc1), (self.mlp.fc2, self.attn.proj)
         dim, inner = self.attn.qkv.in_features, self.mlp.fc2.in_features
-        self.qkv_fc1 = StoredMap(kind, into, sum(each.out_features for each in into), dim)
-        self.fc2_proj = StoredMap(kind, out, dim, inner + dim)
+        self.qkv_fc1 = StoredMap(code_format, into, sum(each.out_features for each in into), dim)
+        self.fc2_proj = StoredMap(code_format, out, dim, inner + dim)
 
     def dequantise(self) -> None:
         """Turn a quantised checkpoint's codes into weights, with the norm taken out again."""
@@ -270,26 +272,26 @@ class Text(nn.Module):
 
         The head has 8 bits also with int4, which costs it more accuracy than all layers together.
         """
-        self.weight_kind, self.head_kind = kind, head_kind(kind)
+        self.weight_kind, self.head_kind = kind, kind.of_head
         for block in self.text_blocks():
             block.quantise(kind, self._num_heads)
-        self.quantised_head = own = quantised_head(self.codes_of_head(kind))
+        self.quantised_head = own = quantised_head(self.codes_of_head(format_of(kind)))
         self.head = None
         self.lm_head.take(own.map, own.bias)
         _make_plain(self.post_ln)
 
-    def codes_of_head(self, kind: WeightKind) -> FoldedCodes:
+    def codes_of_head(self, code_format: CodeFormat) -> FoldedCodes:
         """Return a quantised checkpoint's codes, or quantise the weights."""
         if self.head is not None:
             return self.head.folded()
-        return head_codes(affine(self.lm_head), affine(self.post_ln), head_kind(kind))
+        return head_codes(affine(self.lm_head), affine(self.post_ln), code_format.of_head)
 
-    def expect_codes(self, kind: WeightKind) -> None:
+    def expect_codes(self, code_format: CodeFormat) -> None:
         """Have a quantised checkpoint's tensors in place of maps, before loading."""
         for block in self.text_blocks():
-            block.expect_codes(kind)
+            block.expect_codes(code_format)
         outputs, inputs = self.lm_head.out_features, self.lm_head.in_features
-        self.head = StoredMap(head_kind(kind), [self.lm_head], outputs, inputs)
+        self.head = StoredMap(code_format.of_head, [self.lm_head], outputs, inputs)
 
     def dequantise(self) -> None:
         """Turn a quantised checkpoint's codes into weights, for a CPU."""
@@ -485,10 +487,6 @@ class Text(nn.Module):
 
 def affine(layer: nn.LayerNorm | Linear) -> Affine:
     return Affine(layer.weight, layer.bias)
-
-
-def head_kind(kind: WeightKind) -> WeightKind:
-    return WeightKind.INT8 if kind is WeightKind.INT4 else kind
 
 
 def _unfold(folded: FoldedCodes, norm: nn.LayerNorm, maps: Sequence[Linear]) -> None:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import GROUP, KINDS, WeightKind
+from legato_engine.kernels.map_codes import CodeFormat
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import (
     Destination,
@@ -26,9 +25,8 @@ from legato_engine.models.checkpoint import (
 )
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
-from legato_engine.models.moondream.text import head_kind
+from legato_engine.models.recipe import QuantisedMaps
 from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions
-from legato_engine.models.untrusted import reason
 
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."
@@ -126,12 +124,12 @@ def load_weights(
     dtype: torch.dtype,
     options: LoadOptions = LOAD_DEFAULTS,
     *,
-    codes: str = "",
+    codes: CodeFormat | None = None,
 ) -> Network:
     """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
 
-    `codes` is the `--weight-dtype` that the checkpoint was quantised as: they are still to be
-    packed or dequantised.
+    `codes` is the format of a quantised checkpoint's maps, which are still to be packed or
+    dequantised.
 
     Raises:
         InvalidField: as `checkpoint.load`, or scales are missing or invalid.
@@ -144,10 +142,10 @@ def load_weights(
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, options.kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()
-    if codes:
+    if codes is not None:
         if device.type == "cpu":  # which dequantises
             checkpoint.require_memory(network, device, options.memory)
-        network.text.expect_codes(KINDS[codes])
+        network.text.expect_codes(codes)
     renamed = rename(config.text.num_heads, kv_scales=kv_scales)
     checkpoint.load(network, stored, renamed, device, options)
     _check_kv_scales(network)
@@ -211,76 +209,14 @@ def empty_network(config: MoondreamConfig, dtype: torch.dtype) -> Network:
 
 # ---------------------------------------------------------------- quantised
 
-_VERSION = 1
-RECIPE_KEY = "legato_recipe"
-"""Metadata of a checkpoint that `legato quantize` wrote."""
+_MAPS = QuantisedMaps(
+    ("text.blocks.*.qkv_fc1", "text.blocks.*.fc2_proj"), "text.head", folds_norms=True
+)
+_EXPERTS = QuantisedMaps(
+    ("text.blocks.*.mlp.fc1", "text.blocks.*.mlp.fc2"), None, folds_norms=False
+)
 
 
-class _Version(msgspec.Struct, frozen=True):
-    version: int
-
-
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Quantisation of a checkpoint; `group_size` 0: a scale for each row.
-
-    `maps` are the kinds of its maps, each with the norm before it folded in; `source` the SHA-256
-    of the files that it was made from.
-    """
-
-    version: int
-    kind: str
-    group_size: int
-    maps: dict[str, str]
-    folds_norms: bool
-    source: dict[str, str]
-    legato: str
-
-
-def quantised_kind(weights: Path, config: MoondreamConfig, weight_dtype: str) -> str:
-    """Return the `--weight-dtype` that a checkpoint was quantised as, or "".
-
-    Raises:
-        InvalidField: its recipe is not one of this version's, or differs from `weight_dtype`.
-    """
-    text = checkpoint.metadata(weights).get(RECIPE_KEY)
-    if text is None:
-        return ""
-    recipe = _parsed(weights, text)
-    if config.text.tau is not None or config.text.moe is not None:
-        problem = f"{weights} is quantised, which {config.name} is not: use its own checkpoint"
-        raise InvalidField(problem, field="weights")
-    if weight_dtype not in ("auto", recipe.kind):
-        raise InvalidField(
-            f"{weights} was quantised as {recipe.kind} and cannot be read as {weight_dtype}: use "
-            f"weight_dtype auto or {recipe.kind}, or the checkpoint that it was made from",
-            field="weight_dtype",
-        )
-    return recipe.kind
-
-
-def _parsed(weights: Path, text: str) -> Recipe:
-    try:
-        version = msgspec.json.decode(text, type=_Version).version
-        if version != _VERSION:
-            raise ValueError(f"version {version}, not {_VERSION}")
-        recipe = msgspec.json.decode(text, type=Recipe)
-        if recipe.kind not in KINDS or KINDS[recipe.kind] is WeightKind.BF16:
-            raise ValueError(f"kind {recipe.kind[:40]!r}")
-        known = quantisation_recipe(recipe.kind, recipe.source, recipe.legato)
-        if recipe != known:
-            raise ValueError(f"not the maps and groups of {recipe.kind}")
-    except (ValueError, RecursionError) as error:  # of msgspec too
-        raise InvalidField(
-            f"{weights} was quantised by an unknown recipe ({reason(error)}): use weights that "
-            "this version's `legato quantize` wrote, or the checkpoint that they were made from",
-            field="weights",
-        ) from None
-    return recipe
-
-
-def quantisation_recipe(kind: str, source: dict[str, str], legato: str) -> Recipe:
-    names = {value: name for name, value in KINDS.items()}
-    of_head = names[head_kind(KINDS[kind])]
-    maps = {"text.blocks.*.qkv_fc1": kind, "text.blocks.*.fc2_proj": kind, "text.head": of_head}
-    group = GROUP if kind == "int4" else 0
-    return Recipe(_VERSION, kind, group, maps, True, source, legato)
+def quantised_maps(config: MoondreamConfig) -> QuantisedMaps:
+    """Return the maps of quantised checkpoints; of a model with experts only these."""
+    return _MAPS if config.text.moe is None else _EXPERTS

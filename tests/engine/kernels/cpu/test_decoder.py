@@ -442,7 +442,7 @@ FORMATS = {
 
 def random_codes(name, outputs, inputs):
     """Any codes; scales of Q4_K have as many bits as a half times 6 bits."""
-    codes = FORMATS[name].empty(outputs, inputs, torch.device("cpu"))
+    codes = FORMATS[name].empty((outputs, inputs), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     codes.codes.view(torch.uint8).random_(0, 256, generator=generator)
     factor = 7e4 / 8 if "large" in name else 0.01
@@ -477,7 +477,7 @@ def test_codes_without_panels_are_known():
     """Those of e4m3, and scales that a block of inputs does not share."""
     cpu = torch.device("cpu")
     others = (CodeFormat(WeightKind.E4M3), CodeFormat(WeightKind.INT8, 16, torch.float16))
-    assert [panel_kind(each.empty(16, 64, cpu)) for each in others] == [None, None]
+    assert [panel_kind(each.empty((16, 64), cpu)) for each in others] == [None, None]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

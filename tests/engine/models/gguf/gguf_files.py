@@ -27,8 +27,10 @@ _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 CONTROL, USER = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
 
 
-def write(path, model, *, tokenizer=None, kind="F32", factors=None, fields=None, **spoken):
-    """Write a model of transformers; matrices are of the type `kind`.
+def write(
+    path, model, *, tokenizer=None, kind="F32", kinds=None, factors=None, fields=None, **spoken
+):
+    """Write a model of transformers; matrices are of the type `kind`, or by part of `kinds`.
 
     `fields` are further fields of the architecture, by name and number; `spoken` is as in
     `add_tokenizer`.
@@ -46,9 +48,10 @@ def write(path, model, *, tokenizer=None, kind="F32", factors=None, fields=None,
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = _ordered(name, tensor.numpy(), config)
-        of = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        own = next((each for part, each in (kinds or {}).items() if part in name), kind)
+        of = gguf.GGMLQuantizationType[own if values.ndim == 2 else "F32"]
         plain = of in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
-        data = values if of.name == "F32" else gguf.quantize(values, of)
+        data = values if of.name == "F32" else quantised(values, of)
         writer.add_tensor(gguf_name(name), data, raw_dtype=None if plain else of)
     finish(writer)
 
@@ -93,6 +96,27 @@ def write_small(path, fields=None, add=None):
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.full(shape, 0.01, np.float32))
     finish(writer)
+
+
+def quantised(values, of):
+    """The library's blocks; it writes none of Q4_K, whose scales here reach the largest value."""
+    if of.name != "Q4_K":
+        return gguf.quantize(values, of)
+    groups = values.reshape(-1, 8, 32)
+    low = np.minimum(groups.min(2), 0)
+    whole = [((groups.max(2) - low) / 15).max(1), -low.min(1)]
+    halves = [(each / 63).astype(np.float16)[:, None] for each in whole]
+    step, least = (each.astype(np.float32) for each in halves)
+    scale = np.ceil((groups.max(2) - low) / 15 / step).clip(1, 63).astype(np.uint8)
+    minimum = np.ceil(-low / least).clip(0, 63).astype(np.uint8)
+    exact = (groups + (minimum * least)[..., None]) / (scale * step)[..., None]
+    codes = exact.round().clip(0, 15).astype(np.uint8)
+    six = [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scale, minimum)]
+    six.append(scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4)
+    pairs = codes.reshape(-1, 4, 2, 32)
+    nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    parts = [*(each.view(np.uint8) for each in halves), *six, nibbles]
+    return np.concatenate(parts, 1).reshape(values.shape[0], -1)
 
 
 def finish(writer):

@@ -18,22 +18,23 @@ from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.decoder.gguf import end_tokens, gguf_tokenizer, special_tokens
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import (
-    DEQUANTISE,
+    SPLIT,
     TYPES,
     GgufFile,
     StoredTensor,
     dequantise,
     read_gguf,
 )
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 from legato_engine.sequence import SampledToken
-from legato_engine.types import FinishReason, QuerySpec, Request, RequestKey
+from legato_engine.types import FinishReason, PromptToken, QuerySpec, Request, RequestKey
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.gguf import gguf_files
+from tests.engine.models.paged_session import PagedSession
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -113,6 +114,79 @@ def test_quantised_weights_are_those_that_transformers_reads(path, kind):
     same.check_prefill_and_decode(same.load("llama", path), theirs, length=20, steps=3)
 
 
+BLOCKS = {
+    "Q8_0": ("int8", {}),
+    "Q4_0": ("int4", {}),
+    "Q4_1": ("int4", {}),
+    "Q4_K": ("int4_single", {}),
+    "Q4_K and others": ("int4_single", {"v_proj": "Q5_0", "down_proj": "F16", "embed": "Q8_0"}),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_stay_as_they_are(path, name, tied):
+    """Panels hold the numbers that the library dequantises, in a checkpoint's order.
+
+    Maps of other types, or of parts of several types, have the model's dtype.
+    """
+    panels, kinds = BLOCKS[name]
+    theirs = model(hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    gguf_files.write(path, theirs, kind=name[:4], kinds=kinds)
+    bundle = resolve("llama", weights=str(path))
+    plain = bundle.load(same.CPU, torch.float32)
+    ours = bundle.load(same.CPU, torch.float32, LoadOptions(weight_dtype="stored"))
+    if not ours.own_threads:
+        pytest.skip("this machine has no library of kernels: no C++ compiler, or no AVX2")
+    assert ours.num_parameters == plain.num_parameters
+    networks: list[Any] = [getattr(each, "_network") for each in (ours, plain)]  # noqa: B009
+    for layer, exact in zip(*(each.layers for each in networks), strict=True):
+        maps = [
+            (each.self_attn.qkv, each.self_attn.o_proj, each.mlp.gate_up, each.mlp.down_proj)
+            for each in (layer, exact)
+        ]
+        found = [each.panels.kind for each in maps[0]]
+        expected = [panels] * 4 if not kinds else ["float32", panels, panels, "float32"]
+        assert found == expected
+        for mine, other in zip(*maps, strict=True):
+            rows = torch.arange(mine.out_features)
+            assert torch.equal(mine.panels.rows(rows), other.panels.rows(rows))
+    assert networks[0]._table.kind == ("int8" if kinds else panels)
+    ids_T = torch.randint(hub_folder.VOCABULARY, (20,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        x_TD, exact_TD = (each.embed(ids_T, torch.zeros(20, 2)) for each in (ours, plain))
+        assert torch.equal(x_TD, exact_TD)
+        assert torch.equal(ours.logits(x_TD)[3:4], ours.logits(x_TD[3:4]))
+        prompts = [list(map(PromptToken, ids_T.tolist()))] * 2
+        logits = [
+            each.logits(PagedSession(each).prefill(2, None, prompt))
+            for each, prompt in zip((ours, plain), prompts, strict=True)
+        ]
+    assert same.relative_error(*logits) < 1e-3
+
+
+def test_stored_blocks_are_refused_where_no_kernel_reads_them(path):
+    """Without the CPU's own kernels, with the alternative."""
+    gguf_files.write(path, model(), kind="Q8_0")
+    options = LoadOptions(weight_dtype="stored", cpu_kernels="torch")
+    with pytest.raises(InvalidField, match="use weight_dtype auto") as caught:
+        resolve("llama", weights=str(path)).load(same.CPU, torch.float32, options)
+    assert caught.value.metadata["field"] == "weight_dtype"
+
+
+def test_stored_blocks_need_less_memory(path):
+    """What the blocks take must fit, not what they would become."""
+    gguf_files.write(path, model(hidden_size=256, intermediate_size=512), kind="Q4_0")
+    bundle, enough = resolve("llama", weights=str(path)), path.stat().st_size * 5 // 4
+    options = LoadOptions(weight_dtype="stored", memory=enough)
+    assert bundle.load(same.CPU, torch.float32, options).num_parameters > 0
+    for weight_dtype, memory in (("stored", enough // 2), ("auto", enough)):
+        with pytest.raises(InvalidField, match="the weights need"):
+            bundle.load(
+                same.CPU, torch.float32, LoadOptions(weight_dtype=weight_dtype, memory=memory)
+            )
+
+
 def read(path, stored):
     numbers = np.empty(stored.shape, np.float32)
     GgufFile(path, {}, {"x": stored}).read("x", numbers)
@@ -154,7 +228,7 @@ def test_every_type_is_dequantised_as_by_transformers(tmp_path, kind):
     assert torch.equal(torch.from_numpy(ours), expected)
 
 
-@pytest.mark.parametrize("kind", DEQUANTISE)
+@pytest.mark.parametrize("kind", SPLIT)
 def test_any_number_of_blocks_is_dequantised_as_by_the_library(kind):
     """Bit for bit, also in the last of several chunks, and what is not finite stays so."""
     of = gguf.GGMLQuantizationType[kind]

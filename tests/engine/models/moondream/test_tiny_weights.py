@@ -14,10 +14,11 @@ import legato_tiny
 import pytest
 import torch
 from legato_engine.errors import InvalidField
+from legato_engine.kernels import map_codes
 from legato_engine.kernels.cpu.library import library
 from legato_engine.kernels.cuda.packed_layers import MapPart
 from legato_engine.layers.linear import Linear
-from legato_engine.models.moondream import quantised
+from legato_engine.models import quantise
 from legato_engine.models.moondream.frontend import Prompts
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
@@ -246,7 +247,7 @@ def files(tmp_path_factory):
     options = ("--model", "legato-tiny", "--weight-dtype")
     for kind in KINDS:
         output = str(folder / f"{kind}.safetensors")
-        assert quantised.main([*options, kind, "--output", output]) == 0
+        assert quantise.main([*options, kind, "--output", output]) == 0
     return {kind: folder / f"{kind}.safetensors" for kind in KINDS}
 
 
@@ -254,7 +255,8 @@ def files(tmp_path_factory):
 def test_a_quantised_file_is_what_a_load_quantises(bundle, files, kind):
     """A GPU packs the same bits; all other tensors, and a model's size, are the checkpoint's."""
     expected = quantised_at_load(bundle, kind)
-    network = load_weights(bundle.config, files[kind], CPU, torch.bfloat16, codes=kind)
+    codes = map_codes.format_of(map_codes.KINDS[kind])
+    network = load_weights(bundle.config, files[kind], CPU, torch.bfloat16, codes=codes)
     network.quantise(kind)
     ours, theirs = packed_tensors(network), packed_tensors(expected)
     assert ours.keys() == theirs.keys()
@@ -370,28 +372,28 @@ def test_quantize_overwrites_and_leaves_nothing(files, tmp_path, monkeypatch, ca
     output = tmp_path / "out.safetensors"
     output.write_bytes(b"mine")
     command = ["--model", "legato-tiny", "--weight-dtype", "fp8", "--output", str(output)]
-    assert quantised.main(command) == 2
+    assert quantise.main(command) == 2
     assert "--force" in capsys.readouterr().err
     again = [*command, "--force", "--weights", str(files["int8"])]
-    assert quantised.main(again) == 2
+    assert quantise.main(again) == 2
     assert "--weights: " in (said := capsys.readouterr().err)
     assert "is quantised already" in said
     with monkeypatch.context() as patched:
         usage = type(shutil.disk_usage(tmp_path))(1, 1, 1000)
         patched.setattr(shutil, "disk_usage", lambda _: usage)
-        assert quantised.main([*command, "--force"]) == 1
+        assert quantise.main([*command, "--force"]) == 1
     assert "0.00 GB left" in capsys.readouterr().err
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
-        assert quantised.main([*command, "--force"]) == 1
+        assert quantise.main([*command, "--force"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
     assert output.read_bytes() == b"mine"
-    assert quantised.main([*command, "--force"]) == 0
+    assert quantise.main([*command, "--force"]) == 0
     assert output.read_bytes() == files["fp8"].read_bytes()
-    assert quantised.main([*command[:-1], str(tmp_path / "no" / "out.safetensors")]) == 2
+    assert quantise.main([*command[:-1], str(tmp_path / "no" / "out.safetensors")]) == 2
 
 
 @pytest.mark.parametrize(("weights", "most_error"), [("fp8", 0.08), ("int8", 0.03), ("int4", 0.25)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import msgspec
 import pytest
 import torch
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.map_codes import KINDS, format_of
+from legato_engine.models import quantise
 from legato_engine.models.checkpoint import TensorHeader, plan
 from legato_engine.models.moondream import weights
 from legato_engine.models.moondream.config import Gelu, MoEConfig, TauConfig, Template, parse_config
+from legato_engine.models.moondream.family import MoondreamBundle
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
@@ -21,7 +25,7 @@ from legato_engine.models.moondream.presets import (
     tiny_random3_config,
 )
 from legato_engine.models.moondream.weights import load_weights, random_weights
-from legato_engine.models.registry import LoadOptions
+from legato_engine.models.registry import LoadOptions, resolve
 from safetensors.torch import save_file
 
 from tests.engine.models.moondream.published import layout_a, layout_b, quantised
@@ -363,6 +367,31 @@ def test_bfloat16_leaves_experts_and_scales(tiny3_config, state, tmp_path):
         is_expert = ".mlp.fc" in name and tensor.dim() == 3
         expected = torch.float8_e4m3fn if is_expert else torch.bfloat16
         assert tensor.dtype is (torch.float32 if name.endswith("scale") else expected), name
+
+
+@pytest.mark.parametrize("layout", ["a", "b"])
+def test_experts_are_quantised_as_in_published_checkpoints(tiny3_config, state, tmp_path, layout):
+    """`legato quantize` rounds only these, to e4m3 with a scale for each row."""
+    narrow = {name: tensor.bfloat16() for name, tensor in state.items()}
+    source = write_single(stored_as(layout, narrow, tiny3_config), tmp_path)
+    output = tmp_path / "fp8.safetensors"
+    bundle = resolve("random-tiny3")
+    assert isinstance(bundle, MoondreamBundle)
+    bundle, e4m3 = dataclasses.replace(bundle, weights=source), format_of(KINDS["fp8"])
+    quantise.write(bundle, e4m3, output, lambda done: None)
+    loaded, expected = load(tiny3_config, output, torch.bfloat16), quantised(narrow)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name].float(), tensor.float()), name
+    ours = dataclasses.replace(bundle, weights=output)
+    for weight_dtype in ("auto", "fp8"):
+        ours.load(CPU, torch.float32, LoadOptions(weight_dtype=weight_dtype))
+    with pytest.raises(InvalidField, match="use weight_dtype auto or fp8"):
+        ours.load(CPU, torch.float32, LoadOptions(weight_dtype="int8"))
+    with pytest.raises(InvalidField, match="fp8 only: use weight_dtype fp8"):
+        bundle.quantisation(format_of(KINDS["int4"]))
+    with pytest.raises(InvalidField, match="is quantised already"):
+        ours.quantisation(e4m3)
 
 
 def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
