@@ -122,14 +122,12 @@ class NullRequest(msgspec.Struct, eq=False):
         )
 
     def timings(self, now: float) -> RequestTimings:
-        first_token = self.first_token or now
-        return RequestTimings(
-            queue=self.queue_time,
+        return RequestTimings.of(
+            arrival=self.arrival,
             image=self.image_seconds,
-            prefill=max(0.0, first_token - (self.started or now)),
-            first_token=first_token - self.arrival,
-            decode=now - first_token,
-            total=now - self.arrival,
+            started=self.started,
+            first_token=self.first_token or now,
+            now=now,
         )
 
 

@@ -261,8 +261,8 @@ class StepParts(NamedTuple):
 
 Table = NDArray[np.int64] | NDArray[np.float64]
 Column = NDArray[np.int64]
-_Counts = tuple[int, int, int, int, int]
-"""Rows, zombies among them, and the others' tokens: committed, drafted, accepted."""
+_Counts = tuple[int, int]
+"""Rows, and zombies among them."""
 
 
 def step_parts(before: Step, step: Step) -> StepParts:
@@ -308,8 +308,7 @@ class StepStats:
             return
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return
-        counts = (len(rows), record.zombies, record.tokens, record.drafted, record.accepted)
-        self._ring.append((step_parts(previous, step), counts))
+        self._ring.append((step_parts(previous, step), (len(rows), record.zombies)))
         self._num_steps += 1
 
     def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
@@ -332,14 +331,13 @@ class StepStats:
         parts, counts = zip(*self._ring, strict=True)
         times = np.array(parts)
         columns = np.array(counts)
-        rows, zombies, tokens, proposed, accepted = (int(total) for total in columns.sum(axis=0))
+        rows, zombies = map(int, columns.sum(axis=0))
         period, forward, sampling, bookkeeping, wait, idle, blocking, mask = (
             float(ns) / _NS_PER_MS for ns in np.median(times, axis=0)
         )
         waste = _zombie_ns(times, columns[:, 0], columns[:, 1])
         total, wasted = StepParts(*times.sum(axis=0)), StepParts(*waste.sum(axis=0))
         tax = float(wasted.period / total.period)
-        live_rows = max(1, rows - zombies)
         return PipelineStats(
             num_steps=len(parts),
             num_tokens=self._num_tokens,
@@ -353,9 +351,6 @@ class StepStats:
             blocking_ms=blocking,
             zombie_ratio=zombies / rows,
             predicted_gain=predicted_speedup(blocking, period, tax) - 1.0,
-            tokens_per_row=tokens / live_rows,
-            proposed_per_row=proposed / live_rows,
-            acceptance=accepted / max(1, proposed),
             observed_gain=float((total.blocking - wasted.blocking) / total.period) - 1.0,
             mask_ms=mask,
         )

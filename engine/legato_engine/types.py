@@ -463,6 +463,20 @@ class RequestTimings(Value, frozen=True):
     decode: float = 0.0
     total: float = 0.0
 
+    @classmethod
+    def of(
+        cls, *, arrival: float, image: float, started: float, first_token: float, now: float
+    ) -> RequestTimings:
+        """Split the time from `arrival` to `now`, of which an image took `image` seconds."""
+        return cls(
+            queue=max(0.0, started - arrival - image),
+            image=image,
+            prefill=max(0.0, first_token - started),  # less than 0 if an earlier engine had it
+            first_token=first_token - arrival,
+            decode=now - first_token,
+            total=now - arrival,
+        )
+
 
 # ---------------------------------------------------------------- requests
 

@@ -93,7 +93,13 @@ class OutputSink:
                 result=sequence.task.result(finish_reason),
                 finish_reason=finish_reason,
                 usage=_usage(sequence),
-                timings=_timings(sequence, request),
+                timings=RequestTimings.of(
+                    arrival=sequence.timing.arrival,
+                    image=request.image_seconds,
+                    started=sequence.timing.prefill_start,
+                    first_token=sequence.timing.first_token,
+                    now=time.monotonic(),
+                ),
                 image=request.images[0] if request.images else None,
                 more_images=request.images[1:],
                 tokens=tuple(request.tokens),
@@ -140,19 +146,6 @@ def _usage(sequence: Sequence) -> TokenUsage:
         cached_tokens=sequence.pages.cached_tokens,
         image_tokens=sequence.num_image_tokens,
         reasoning_tokens=sequence.task.reasoning_tokens,
-    )
-
-
-def _timings(sequence: Sequence, request: ScheduledRequest) -> RequestTimings:
-    now, timing = time.monotonic(), sequence.timing
-    return RequestTimings(
-        queue=_queue_time(sequence, request),
-        image=request.image_seconds,
-        # Of an earlier engine's first token it would be negative.
-        prefill=max(0.0, timing.first_token - timing.prefill_start),
-        first_token=timing.first_token - timing.arrival,
-        decode=now - timing.first_token,
-        total=now - timing.arrival,
     )
 
 

@@ -38,9 +38,6 @@ class PipelineStats(Value, frozen=True):
     blocking_ms: float  # estimate for a blocking loop
     zombie_ratio: float  # of the rows
     predicted_gain: float  # over a blocking loop; 0.1 is 10 %
-    tokens_per_row: float = 1.0  # committed, without zombies
-    proposed_per_row: float = 0.0  # draft tokens per such row
-    acceptance: float = 0.0  # of the draft tokens
     observed_gain: float = 0.0  # as predicted_gain, of the elapsed time instead of medians
     mask_ms: float = 0.0  # of the bookkeeping, for answers with a grammar
 

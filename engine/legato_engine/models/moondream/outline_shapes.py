@@ -14,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from legato_engine.models.moondream.tasks import ARITY
+
 Points = npt.NDArray[np.float64]
 Position = complex
 """x and y as one number, so that a product rotates it."""
 
 _CHORDS = 16  # of a curve
 _PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)")
-_NUM_ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 _AHEAD = np.linspace(0, 1, _CHORDS + 1)[1:]
 
 
@@ -65,11 +66,11 @@ def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
     for piece in _PIECE.findall(path):
         if piece.isalpha():
             command = piece
-            if not _NUM_ARGUMENTS[command.upper()]:
+            if not ARITY[command.upper()]:
                 yield command, []
             continue
         numbers.append(float(piece))
-        if len(numbers) == _NUM_ARGUMENTS[command.upper()]:
+        if len(numbers) == ARITY[command.upper()]:
             yield command, numbers
             numbers = []
             command = {"M": "L", "m": "l"}.get(command, command)

@@ -316,7 +316,7 @@ class PointSkill(ObjectListSkill[PointEvent]):
 
 _VIEWBOX = 960
 _INTEGER = re.compile(r"-?[0-9]+")
-_ARITY = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
+ARITY = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 _UNSCALED_OF_ARC = (2, 3, 4)  # rotation and the two flags
 
 
@@ -341,12 +341,12 @@ class SvgPath:
         piece = piece.strip()
         if not self._valid or not piece:
             return ""
-        if piece.upper() in _ARITY:
+        if piece.upper() in ARITY:
             return self._begin(piece)
         if piece == "-" and not self._negative:
             self._negative = True
             return ""
-        if _INTEGER.fullmatch(piece) and _ARITY.get(self._command.upper()):
+        if _INTEGER.fullmatch(piece) and ARITY.get(self._command.upper()):
             return self._number(int(piece))
         return self._fail()
 
@@ -355,13 +355,13 @@ class SvgPath:
             return self._fail()
         self._command, self._command_shown = command, False
         self._numbers = []
-        return self._show([]) if _ARITY[command.upper()] == 0 else ""
+        return self._show([]) if ARITY[command.upper()] == 0 else ""
 
     def _number(self, value: int) -> str:
         self._numbers.append(-value if self._negative else value)
         self._negative = False
         command = self._command.upper()
-        if len(self._numbers) < _ARITY[command]:
+        if len(self._numbers) < ARITY[command]:
             return ""
         numbers = [
             str(number) if command == "A" and index in _UNSCALED_OF_ARC else _scaled(number)
