@@ -1,11 +1,18 @@
-"""Random adapters of text MLPs and experts, and the two kinds of files that hold them."""
+"""Random adapters and the files that hold them: of Moondream, and of PEFT."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from legato_engine.models.adapters import PeftTargets
 from legato_engine.models.moondream.config import TextConfig
 from safetensors.torch import save
 
@@ -73,3 +80,84 @@ def torch_file(content: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
+
+
+# ---------------------------------------------------------------- peft
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftAdapter:
+    """A random adapter of some of a model's linear layers, by their names there."""
+
+    settings: dict[str, Any]
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        theirs: Any,
+        targets: Sequence[str] = ALL,
+        rank: int = 4,
+        seed: int = 0,
+        **settings: Any,
+    ) -> PeftAdapter:
+        """Changes about half as large as the weights of one of transformers' models.
+
+        In its place there may be the shapes of its layers by name.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        said: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+        said |= {"bias": "none", "target_modules": list(targets)} | settings
+        pairs, shapes = {}, theirs
+        if not isinstance(theirs, dict):
+            modules = theirs.named_modules()
+            shapes = {name: each.weight.shape for name, each in modules if hasattr(each, "weight")}
+        for name, (*outer, inputs) in shapes.items():
+            own = name.rpartition(".")[2]
+            if own in targets and ".visual." not in f".{name}.":
+                ranks = said.get("rank_pattern", {})
+                rank = next((ranks[end] for end in ranks if name.endswith(end)), said["r"])
+                (outputs,) = outer
+                a_RI = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+                pairs[name] = a_RI, torch.randn(outputs, rank, generator=generator) / 4
+        return cls(said, pairs)
+
+    @classmethod
+    def fitting(cls, targets: PeftTargets, rank: int) -> PeftAdapter:
+        """Changes of all maps of one of our models."""
+        maps = targets.sizes.maps
+        shapes = {name: maps[part][::-1] for name, (_, part) in targets.modules.items()}
+        return cls.of(shapes, rank=rank)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names of adapter_model.safetensors."""
+        return {
+            f"base_model.model.{name}.lora_{side}.weight": tensor
+            for name, pair in self.pairs.items()
+            for side, tensor in zip("AB", pair, strict=True)
+        }
+
+    def files(self) -> tuple[bytes, bytes]:
+        """Tensors and settings."""
+        return save(self.tensors()), json.dumps(self.settings).encode()
+
+    def write(self, folder: Path) -> None:
+        """Write both files."""
+        folder.mkdir()
+        data, settings = self.files()
+        (folder / "adapter_model.safetensors").write_bytes(data)
+        (folder / "adapter_config.json").write_bytes(settings)
+
+    def merged(self, theirs: Any) -> Any:
+        """A copy of transformers' model with the adapter in its weights."""
+        model = copy.deepcopy(theirs)
+        alphas = self.settings.get("alpha_pattern", {})
+        with torch.no_grad():
+            for name, (a_RI, b_OR) in self.pairs.items():
+                own = next((alphas[end] for end in alphas if name.endswith(end)), None)
+                alpha, rank = self.settings["lora_alpha"] if own is None else own, len(a_RI)
+                divisor = math.sqrt(rank) if self.settings.get("use_rslora") else rank
+                model.get_submodule(name).weight += alpha / divisor * b_OR @ a_RI
+        return model

@@ -141,7 +141,8 @@ def add_decoding(add: Add) -> None:
 
 
 def add_adapters(add: Add) -> None:
-    add("--adapters", metavar="FOLDER", help="folder of adapter files, served by their names")
+    add("--adapters", metavar="FOLDER",
+        help="folder of adapters (files, or PEFT folders), served by their names")
     add("--adapter-slots", metavar="N", type=positive,
         help="number of adapters on the device at a time")
     add("--max-adapter-rank", metavar="N", type=positive,

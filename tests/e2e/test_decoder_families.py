@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import grpc
 import pytest
+import torch
 from legato.v1 import inference_pb2, media_pb2, server_pb2, server_pb2_grpc, task_pb2
 from legato_client import (
     Client,
@@ -23,7 +25,9 @@ from legato_client import (
     Sampling,
     TextDelta,
 )
+from legato_engine.models.registry import resolve
 
+from tests.adapters import PeftAdapter
 from tests.e2e.scenes import two_shapes
 from tests.e2e.server import Server, until
 from tests.engine.models import hub_folder
@@ -208,8 +212,16 @@ LARGE = file(smooth(400, 400), "PNG")
 
 @pytest.fixture(scope="module")
 def visual_server(tmp_path_factory):
-    """A server of a tiny random Qwen3-VL, whose engine may be killed."""
-    with Server(tmp_path_factory.mktemp("visual"), "--model", "random-tiny-vl") as running:
+    """A server of a tiny random Qwen3-VL with adapters, whose engine may be killed."""
+    folder = tmp_path_factory.mktemp("visual")
+    (folder / "adapters").mkdir()
+    bundle: Any = resolve("random-tiny-vl")
+    with torch.device("meta"):
+        targets = bundle.family.network(bundle.config).adapter_targets()
+    PeftAdapter.fitting(targets, rank=6).write(folder / "adapters" / "tuned")
+    PeftAdapter.fitting(targets, rank=9).write(folder / "adapters" / "large")
+    options = ("--model", "random-tiny-vl", "--adapters", str(folder / "adapters"))
+    with Server(folder, *options, "--max-adapter-rank", "8") as running:
         yield running
         running.settle()
 
@@ -226,13 +238,13 @@ def image(data):
     return media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
 
 
-def endless(*images, request_id=""):
+def endless(*images, request_id="", adapter=""):
     """A stream of 600 characters about images, whatever the model wants to say."""
     shown = [task_pb2.QueryImage(image=each) for each in images]
     query = task_pb2.QueryTask(question="What?", images=shown, response_format=ENDLESS)
     return inference_pb2.GenerateRequest(
         task=task_pb2.Task(query=query, sampling=LONG),
-        options=inference_pb2.RequestOptions(request_id=request_id),
+        options=inference_pb2.RequestOptions(request_id=request_id, adapter=adapter),
     )
 
 
@@ -344,15 +356,34 @@ def test_nothing_is_left_of_images_that_are_not_prepared(visual_server, visual_c
     assert visual_client.query([FIRST, SECOND], "Which?", sampling=SHORT).info.images
 
 
-@pytest.mark.parametrize("by", ["bytes", "id"])
-def test_an_answer_about_two_images_outlives_its_engine(visual_server, visual_client, by):
+def test_an_adapter_changes_answers_and_shares_no_prefix(visual_client):
+    """The server tells the capability; an adapter that does not fit is refused by its field."""
+    assert "adapters" in visual_client.server_info().capabilities
+    query, asked = visual_client.query, ([FIRST, SECOND], "Who is it?")
+    tuned = Options(adapter="tuned")
+    plain = query(*asked, sampling=SHORT)
+    adapted = query(*asked, sampling=SHORT, options=tuned)
+    assert adapted.answer != plain.answer
+    assert adapted.info.usage.cached_tokens == 0
+    again = query(*asked, sampling=SHORT, options=tuned)
+    assert again.answer == adapted.answer
+    assert again.info.usage.cached_tokens > again.info.usage.image_tokens
+    assert query(*asked, sampling=SHORT).answer == plain.answer
+    with pytest.raises(InvalidArgument, match="r is 9, this server takes 1 to 8") as caught:
+        query(*asked, options=Options(adapter="large"))
+    assert caught.value.metadata["field"] == "options.adapter"
+
+
+@pytest.mark.parametrize(("by", "adapter"), [("bytes", "tuned"), ("id", "")])
+def test_an_answer_about_two_images_outlives_its_engine(visual_server, visual_client, by, adapter):
     """It goes on with the next engine, and its text is what an engine that lives says."""
     shown = [image(FIRST), image(SECOND)]
     if by == "id":
         held = [visual_client.put_image(each).image_id for each in (FIRST, SECOND)]
         shown = [media_pb2.Image(image_id=each) for each in held]
-    whole = list(visual_server.inference.Generate(endless(*shown)))[-1].finished.result.query.answer
-    stream, grammar = visual_server.inference.Generate(endless(*shown)), Grammar()
+    asked = endless(*shown, adapter=adapter)
+    whole = list(visual_server.inference.Generate(asked))[-1].finished.result.query.answer
+    stream, grammar = visual_server.inference.Generate(asked), Grammar()
     for _ in range(4):
         grammar.feed(next(stream))
     visual_server.kill_engine()

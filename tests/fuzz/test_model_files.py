@@ -27,7 +27,9 @@ from huggingface_hub import constants, file_download
 from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.hub import download, store
 from legato_engine.hub.store import INDEX, Published, RepositoryFiles
+from legato_engine.layers.lora import BankSizes
 from legato_engine.models import untrusted
+from legato_engine.models.adapters import PeftTargets, parse_peft
 from legato_engine.models.checkpoint import headers, opened
 from legato_engine.models.gguf import read_gguf
 from legato_engine.models.moondream.adapters import parse_adapter
@@ -87,6 +89,12 @@ def weights(data: bytes) -> None:
 def adapter(data: bytes) -> None:
     """Read an adapter of either format."""
     parse_adapter(data, tiny_random_config(), 16, torch.float32)
+
+
+def peft_adapter(data: bytes) -> None:
+    """Read settings, and tensors after the first zero byte."""
+    settings, _, tensors = data.partition(b"\0")
+    parse_peft(tensors, settings, PEFT_TARGETS, 16, torch.float32)
 
 
 def tokenizer(data: bytes) -> None:
@@ -222,6 +230,24 @@ def adapter_seeds() -> tuple[bytes, ...]:
     return (whole, torch_file({"lora_state_dict": {"dense.0.up_a": torch.zeros(2, 64)}}))
 
 
+PEFT_TARGETS = PeftTargets(
+    BankSizes(2, {"q_proj": (6, 4)}),
+    {f"layers.{layer}.q_proj": (layer, "q_proj") for layer in range(2)},
+)
+
+
+def peft_seeds() -> tuple[bytes, ...]:
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    said |= {"rank_pattern": {"layers.1.q_proj": 1}, "use_rslora": True, "bias": "none"}
+    pairs = {0: (torch.ones(2, 6), torch.ones(4, 2)), 1: (torch.ones(1, 6), torch.ones(4, 1))}
+    named = {
+        f"base_model.model.layers.{layer}.q_proj.lora_{side}.weight": tensor
+        for layer, pair in pairs.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
+    return (json.dumps(said).encode() + b"\0" + safetensors.torch.save(named),)
+
+
 def tokenizer_seeds() -> tuple[bytes, ...]:
     made = (hub_folder.byte_level_tokenizer(adds_bos=True), hub_folder.byte_fallback_tokenizer())
     return tuple(each.to_str().encode() for each in made)
@@ -263,6 +289,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], tuple[bytes, ...]]]] = {
     "gguf": (gguf_file, gguf_seeds),
     "weights": (weights, weights_seeds),
     "adapter": (adapter, adapter_seeds),
+    "peft": (peft_adapter, peft_seeds),
     "tokenizer": (tokenizer, tokenizer_seeds),
     "settings": (text_settings, settings_seeds),
     "config": (moondream_config, config_seeds),
@@ -272,7 +299,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], tuple[bytes, ...]]]] = {
 }
 MUTANTS = {
     "gguf": 500, "weights": 500, "adapter": 40, "tokenizer": 30, "settings": 40, "config": 30,
-    "index": 300, "hub": 60, "manifest": 300,
+    "index": 300, "hub": 60, "manifest": 300, "peft": 300,
 }  # fmt: skip
 """Files of a run of a few seconds."""
 

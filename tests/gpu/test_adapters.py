@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.parameters import AdapterRows
-from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
+from legato_engine.kernels.parameters import AdapterRows, LowRankStack
+from legato_engine.layers.lora import AdapterBank, AdapterWeights
 from legato_engine.models.base import Adapter, StepInputs
 from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel
@@ -87,20 +87,21 @@ def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
         made = torch.randn(shape, device=world.device, generator=generator) * scale
         return made.bfloat16().to(model.dtype)
 
-    def weights(slots: MlpWeights, rank: int) -> MlpWeights:
-        tensors = []
-        for number, slot in enumerate(slots.tensors):
-            is_a = number % 2 == 0
-            tensors.append(noise(slot, rank, slot.shape[-1] ** -0.5 if is_a else 0.3 * rank**-0.5))
-        return MlpWeights(*tensors)
+    def weights(slots: Mapping[str, LowRankStack], rank: int) -> dict[str, LowRankStack]:
+        return {
+            name: LowRankStack(
+                noise(stack.a_LSRI, rank, stack.a_LSRI.shape[-1] ** -0.5),
+                noise(stack.b_LSRO, rank, 0.3 * rank**-0.5),
+            )
+            for name, stack in slots.items()
+        }
 
     for slot, (rank, share) in enumerate(sizes, 1):
         if moe is None:
-            bank.write(slot, AdapterWeights(weights(bank.weights.mlps, rank)))
+            bank.write(slot, AdapterWeights(weights(bank.weights.maps, rank)))
             continue
-        assert bank.weights.experts is not None
-        mlps = weights(bank.weights.mlps, share * moe.num_active)
-        bank.write(slot, AdapterWeights(mlps, weights(bank.weights.experts, share)))
+        maps = weights(bank.weights.maps, share * moe.num_active)
+        bank.write(slot, AdapterWeights(maps, weights(bank.weights.experts, share)))
     return bank
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import re
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.images.cache import ImageCache
+from legato_engine.models.adapters import MAX_HEADER, SETTINGS, WEIGHTS
 from legato_engine.models.base import Adapter
 
-SUFFIXES = (".safetensors", ".pt")
+_FILES = ("{}.safetensors", "{}.pt", f"{{}}/{SETTINGS}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")
 _THREADS = 2
-_HEADER = 1024 * 1024  # bytes of a file in addition to its values, which are at most float32
 
-Read = Callable[[bytes, str], Adapter]
+Read = Callable[[bytes, str, bytes], Adapter]
 _Future = concurrent.futures.Future[Adapter]
 
 
@@ -31,19 +32,23 @@ class _Version(NamedTuple):
 
 
 class AdapterStore:
-    """Store of adapters: `NAME.safetensors` or `NAME.pt` in the first folder that has it.
+    """Store of adapters: `NAME.safetensors`, `NAME.pt` or a folder `NAME` of PEFT's files.
 
-    Every `start` checks the file for new content; older requests keep the old content.
+    The first folder that has it wins. Every `start` checks the files for new content; older
+    requests keep the old content.
     """
 
     def __init__(
         self, read: Read, folders: Sequence[Path], *, max_values: int, cache_bytes: int
     ) -> None:
-        """Create a store; `read` parses a file's bytes, given their hash."""
+        """Create a store.
+
+        `read` parses tensors, given the hash of all content, and settings, which a folder has.
+        """
         self._read_file = read
         self._folders = tuple(folders)
-        self._max_bytes = 4 * max_values + _HEADER
-        self._cache = ImageCache[str, tuple[_Version, Adapter]](cache_bytes)
+        self._max_bytes = 4 * max_values + MAX_HEADER  # values in float32
+        self._cache = ImageCache[str, tuple[tuple[_Version, ...], Adapter]](cache_bytes)
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "legato-adapters")
         self._reading: dict[str, _Future] = {}
 
@@ -66,9 +71,9 @@ class AdapterStore:
     def _get(self, name: str) -> Adapter:
         if _NAME.fullmatch(name):
             for folder in self._folders:
-                for suffix in SUFFIXES:
+                for pattern in _FILES:
                     try:
-                        return self._from(folder / f"{name}{suffix}")
+                        return self._from(folder / pattern.format(name))
                     except (FileNotFoundError, NotADirectoryError):
                         continue
                     except OSError as error:
@@ -78,21 +83,42 @@ class AdapterStore:
         raise AdapterNotFound("this server has no such adapter", resource=name)
 
     def _from(self, path: Path) -> Adapter:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise FileNotFoundError(path)
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            version = _Version(status.st_ino, status.st_size, status.st_mtime_ns)
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(_opened(path))]
+            if path.name == SETTINGS:
+                files.insert(0, stack.enter_context(_weights_beside(path)))
+            version = tuple(map(_version, files))
             cached = self._cache.get(str(path))
             if cached is not None and cached[0] == version:
                 return cached[1]
-            if status.st_size > self._max_bytes:
-                raise AdapterUnusable(
-                    "the file is larger than an adapter of the highest rank in float32",
-                    limit=self._max_bytes,
-                    actual=status.st_size,
-                )
-            data = file.read(self._max_bytes)
-        adapter = self._read_file(data, hashlib.sha256(data).hexdigest())
+            for each in version:
+                if each.size > self._max_bytes:
+                    raise AdapterUnusable(
+                        "the file is larger than an adapter of the highest rank in float32",
+                        limit=self._max_bytes,
+                        actual=each.size,
+                    )
+            data, settings = (*(file.read(self._max_bytes) for file in files), b"")[:2]
+        key = hashlib.sha256(data)
+        key.update(settings)
+        adapter = self._read_file(data, key.hexdigest(), settings)
         self._cache.put(str(path), (version, adapter), adapter.num_bytes)
         return adapter
+
+
+def _opened(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileNotFoundError(path)
+    return path.open("rb")
+
+
+def _weights_beside(settings: Path) -> BinaryIO:
+    try:
+        return _opened(settings.with_name(WEIGHTS))
+    except FileNotFoundError:
+        raise AdapterUnusable(f"{WEIGHTS} is missing beside {SETTINGS}") from None
+
+
+def _version(file: BinaryIO) -> _Version:
+    status = os.fstat(file.fileno())
+    return _Version(status.st_ino, status.st_size, status.st_mtime_ns)

@@ -235,7 +235,7 @@ class Assembly:
         max_rank = config.max_adapter_rank
         on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
-            lambda data, key: self.model.read_adapter(data, key, max_rank),
+            lambda data, key, settings: self.model.read_adapter(data, key, max_rank, settings),
             self.adapter_folders,
             max_values=values,
             # At least what the device holds, so that a swapped-out adapter is not read again.

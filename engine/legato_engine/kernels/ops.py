@@ -94,7 +94,7 @@ def add_low_rank(
     b_SRO: torch.Tensor,
     rows: AdapterRows,
 ) -> torch.Tensor:
-    """Add B(A x) of each token's slot to `out` [T, O]; the storage of `out` may be reused.
+    """Add B(A x) of each token's slot to `out` [T, O] in place, and return it.
 
     Beyond a slot's own rank both matrices are zero. Can be captured on a GPU.
     """

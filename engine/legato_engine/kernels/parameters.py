@@ -66,6 +66,13 @@ class LowRankMap(NamedTuple):
     b_SRO: torch.Tensor
 
 
+class LowRankStack(NamedTuple):
+    """The slots of one map in all L layers; an adapter's own tensors lack S."""
+
+    a_LSRI: torch.Tensor
+    b_LSRO: torch.Tensor
+
+
 class ExpertMap(NamedTuple):
     """The same of every expert."""
 

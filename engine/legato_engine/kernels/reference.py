@@ -68,9 +68,10 @@ def add_low_rank_gathered(
     a_TRI = a_SRI[:, :rank].index_select(0, slot_T)
     b_TRO = b_SRO[:, :rank].index_select(0, slot_T)
     if slot_T.shape[0] == 1:
-        return torch.addmm(out_TO, x_TI @ a_TRI[0].t(), b_TRO[0])
+        return out_TO.addmm_(x_TI @ a_TRI[0].t(), b_TRO[0])
     hidden_T1R = torch.bmm(x_TI[:, None], a_TRI.transpose(1, 2))
-    return torch.baddbmm(out_TO[:, None], hidden_T1R, b_TRO)[:, 0]
+    out_TO[:, None].baddbmm_(hidden_T1R, b_TRO)
+    return out_TO
 
 
 def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:

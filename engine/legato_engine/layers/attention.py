@@ -14,6 +14,7 @@ from torch import nn
 from legato_engine.kernels import activations, ops
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.layers.linear import Linear, PackedLinear, Sum
+from legato_engine.layers.lora import LayerAdapters
 
 
 class Tau(nn.Module):
@@ -164,14 +165,19 @@ class GroupedAttention(nn.Module):
         where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
+        adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         """Write keys and values before attention."""
-        qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
+        qkv: torch.Tensor = self.qkv(x_TD)
+        if adapters is not None:
+            qkv = adapters.add(qkv, x_TD, *self.qkv.parts)
+        qkv_TGE = qkv.view(x_TD.shape[0], -1, self._heads.head_dim)
         if self._heads.norm_eps is not None:
             self._norm(qkv_TGE)
         q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache)
-        out: torch.Tensor = self.o_proj(attend(q_THE, k_THE, v_THE, cache).flatten(-2))
-        return out
+        heads = attend(q_THE, k_THE, v_THE, cache).flatten(-2)
+        out: torch.Tensor = self.o_proj(heads)
+        return out if adapters is None else adapters.add(out, heads, "o_proj")
 
     def _norm(self, qkv_TGE: torch.Tensor) -> None:
         num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads

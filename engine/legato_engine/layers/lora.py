@@ -1,63 +1,67 @@
 """Low-rank adapters in device slots at fixed addresses.
 
-Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
-Q ranks of one.
+Shape legend: L layers, S slots, R ranks, I and O a map's inputs and outputs, T tokens, W any width;
+X experts, Q ranks of one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.parameters import AdapterRows, ExpertAdapters, ExpertMap
+from legato_engine.kernels.parameters import (
+    AdapterRows,
+    ExpertAdapters,
+    ExpertMap,
+    LowRankMap,
+    LowRankStack,
+)
 
 LEAST_RANK = 8
 """Launches are captured for ranks that double from this one."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MlpWeights:
-    """Adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
-
-    An adapter's own tensors lack S. Those of experts are [L, S, X, Q, W], and fc1 covers both
-    halves of the gated unit.
-    """
-
-    fc1_a_LSRD: torch.Tensor
-    fc1_b_LSRF: torch.Tensor
-    fc2_a_LSRF: torch.Tensor
-    fc2_b_LSRD: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.fc1_a_LSRD, self.fc1_b_LSRF, self.fc2_a_LSRF, self.fc2_b_LSRD
+Widths = tuple[int, int]
+"""A map's inputs and outputs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """A decoder's adapters; layers with experts follow those with MLPs."""
+    """Adapters by the names of a layer's maps: B(A x) is added to a map's result, without a factor.
 
-    mlps: MlpWeights
-    experts: MlpWeights | None = None
+    Layers with experts follow those in `maps`; the tensors of `experts` are [L, S, X, Q, W].
+    """
+
+    maps: Mapping[str, LowRankStack]
+    experts: Mapping[str, LowRankStack] = dataclasses.field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (*self.mlps.tensors, *(self.experts.tensors if self.experts is not None else ()))
+        stacks = *self.maps.values(), *self.experts.values()
+        return tuple(tensor for stack in stacks for tensor in stack)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers without experts."""
+        return len(next(iter(self.maps.values())).a_LSRI)
 
     @property
     def rank(self) -> int:
-        """Divided among experts."""
-        return self.mlps.fc1_a_LSRD.shape[-2]
+        """Return the rank, which experts share."""
+        return next(iter(self.maps.values())).a_LSRI.shape[-2]
 
     def pinned(self) -> AdapterWeights:
-        mlps, experts = (
-            None if each is None else MlpWeights(*(tensor.pin_memory() for tensor in each.tensors))
-            for each in (self.mlps, self.experts)
+        maps, experts = (
+            {
+                name: LowRankStack(*(tensor.pin_memory() for tensor in stack))
+                for name, stack in each.items()
+            }
+            for each in (self.maps, self.experts)
         )
-        assert mlps is not None, "a decoder's MLPs are always there, if only in no layers"
-        return AdapterWeights(mlps, experts)
+        return AdapterWeights(maps, experts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class ExpertBankSizes:
     num_layers: int
     num_experts: int
     num_active: int
-    inner_dim: int
+    maps: Mapping[str, Widths]
 
     def rank(self, rank: int) -> int:
         """One expert's share of an adapter's rank, at least 1."""
@@ -76,36 +80,32 @@ class ExpertBankSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BankSizes:
-    """`num_layers` with an MLP, then the layers with experts."""
+    """`num_layers` of which `maps` are adapted, then the layers with experts."""
 
     num_layers: int
-    dim: int
-    ff_dim: int
+    maps: Mapping[str, Widths]
     experts: ExpertBankSizes | None = None
-
-    def widths(self) -> tuple[int, int, int, int]:
-        return self.dim, self.ff_dim, self.ff_dim, self.dim
-
-    def expert_widths(self) -> tuple[int, int, int, int]:
-        assert self.experts is not None, "there are none"
-        return self.dim, 2 * self.experts.inner_dim, self.experts.inner_dim, self.dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MlpAdapters:
+class LayerAdapters:
     """One layer's adapters, and the tokens that read them."""
 
-    weights: tuple[torch.Tensor, ...]  # as `MlpWeights.tensors`, without L
+    maps: Mapping[str, LowRankMap]
     rows: AdapterRows
 
-    def add_fc1(self, out_TF: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        return ops.add_low_rank(out_TF, x_TD, self.weights[0], self.weights[1], self.rows)
+    def add(self, out_TO: torch.Tensor, x_TI: torch.Tensor, *maps: str) -> torch.Tensor:
+        """Add the changes of maps of x to their results side by side in `out`, in place."""
+        first = 0
+        for name in maps:
+            a_SRI, b_SRO = self.maps[name]
+            part_TO = out_TO.narrow(-1, first, b_SRO.shape[-1])
+            ops.add_low_rank(part_TO, x_TI, a_SRI, b_SRO, self.rows)
+            first += b_SRO.shape[-1]
+        return out_TO
 
-    def add_fc2(self, out_TD: torch.Tensor, x_TF: torch.Tensor) -> torch.Tensor:
-        return ops.add_low_rank(out_TD, x_TF, self.weights[2], self.weights[3], self.rows)
 
-
-BlockAdapters = MlpAdapters | ExpertAdapters
+BlockAdapters = LayerAdapters | ExpertAdapters
 
 
 class AdapterBank:
@@ -119,13 +119,19 @@ class AdapterBank:
     ) -> None:
         """`like`: the model's device and dtype."""
         slots, experts = num_slots + 1, sizes.experts
-        shape = sizes.num_layers, slots, max_rank
-        mlps = MlpWeights(*(like.new_zeros(*shape, width) for width in sizes.widths()))
-        routed = None
+
+        def empty(maps: Mapping[str, Widths], *shape: int) -> dict[str, LowRankStack]:
+            return {
+                name: LowRankStack(*(like.new_zeros(*shape, width) for width in widths))
+                for name, widths in maps.items()
+            }
+
+        routed = {}
         if experts is not None:
             room = experts.num_layers, slots, experts.num_experts, experts.rank(max_rank)
-            routed = MlpWeights(*(like.new_zeros(*room, width) for width in sizes.expert_widths()))
-        self.weights = AdapterWeights(mlps, routed)
+            routed = empty(experts.maps, *room)
+        maps = empty(sizes.maps, sizes.num_layers, slots, max_rank)
+        self.weights = AdapterWeights(maps, routed)
         self.rank_S = like.new_zeros(slots, dtype=torch.int64)
         """Each slot's own rank."""
         self.expert_rank_S = like.new_zeros(slots, dtype=torch.int64)
@@ -134,10 +140,6 @@ class AdapterBank:
         self.ranks = _doubling(max_rank)
         """The ranks of captured launches, ascending."""
         self._sizes = sizes
-
-    @property
-    def num_mlps(self) -> int:
-        return self._sizes.num_layers
 
     @property
     def values_per_slot(self) -> int:
@@ -175,12 +177,18 @@ class AdaptedRows:
     expert_rows: AdapterRows
 
     def layer(self, index: int) -> BlockAdapters:
-        dense = len(self.weights.mlps.fc1_a_LSRD)
+        weights, dense = self.weights, self.weights.num_layers
         if index < dense:
-            return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)
-        assert self.weights.experts is not None, "a layer past the last"
-        up_a, up_b, down_a, down_b = (each[index - dense] for each in self.weights.experts.tensors)
-        return ExpertAdapters(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b), self.expert_rows)
+            maps = {
+                name: LowRankMap(*(tensor[index] for tensor in stack))
+                for name, stack in weights.maps.items()
+            }
+            return LayerAdapters(maps, self.rows)
+        up, down = (
+            ExpertMap(*(tensor[index - dense] for tensor in stack))
+            for stack in weights.experts.values()
+        )
+        return ExpertAdapters(up, down, self.expert_rows)
 
 
 def _doubling(most: int) -> tuple[int, ...]:

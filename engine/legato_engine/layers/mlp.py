@@ -8,7 +8,7 @@ from torch import nn
 from legato_engine.kernels import activations, ops
 from legato_engine.kernels.parameters import Affine, ExpertAdapters, ExpertWeights
 from legato_engine.layers.linear import Linear, PackedLinear, Sum
-from legato_engine.layers.lora import MlpAdapters
+from legato_engine.layers.lora import LayerAdapters
 
 
 class MLP(nn.Module):
@@ -21,7 +21,7 @@ class MLP(nn.Module):
         self.adapter_norm: Affine | None = None
         """What adapters' inputs still are to be multiplied by and added, if `fc1` has it."""
 
-    def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, adapters: LayerAdapters | None = None) -> torch.Tensor:
         """Apply the MLP; with adapters, x is [T, dim]."""
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
@@ -29,8 +29,8 @@ class MLP(nn.Module):
         own = x
         if self.adapter_norm is not None:
             own = x * self.adapter_norm.weight + self.adapter_norm.bias
-        hidden = activations.gelu(adapters.add_fc1(self.fc1(x), own))
-        return adapters.add_fc2(self.fc2(hidden), hidden)
+        hidden = activations.gelu(adapters.add(self.fc1(x), own, "fc1"))
+        return adapters.add(self.fc2(hidden), hidden, "fc2")
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """Add x + y, which may reuse the storage of x, and apply the map to its norm."""
@@ -52,10 +52,17 @@ class GatedMLP(nn.Module):
         self.gate_up = PackedLinear(dim, parts, bias=False)
         self.down_proj = Linear(inner_dim, dim, bias=False)
 
-    def onto(self, to: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the MLP of x to `to`, whose storage may be reused."""
-        total, rest = self.down_proj.onto(to, ops.gate(self.gate_up(x)))
-        return total if rest is None else total + rest
+    def onto(
+        self, to: torch.Tensor, x: torch.Tensor, adapters: LayerAdapters | None = None
+    ) -> torch.Tensor:
+        """Add the MLP of x to `to`, whose storage may be reused; with adapters, x is [T, dim]."""
+        both = self.gate_up(x)
+        if adapters is not None:
+            both = adapters.add(both, x, *self.gate_up.parts)
+        hidden = ops.gate(both)
+        total, rest = self.down_proj.onto(to, hidden)
+        out = total if rest is None else total + rest
+        return out if adapters is None else adapters.add(out, hidden, "down_proj")
 
 
 # ---------------------------------------------------------------- moe

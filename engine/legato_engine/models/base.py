@@ -107,6 +107,14 @@ class Adapter:
     weights: AdapterWeights
     num_bytes: int
 
+    @classmethod
+    def on_host(cls, key: str, weights: AdapterWeights, device: torch.device) -> Adapter:
+        """Make an adapter to be written to that device, page-locked for a GPU."""
+        if device.type != "cpu":
+            weights = weights.pinned()
+        num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
+        return cls(key, weights.rank, weights, num_bytes)
+
 
 class ImageEncoder(Protocol):
     """Embeds images in steps of fixed shape at fixed addresses, one image at a time.
@@ -285,11 +293,13 @@ class Model(abc.ABC):
         """Allocate the bank of low-rank adapters; None if the model takes none."""
         return None
 
-    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
-        """Parse an adapter file, on any thread, without the compute stream.
+    def read_adapter(self, data: bytes, key: str, max_rank: int, settings: bytes = b"") -> Adapter:
+        """Parse an adapter's tensors and a folder's settings, without the compute stream.
+
+        On any thread.
 
         Raises:
-            AdapterUnusable: the file does not fit.
+            AdapterUnusable: they do not fit.
         """
         raise NotImplementedError
 

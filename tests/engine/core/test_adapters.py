@@ -17,7 +17,8 @@ from legato_engine.core.adapters import AdapterStore
 from legato_engine.core.assembly import assemble
 from legato_engine.errors import AdapterNotFound, AdapterUnusable, InvalidField
 from legato_engine.ipc.messages import Done, Failed, PrefillStarted
-from legato_engine.layers.lora import AdapterWeights, MlpWeights
+from legato_engine.kernels.parameters import LowRankStack
+from legato_engine.layers.lora import AdapterWeights
 from legato_engine.models.base import Adapter
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 from legato_engine.types import CachedImageRef, CaptionSpec, DetectSpec, QuerySpec, RequestKey
@@ -278,9 +279,9 @@ def test_adapters_with_a_slot_are_read_once(assembly, monkeypatch):
     world, reads = World(dataclasses.replace(assembly, config=config)), []
     read = assembly.model.read_adapter
 
-    def counted(data, key, max_rank):
+    def counted(data, key, *limits):
         reads.append(key)
-        return read(data, key, max_rank)
+        return read(data, key, *limits)
 
     monkeypatch.setattr(assembly.model, "read_adapter", counted)
     for number, name in enumerate("xyxyxy"):
@@ -312,15 +313,16 @@ class Reader:
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, data, key):
+    def __call__(self, data, key, settings):
         """Count the read."""
+        self.settings = settings
         assert self.gate.wait(10)
         self.keys.append(key)
         self.threads.add(threading.current_thread())
         if data == b"bad":
             raise AdapterUnusable("no adapter")
         none = torch.zeros(0)
-        return Adapter(key, 8, AdapterWeights(MlpWeights(none, none, none, none)), len(data))
+        return Adapter(key, 8, AdapterWeights({"fc1": LowRankStack(none, none)}), len(data))
 
 
 @pytest.fixture
@@ -382,6 +384,29 @@ def test_a_replaced_file_is_another_adapter(store, tmp_path):
     path.unlink()
     with pytest.raises(AdapterNotFound):
         get(store, "a")
+
+
+def test_a_folder_is_an_adapter(store, reader, tmp_path):
+    """It has both files of PEFT; new content of either is another adapter."""
+    folder = tmp_path / "given" / "cups@2"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    with pytest.raises(AdapterNotFound):
+        get(store, "cups@2")
+    settings = folder / "adapter_config.json"
+    settings.write_bytes(b"{}")
+    first = get(store, "cups@2")
+    assert (reader.settings, get(store, "cups@2")) == (b"{}", first)
+    settings.write_bytes(b'{"r": 2}')
+    assert get(store, "cups@2").key != first.key
+    assert reader.settings == b'{"r": 2}'
+    settings.write_bytes(bytes(4 * MAX_VALUES + 1024 * 1024 + 1))
+    with pytest.raises(AdapterUnusable, match="larger than an adapter"):
+        get(store, "cups@2")
+    settings.write_bytes(b"{}")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterUnusable, match=r"adapter_model.safetensors is missing beside"):
+        get(store, "cups@2")
 
 
 def test_memory_is_bounded(store, reader, tmp_path):

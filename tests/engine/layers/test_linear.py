@@ -97,17 +97,27 @@ def slots_of(ranks, inputs, outputs, max_rank):
 @pytest.mark.parametrize("slots", [[0], [2], [1, 0, 3, 2, 0, 1, 1], [0] * 7])
 @pytest.mark.parametrize("rank", [16, 32])
 def test_gathered_and_row_by_row_agree(slots, rank):
-    """Each row gets its own slot's product, one slot may speak for all, and slot 0 adds nothing."""
+    """Each row gets its own slot's product, one slot may speak for all, and slot 0 adds nothing.
+
+    The outputs may be some of a wider row's.
+    """
     a_SRI, b_SRO, rank_S = slots_of([3, 16, 8], 24, 40, 32)
     x_TI, out_TO = torch.randn(7, 24).double(), torch.randn(7, 40).double()
     slot_T = torch.tensor(slots)
     expected = out_TO.clone()
     for row, slot in enumerate(slots if len(slots) > 1 else slots * 7):
         expected[row] += b_SRO[slot].t() @ (a_SRI[slot] @ x_TI[row])
-    gathered = reference.add_low_rank_gathered(out_TO, x_TI, a_SRI, b_SRO, slot_T, rank)
-    torch.testing.assert_close(gathered, expected)
     rows = AdapterRows(slot_T, rank_S, rank)
-    torch.testing.assert_close(ops.add_low_rank(out_TO, x_TI, a_SRI, b_SRO, rows), expected)
+    for add in (
+        lambda own_TO: reference.add_low_rank_gathered(own_TO, x_TI, a_SRI, b_SRO, slot_T, rank),
+        lambda own_TO: ops.add_low_rank(own_TO, x_TI, a_SRI, b_SRO, rows),
+    ):
+        wide_TO = torch.cat([torch.ones(7, 3), out_TO, torch.ones(7, 2)], dim=1)
+        own_TO = wide_TO[:, 3:43]
+        assert add(own_TO).data_ptr() == own_TO.data_ptr()
+        torch.testing.assert_close(own_TO, expected)
+        assert (wide_TO[:, :3] == 1).all()
+        assert (wide_TO[:, 43:] == 1).all()
 
 
 # ---------------------------------------------------------------- moe

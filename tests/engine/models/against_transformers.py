@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import torch
@@ -142,16 +143,27 @@ class Engine:
         return [token.token_id for token in task.prompt]
 
     def ask(
-        self, questions, depth=2, together=True, logprobs=False, images=(), steps=None, **sampling
+        self,
+        questions,
+        depth=2,
+        together=True,
+        logprobs=False,
+        images=(),
+        adapters=(),
+        steps=None,
+        **sampling,
     ):
-        """Run all requests, questions or tasks, with the `images` of each; forget earlier ones.
+        """Run all requests, questions or tasks, with images and an adapter of each.
 
-        Records of launches are appended to `steps`. With `logprobs` tokens have alternatives, too.
+        Earlier ones are forgotten. Records of launches are appended to `steps`. With `logprobs`
+        tokens have alternatives, too.
         """
         answers = Answers()
         observer = None if steps is None else steps.append
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth, observer=observer)
-        for index, question in enumerate(questions):
+        for index, (question, adapter) in enumerate(
+            zip(questions, adapters or itertools.repeat(None), strict=False)
+        ):
             request = Request(
                 request_id=RequestKey(str(index)),
                 task=QuerySpec(question=question) if isinstance(question, str) else question,
@@ -163,7 +175,7 @@ class Engine:
             )
             frontend = self.assembly.frontend
             task = frontend.make_task(request, images[index]) if images else None
-            sequence = make_sequence(frontend, request, None, task=task)
+            sequence = make_sequence(frontend, request, None, adapter, task=task)
             sequence.seq_id = index  # ranks them when pages run out
             scheduler.submit(sequence)
             if not together:

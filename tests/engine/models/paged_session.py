@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.runtime.kv_pool import kv_dtype
+from legato_engine.types import PromptToken
 
 PAGE_SIZE = 16
+PROMPT = [PromptToken(1), PromptToken(134), PromptToken(90), PromptToken(3)]
+FED = [40, 5, 120, 6, 77]
 
 
 class PagedSession:
@@ -78,3 +81,59 @@ class PagedSession:
 
     def _take(self, count):
         return [self.free_pages.pop() for _ in range(count)]
+
+
+class AdaptedModel:
+    """A model whose calls use the rows' adapter slots."""
+
+    def __init__(self, model, bank, slots):
+        self.model, self.bank, self.slots = model, bank, torch.tensor(slots)
+        self.prefilled = 0
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def rows(self, slots):
+        """The launch's rows, at the highest rank."""
+        return self.bank.rows(slots, self.bank.ranks[-1])
+
+    def prefill(self, x_TD, span, kv):
+        """Use the adapter of the row in prefill."""
+        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
+        return self.model.prefill(x_TD, span, kv)
+
+    def cache_span(self, x_TD, span, kv):
+        """Use the adapter of the row in prefill."""
+        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
+        self.model.cache_span(x_TD, span, kv)
+
+    def decode(self, x_BD, batch, kv):
+        """Use all rows' adapters."""
+        batch.adapters = self.rows(self.slots)
+        return self.model.decode(x_BD, batch, kv)
+
+
+class AdaptedSession(PagedSession):
+    """A session whose rows have adapter slots."""
+
+    def __init__(self, model, bank, slots, **options):
+        super().__init__(AdaptedModel(model, bank, slots), num_rows=len(slots), **options)
+
+    def prefill(self, row, image, prompt):
+        """Compute the prefix under the row's own adapter, without sharing it."""
+        self.prefixes.clear()
+        self.model.prefilled = row
+        return super().prefill(row, image, prompt)
+
+
+def walk(session, rows, image):
+    """The logits of rows over a prefill and decode steps, [steps, V] by row."""
+    model = session.model
+    seen = {row: [session.prefill(row, image, PROMPT)] for row in rows}
+    for step, token in enumerate(FED):
+        for row in rows:
+            session.feed(row, token, (0.1 * step, 0.4))
+        hidden_RD = session.step()
+        for row in rows:
+            seen[row].append(hidden_RD[row : row + 1])
+    return {row: torch.cat([model.logits(hidden) for hidden in seen[row]]) for row in rows}

@@ -48,6 +48,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.adapters import ALL, PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
@@ -168,10 +169,13 @@ def run(pieces):
 
 
 class Row:
-    """A prompt with images in the pages of one row."""
+    """A prompt with images in the pages of one row, with an adapter of a bank's first slot."""
 
-    def __init__(self, model, task):
+    def __init__(self, model, task, bank=None):
         self.model, self.visual = model, task.visual
+        self.adapters = None
+        if bank is not None:
+            self.adapters = bank.rows(torch.tensor([1]), bank.max_rank)
         self.ids_T = torch.tensor([token.token_id for token in task.prompt])
         self.pages_M = torch.tensor(list(range(1, 2 + model.max_context // 16)))
         self.kv = PagedSession(model).kv
@@ -192,7 +196,7 @@ class Row:
             rope_3T = torch.from_numpy(self.visual.prompt.rope_3P[:, start:stop])
             rows = VisualRows(rope_3T, torch.cat(indices), torch.cat(features))
         x_TD = self.model.embed(self.ids_T[start:stop], torch.zeros(stop - start, 2))
-        span = PrefillSpan(start, self.pages_M, bidirectional=False, visual=rows)
+        span = PrefillSpan(start, self.pages_M, False, self.adapters, rows)
         return self.model.prefill(x_TD, span, self.kv)
 
     def decode(self, token_id, position):
@@ -201,18 +205,18 @@ class Row:
         if self.visual is not None:
             offset_B = torch.tensor([self.visual.prompt.rope_offset, 0])
         tables_BM = torch.stack([self.pages_M, torch.zeros_like(self.pages_M)])
-        batch = DecodeBatch(torch.tensor([position, 0]), tables_BM, rope_offset_B=offset_B)
+        batch = DecodeBatch(torch.tensor([position, 0]), tables_BM, self.adapters, offset_B)
         x_BD = self.model.embed(torch.tensor([token_id, 5]), torch.zeros(2, 2))
         return self.model.decode(x_BD, batch, self.kv)[:1]
 
 
-def check_logits(model, theirs, bundle, task, *, cut, steps=8, tolerance=same.TOLERANCE):
+def check_logits(model, theirs, bundle, task, *, cut, steps=8, tolerance=same.TOLERANCE, bank=None):
     """Compare a prompt at once, in parts and followed by tokens."""
     after, length = [*range(20, 20 + steps)], len(task.prompt)
     cuts = [*range(0, length, cut), length]
     with torch.inference_mode():
         expected_TV = logits_of(theirs, bundle, task, after)
-        whole, row = Row(model, task).prefill(0, length), Row(model, task)
+        whole, row = Row(model, task, bank).prefill(0, length), Row(model, task, bank)
         found = [row.prefill(*part) for part in itertools.pairwise(cuts)]
         found += [row.decode(token, length + at) for at, token in enumerate(after)]
         errors = [
@@ -302,6 +306,26 @@ def test_logits_at_the_published_widths_are_those_of_transformers(tmp_path):
     check_logits(model, theirs, bundle, task, cut=30, steps=2)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_adapters_have_the_logits_of_merged_weights(tmp_path, kernels):
+    """Prompts with images, whose features are those of the model without an adapter."""
+    theirs = write(tmp_path, config(tie_word_embeddings=True))
+    bundle = resolve("qwen3-vl", weights=str(tmp_path))
+    model = bundle.load(same.CPU, torch.float32, LoadOptions(cpu_kernels=kernels))
+    adapter = PeftAdapter.of(theirs, rank=5)
+    bank = model.adapter_bank(1, 8)
+    assert bank is not None
+    data, settings_ = adapter.files()
+    bank.write(1, model.read_adapter(data, "", 8, settings_).weights)
+    merged = adapter.merged(theirs)
+    for count in (0, 3):
+        images = prepared(bundle.frontend, *SHAPES[:count])
+        task = task_of(bundle.frontend, QuerySpec(question="why is it?"), images)
+        check_logits(model, merged, bundle, task, cut=19, bank=bank)
+        with pytest.raises(AssertionError):
+            check_logits(model, merged, bundle, task, cut=19)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A folder of a small model with a template of its own, and transformers' model."""
@@ -370,20 +394,36 @@ def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
     assert whole.rope_3T[0, -1] == length + 1 + task.visual.prompt.rope_offset
 
 
-def test_neither_drafts_nor_batches_change_an_answer(small):
-    """Draft tokens rotate by the positions after images."""
+def test_neither_drafts_nor_batches_change_an_answer(small, tmp_path):
+    """Draft tokens rotate by the positions after images, and read the adapters of their rows."""
     asked = ["the cat the cat the cat", "why? why? why?", "tea tea tea tea", "0 1 0 1 0 1", "is it"]
-    answers = []
+    bundle, answers = resolve("qwen3-vl", weights=str(small[0])), []
+    adapters = [PeftAdapter.of(small[1], rank=5), PeftAdapter.of(small[1], ALL[:2], 8, seed=1)]
+    files = [each.files() for each in adapters]
     for fields in ({}, {"speculation": "fixed:3", "draft": "lookup"}):
-        with same.Engine("qwen3-vl", small[0], **fields) as engine:
-            pool = prepared(engine.assembly.frontend, *SHAPES)
+        limits = {"adapters": str(tmp_path), "adapter_slots": 2, "max_adapter_rank": 8}
+        with same.Engine("qwen3-vl", small[0], **limits, **fields) as engine:
+            pool, read = (
+                prepared(engine.assembly.frontend, *SHAPES),
+                engine.assembly.model.read_adapter,
+            )
             images = [pool[:count] for count in range(len(asked))]
-            sampling = {"max_tokens": 24, "temperature": 0.0}
+            first, second = (read(data, said.hex(), 8, said) for data, said in files)
+            known = [None, first, second, second, first]
+            sampling = {"max_tokens": 24, "temperature": 0.0, "adapters": known}
             answers += [
                 engine.ask(asked, images=images, together=together, **sampling).tokens
                 for together in (True, False)
             ]
+            frontend = engine.assembly.frontend
     assert all(each == answers[0] for each in answers)
+    one, other = (each.merged(small[1]) for each in adapters)
+    for index, truth in enumerate((small[1], one, other, other, one)):
+        task = task_of(frontend, QuerySpec(question=asked[index]), images[index])
+        chosen = answers[0][str(index)]
+        with torch.inference_mode():
+            logits_TV = logits_of(truth, bundle, task, chosen[:-1])
+        assert logits_TV[len(task.prompt) - 1 :].argmax(-1).tolist() == chosen, index
 
 
 @pytest.mark.parametrize(("name", "size"), [("random-tiny-vl", 0), ("qwen3-vl", 2_127_532_032)])

@@ -14,7 +14,7 @@ import torch
 from legato_engine.kernels.cpu import library as native
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.map_codes import MapCodes, WeightKind
-from legato_engine.kernels.parameters import AdapterRows
+from legato_engine.kernels.parameters import AdapterRows, LowRankStack
 
 KINDS = {
     "float32": 0,
@@ -182,16 +182,17 @@ class CpuLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CpuLowRank:
-    """Adapters of the maps `up` and `down` of all layers, contiguous, and the slot of each row.
+    """Adapters of the maps of all layers, contiguous, and the slot of each row.
 
-    One slot is that of all rows.
+    Those of a map follow each other over its outputs; none: the map is not adapted. One slot is
+    that of all rows.
     """
 
-    up_a_LSRD: torch.Tensor
-    up_b_LSRF: torch.Tensor
-    down_a_LSRF: torch.Tensor
-    down_b_LSRD: torch.Tensor
     rows: AdapterRows
+    qkv: Sequence[LowRankStack] = ()
+    out: Sequence[LowRankStack] = ()
+    up: Sequence[LowRankStack] = ()
+    down: Sequence[LowRankStack] = ()
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -222,7 +223,7 @@ class CpuSizes:
 
 
 class CpuDecoder:
-    """Runs the layers on rows of any sequences; only parallel layers have adapters."""
+    """Runs the layers on rows of any sequences."""
 
     def __init__(
         self,
@@ -374,17 +375,21 @@ def _addresses(angles: Angles | None) -> tuple[int | None, int | None]:
 def _adapters(adapters: CpuLowRank | None) -> native.AdaptersStruct:
     if adapters is None:
         return native.AdaptersStruct()
-    up_a, down_a = adapters.up_a_LSRD, adapters.down_a_LSRF
+    maps = adapters.qkv, adapters.out, adapters.up, adapters.down
+    (first_LSRI, _), *_ = (stack for stacks in maps for stack in stacks)
     slots, ranks = adapters.rows.slot_T, adapters.rows.rank_S
-    up = native.LowRankStruct(
-        up_a.data_ptr(), adapters.up_b_LSRF.data_ptr(), up_a.shape[3], down_a.shape[3]
-    )
-    down = native.LowRankStruct(
-        *(down_a.data_ptr(), adapters.down_b_LSRD.data_ptr(), down_a.shape[3], up_a.shape[3])
-    )
     return native.AdaptersStruct(
-        *(up, down, slots.data_ptr(), ranks.data_ptr()),
-        *(up_a.shape[1], up_a.shape[2], up_a.dtype is torch.bfloat16, len(slots) == 1),
+        *(native.LowRanksStruct(*map(_low_rank, stacks)) for stacks in maps),
+        *(slots.data_ptr(), ranks.data_ptr()),
+        *(first_LSRI.shape[1], first_LSRI.shape[2], first_LSRI.dtype is torch.bfloat16),
+        len(slots) == 1,
+    )
+
+
+def _low_rank(stack: LowRankStack) -> native.LowRankStruct:
+    a_LSRI, b_LSRO = stack
+    return native.LowRankStruct(
+        a_LSRI.data_ptr(), b_LSRO.data_ptr(), a_LSRI.shape[3], b_LSRO.shape[3]
     )
 
 

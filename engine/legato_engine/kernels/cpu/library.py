@@ -82,7 +82,7 @@ class PagesStruct(ctypes.Structure):
 
 
 class LowRankStruct(ctypes.Structure):
-    """Adapters of one map."""
+    """Adapters of adjacent outputs of one map."""
 
     _fields_ = (
         *((name, _Pointer) for name in ("a", "b")),
@@ -90,11 +90,15 @@ class LowRankStruct(ctypes.Structure):
     )
 
 
+LowRanksStruct = LowRankStruct * 3
+"""Adapters of all outputs of one map; the first without matrices ends them."""
+
+
 class AdaptersStruct(ctypes.Structure):
     """Adapters of all layers, and each row's slot."""
 
     _fields_ = (
-        *((name, LowRankStruct) for name in ("up", "down")),
+        *((name, LowRanksStruct) for name in ("qkv", "out", "up", "down")),
         *((name, _Pointer) for name in ("slots", "ranks")),
         ("layer_slots", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("capacity", "bf16", "shared")),

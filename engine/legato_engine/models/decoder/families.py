@@ -18,6 +18,7 @@ from legato_engine.kernels.map_codes import KINDS, CodeFormat, WeightKind
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import ungated_layer
+from legato_engine.layers.lora import LayerAdapters
 from legato_engine.layers.mlp import MLP
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import require_layers
@@ -84,7 +85,7 @@ class DecoderBundle:
     family: Family
     frontend: TextFrontend
     weights: Path | None
-    adapters: Path | None = None  # text models have none
+    adapters: Path | None = None
     draft: Path | None = None  # text models have none
 
     @property
@@ -247,7 +248,8 @@ def bundle_of(
         config=config,
     )
     stored = None if source.random_weights else Path(source.weights)
-    return DecoderBundle(source.name, config, family, family.frontend(setup), stored)
+    beside = None if stored is None or not (stored / "adapters").is_dir() else stored / "adapters"
+    return DecoderBundle(source.name, config, family, family.frontend(setup), stored, beside)
 
 
 def limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
@@ -294,10 +296,11 @@ class PhiBlock(nn.Module):
         where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
+        adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         normed: torch.Tensor = self.input_layernorm(x)
-        heads: torch.Tensor = self.self_attn(normed, where, cache, attend)
-        mlp: torch.Tensor = self.mlp(normed)
+        heads: torch.Tensor = self.self_attn(normed, where, cache, attend, adapters)
+        mlp: torch.Tensor = self.mlp(normed, adapters)
         return ops.add3(x, heads, mlp)
 
     def cpu_layer(self) -> cpu.CpuLayer:

@@ -23,14 +23,23 @@ from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.map_codes import GROUP, CodeFormat, WeightKind, format_of, map_codes
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.kernels.parameters import LowRankStack
 from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.linear import Coded, Embedding, Linear, PackedLinear, pack_linears
+from legato_engine.layers.lora import (
+    AdaptedRows,
+    AdapterBank,
+    BankSizes,
+    LayerAdapters,
+    Widths,
+)
 from legato_engine.layers.mlp import GatedMLP
 from legato_engine.layers.rope import Rope
 from legato_engine.models import checkpoint
-from legato_engine.models.base import Model
+from legato_engine.models.adapters import PeftTargets, parse_peft
+from legato_engine.models.base import Adapter, Model
 from legato_engine.models.checkpoint import Destination, TensorHeader, headers
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.frontend import FREE
@@ -206,12 +215,13 @@ class GatedBlock(nn.Module):
         where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
+        adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         """Compute the layer; the storage of x may be reused."""
         _, normed = ops.add_rms_norm(x, None, self.input_layernorm)
-        heads = self.self_attn(normed, where, cache, attend)
+        heads = self.self_attn(normed, where, cache, attend, adapters)
         x, normed = ops.add_rms_norm(x, heads, self.post_attention_layernorm)
-        return self.mlp.onto(x, normed)
+        return self.mlp.onto(x, normed, adapters)
 
     def cpu_layer(self) -> cpu.CpuLayer:
         """Return this layer for a decoder on the CPU, once it is packed."""
@@ -256,6 +266,7 @@ class DecoderNetwork(nn.Module):
             config.rope_theta, config.rotary_dim, config.max_context, config.rope_scaling
         )
         self.config = config
+        self._adapted = _adapted_maps(self.layers[0])
         self._table: PanelWeight | None = None
         self._tied_head: PackedWeight | None = None
         self._tied_format: CodeFormat | None = None
@@ -309,6 +320,18 @@ class DecoderNetwork(nn.Module):
         for module, _ in self._coded():
             if module.stored is not None:
                 module.use_codes(None)
+
+    def adapter_targets(self) -> PeftTargets:
+        """Return the linear maps of all layers by their stored names."""
+        maps: dict[str, Widths] = {}
+        modules: dict[str, tuple[int, str]] = {}
+        for each in self._adapted:
+            for part, outputs in each.parts.items():
+                maps[part] = each.inputs, outputs
+                for layer in range(self.config.num_layers):
+                    name = self.checkpoint_name(f"layers.{layer}.{each.path}.{part}.weight")
+                    modules[name.removesuffix(".weight")] = layer, part
+        return PeftTargets(BankSizes(self.config.num_layers, maps), modules)
 
     def pack(self, kind: str, library: Library | None) -> None:
         """Pack all linear maps on the CPU, the rotations being there.
@@ -391,10 +414,10 @@ class DecoderNetwork(nn.Module):
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         assert not span.bidirectional, "a text model has no bidirectional prefix"
         if self._on_cpu is not None:
-            rows = cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE)
+            rows = self._cpu_rows(kv, span.adapters)
             return self._on_cpu.span(x_TD, span.start, span.pages_M, rows, bidirectional=False)
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
-        return self._blocks(x_TD, where, kv, attend)
+        return self._blocks(x_TD, where, kv, attend, span.adapters)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         if self._on_cpu is not None:
@@ -402,10 +425,10 @@ class DecoderNetwork(nn.Module):
             if batch.rope_offset_B is not None:
                 cos_B1R, sin_B1R = self.rope.at(batch.positions_B + batch.rope_offset_B)
                 angles = cos_B1R[:, 0], sin_B1R[:, 0]
-            rows = cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE, angles=angles)
+            rows = self._cpu_rows(kv, batch.adapters, angles)
             return self._on_cpu.decode(x_BD, batch.positions_B, batch.page_table_BM, rows)
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
-        return self._blocks(x_BD, where, kv, attend)
+        return self._blocks(x_BD, where, kv, attend, batch.adapters)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         normed_BD = self.norm(hidden_BD)
@@ -417,10 +440,16 @@ class DecoderNetwork(nn.Module):
         return logits_BV.float()
 
     def _blocks(
-        self, x: torch.Tensor, where: AttentionMetadata | Span, kv: KVCache, attend: Attend
+        self,
+        x: torch.Tensor,
+        where: AttentionMetadata | Span,
+        kv: KVCache,
+        attend: Attend,
+        adapters: AdaptedRows | None,
     ) -> torch.Tensor:
         for layer, block in enumerate(self.layers):
-            x = block(x, where, kv.layer(layer), attend)
+            own = None if adapters is None else adapters.layer(layer)
+            x = block(x, where, kv.layer(layer), attend, own)
         return x
 
     def _coded(self) -> Iterator[tuple[Coded, tuple[str, ...]]]:
@@ -434,6 +463,23 @@ class DecoderNetwork(nn.Module):
                 )
                 yield module, tuple(each.removesuffix(".weight") for each in stored)
 
+    def _cpu_rows(
+        self,
+        kv: KVCache,
+        adapters: AdaptedRows | None,
+        angles: cpu.Angles | None = None,
+        layers: slice = slice(None),
+    ) -> cpu.CpuRows:
+        low_rank = None
+        if adapters is not None:
+            maps = adapters.weights.maps
+            stacks = (
+                [LowRankStack(*(each[layers] for each in maps[part])) for part in adapted.parts]
+                for adapted in self._adapted
+            )
+            low_rank = cpu.CpuLowRank(adapters.rows, *stacks)
+        return cpu.CpuRows(kv.k_LNHSE[layers], kv.v_LNHSE[layers], low_rank, angles)
+
     def _cpu_decoder(self, library: Library, of: slice = slice(None)) -> cpu.CpuDecoder:
         heads = self.config.heads
         gated = isinstance(self.layers[0], GatedBlock)
@@ -443,13 +489,34 @@ class DecoderNetwork(nn.Module):
         return cpu.CpuDecoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))
 
 
+class _AdaptedMap(NamedTuple):
+    """A layer's linear map: its inputs, and numbers of outputs by the names of its parts."""
+
+    path: str
+    inputs: int
+    parts: dict[str, int]
+
+
+def _adapted_maps(block: nn.Module) -> list[_AdaptedMap]:
+    """Return a layer's linear maps in the order of `cpu.CpuLayer`, which is that of a block."""
+    found = []
+    for name, module in block.named_modules():
+        if isinstance(module, Linear):
+            path, _, own = name.rpartition(".")
+            parts = {own: module.out_features}
+            if isinstance(module, PackedLinear):
+                parts = module.parts
+            found.append(_AdaptedMap(path, module.in_features, parts))
+    return found
+
+
 # ---------------------------------------------------------------- model
 
 # Shape legend: T tokens, B rows, D text width, V vocabulary.
 
 
 class DecoderModel(Model):
-    """A model over a loaded, frozen network, without optional capabilities."""
+    """A model over a loaded, frozen network, with adapters as its only optional capability."""
 
     def __init__(self, network: DecoderNetwork) -> None:
         config = network.config
@@ -465,6 +532,7 @@ class DecoderModel(Model):
         self.num_parameters = network.num_parameters
         self.bos_token = 0  # unused: the prefix is empty
         self._network = network
+        self._targets = network.adapter_targets()
         self._device = network.norm.weight.device
         network.rope.fill(self._device)
 
@@ -490,3 +558,11 @@ class DecoderModel(Model):
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         return self._network.logits(hidden_BD)
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
+        sizes, like = self._targets.sizes, self._network.norm.weight
+        return AdapterBank(sizes, num_slots=num_slots, max_rank=max_rank, like=like)
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int, settings: bytes = b"") -> Adapter:
+        weights = parse_peft(data, settings, self._targets, max_rank, self.dtype)
+        return Adapter.on_host(key, weights, self._device)

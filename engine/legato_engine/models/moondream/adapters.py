@@ -9,34 +9,36 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors import torch as safetensors
 
 from legato_engine.errors import AdapterUnusable
-from legato_engine.layers.lora import AdapterWeights, BankSizes, ExpertBankSizes, MlpWeights
+from legato_engine.kernels.parameters import LowRankStack
+from legato_engine.layers.lora import AdapterWeights, BankSizes, ExpertBankSizes, Widths
+from legato_engine.models.adapters import is_dense, read_safetensors, stacked
 from legato_engine.models.moondream.config import MoondreamConfig, TextConfig
 from legato_engine.models.untrusted import FileRefused, tensors_of_pickle
 
-_PARTS = ("fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
+_MAPS, _SIDES = ("fc1", "fc2"), ("lora_a", "lora_b")
+_PARTS = tuple(f"{name}.{side}" for name in _MAPS for side in _SIDES)
 _PUBLISHED = dict(zip(("up_a", "up_b", "down_a", "down_b"), _PARTS, strict=True))
 _OWN_NAME = re.compile(r"text\.blocks\.(\d{1,4})\.mlp\.(fc[12]\.lora_[ab])")
 _PUBLISHED_NAME = re.compile(r"(?:.*\.)?(dense|moe)\.(\d{1,4})\.(up_a|up_b|down_a|down_b)")
 _ZIP = b"PK"
-_MAX_HEADER = 1024 * 1024  # bytes of a safetensors file before its values
 
 _Key = tuple[int, str]  # layer, and one of `_PARTS`
 
 
 def bank_sizes(text: TextConfig) -> BankSizes:
+    maps = {"fc1": (text.dim, text.ff_dim), "fc2": (text.ff_dim, text.dim)}
     if text.moe is None:
-        return BankSizes(text.num_layers, text.dim, text.ff_dim)
+        return BankSizes(text.num_layers, maps)
     moe = text.moe
+    own = {"fc1": (text.dim, 2 * moe.inner_dim), "fc2": (moe.inner_dim, text.dim)}
     experts = ExpertBankSizes(
-        text.num_layers - moe.first_layer, moe.num_experts, moe.num_active, moe.inner_dim
+        text.num_layers - moe.first_layer, moe.num_experts, moe.num_active, own
     )
-    return BankSizes(moe.first_layer, text.dim, text.ff_dim, experts)
+    return BankSizes(moe.first_layer, maps, experts)
 
 
 def parse_adapter(
@@ -58,27 +60,9 @@ def parse_adapter(
     return _stacked(tensors, sizes, rank, dtype)
 
 
-class _Header(msgspec.Struct, frozen=True):
-    """The part of a safetensors header that is read here."""
-
-    metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
-
-
 def _read_own(data: bytes, model: str) -> Mapping[str, torch.Tensor]:
-    length = int.from_bytes(data[:8], "little")
-    if length > _MAX_HEADER:
-        raise AdapterUnusable(
-            f"neither safetensors nor a torch checkpoint: a header of {length} bytes; at most "
-            f"{_MAX_HEADER} are read",
-            limit=_MAX_HEADER,
-            actual=length,
-        )
-    try:
-        tensors = safetensors.load(data)
-        header = msgspec.json.decode(data[8 : 8 + length], type=_Header)
-    except (SafetensorError, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise AdapterUnusable(f"neither safetensors nor a torch checkpoint: {error}") from None
-    named = (header.metadata or {}).get("model", model)
+    tensors, metadata = read_safetensors(data, "neither safetensors nor a torch checkpoint")
+    named = metadata.get("model", model)
     if named != model:
         raise AdapterUnusable(f"it is for the model {named}, not {model}")
     return tensors
@@ -157,7 +141,7 @@ def _check(tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int) ->
         if tuple(tensor.shape) != expected:
             shapes = f"shape {list(tensor.shape)}, expected {list(expected)}"
             raise AdapterUnusable(f"{name}: {shapes} for rank {rank} and this model")
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        if not is_dense(tensor):
             raise AdapterUnusable(f"{name}: {tensor.dtype} is not a dense floating-point tensor")
     for layer in sorted({layer for layer, _ in tensors}):
         missing = [part for part in _PARTS if (layer, part) not in tensors]
@@ -166,38 +150,42 @@ def _check(tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int) ->
 
 
 def _shape(layer: int, part: str, sizes: BankSizes, rank: int) -> tuple[int, ...]:
-    *leading, own, width = _slot_shape(part, sizes, rank, routed=layer >= sizes.num_layers)
-    return (*leading, own, width) if part.endswith("a") else (*leading, width, own)
+    part, _, side = part.partition(".")
+    shape, (inputs, outputs) = _slots(part, sizes, rank, routed=layer >= sizes.num_layers)
+    *leading, own = shape
+    return (*leading, own, inputs) if side == _SIDES[0] else (*leading, outputs, own)
 
 
-def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int, ...]:
-    index, experts = _PARTS.index(part), sizes.experts
+def _slots(
+    name: str, sizes: BankSizes, rank: int, *, routed: bool
+) -> tuple[tuple[int, ...], Widths]:
+    """Return the number of experts, if there are some, and the rank of one; and a map's widths."""
+    experts = sizes.experts
     if experts is None or not routed:
-        return rank, sizes.widths()[index]
-    return experts.num_experts, experts.rank(rank), sizes.expert_widths()[index]
+        return (rank,), sizes.maps[name]
+    return (experts.num_experts, experts.rank(rank)), experts.maps[name]
 
 
 def _stacked(
     tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Stack the layers of each part; a slice of the rank is contiguous."""
+    """Stack the layers of each map; a slice of the rank is contiguous."""
 
-    def stacked(layers: range, *, routed: bool) -> MlpWeights:
-        stacks = []
-        for part in _PARTS:
-            shape = _slot_shape(part, sizes, rank, routed=routed)
-            stack_LRW = torch.zeros(len(layers), *shape, dtype=dtype)
-            for index, layer in enumerate(layers):
-                tensor = tensors.get((layer, part))
-                if tensor is not None:
-                    stack_LRW[index] = tensor if part.endswith("a") else tensor.transpose(-2, -1)
-            if not torch.isfinite(stack_LRW).all():
-                raise AdapterUnusable(f"{part}: not finite in {dtype}")
-            stacks.append(stack_LRW)
-        return MlpWeights(*stacks)
+    def maps(layers: range, *, routed: bool) -> dict[str, LowRankStack]:
+        stacks = {}
+        for name in _MAPS:
+            shape, widths = _slots(name, sizes, rank, routed=routed)
+            a, b = (torch.zeros(len(layers), *shape, width, dtype=dtype) for width in widths)
+            changes = {
+                index: (tensors[layer, f"{name}.lora_a"], tensors[layer, f"{name}.lora_b"])
+                for index, layer in enumerate(layers)
+                if (layer, f"{name}.lora_a") in tensors
+            }
+            stacks[name] = stacked(name, a, b, changes)
+        return stacks
 
-    mlps, experts = stacked(range(sizes.num_layers), routed=False), sizes.experts
+    dense, experts = maps(range(sizes.num_layers), routed=False), sizes.experts
     if experts is None:
-        return AdapterWeights(mlps)
+        return AdapterWeights(dense)
     routed_layers = range(sizes.num_layers, sizes.num_layers + experts.num_layers)
-    return AdapterWeights(mlps, stacked(routed_layers, routed=True))
+    return AdapterWeights(dense, maps(routed_layers, routed=True))

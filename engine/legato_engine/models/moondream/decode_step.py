@@ -150,7 +150,7 @@ def value_heads(config: MoondreamConfig, text: Text, region: RegionCoder) -> Val
 
 
 def low_rank_maps(text: Text, sizes: DecoderSizes, bank: AdapterBank) -> LowRankMaps:
-    layers = zip(range(bank.num_mlps), text.blocks, strict=False)
+    layers = zip(range(bank.weights.num_layers), text.blocks, strict=False)
     mlps = [_mlp_slots(cast(TextBlock, block), bank, layer) for layer, block in layers]
     return LowRankMaps(sizes.dim, sizes.ff_dim, mlps, bank.rank_S, bank.max_rank)
 
@@ -172,22 +172,24 @@ def _value_bins(region: RegionCoder, sizes: ValueSizes) -> MlpBins | NormedBins:
 
 
 def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
-    fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.mlps.tensors)
-    return MlpSlots(block.norm, LowRankMap(fc1_a, fc1_b), LowRankMap(fc2_a, fc2_b))
+    maps = bank.weights.maps
+    fc1, fc2 = (LowRankMap(*(each[layer] for each in maps[name])) for name in ("fc1", "fc2"))
+    return MlpSlots(block.norm, fc1, fc2)
 
 
 def expert_low_rank(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertLowRank | None:
     experts = bank.weights.experts
-    if experts is None:
+    if not experts:
         return None
+    ups, downs = (
+        [ExpertMap(*slots) for slots in zip(*experts[name], strict=True)] for name in ("fc1", "fc2")
+    )
     layers = {
-        layer: ExpertSlots(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b))
-        for layer, (up_a, up_b, down_a, down_b) in enumerate(
-            zip(*experts.tensors, strict=True), bank.num_mlps
-        )
+        layer: ExpertSlots(up, down)
+        for layer, (up, down) in enumerate(zip(ups, downs, strict=True), bank.weights.num_layers)
     }
     sizes = expert_sizes(config, expert_dtype(text))
-    capacity = experts.fc1_a_LSRD.shape[-2]
+    capacity = experts["fc1"].a_LSRI.shape[-2]
     return ExpertLowRank(config.text.dim, sizes, layers, bank.expert_rank_S, capacity)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from legato_engine.errors import InvalidField
+from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.kernels import packed_weights
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
@@ -255,12 +255,11 @@ class MoondreamModel(Model):
         sizes, like = bank_sizes(self._config.text), self._network.text.wte
         return AdapterBank(sizes, num_slots=num_slots, max_rank=max_rank, like=like)
 
-    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+    def read_adapter(self, data: bytes, key: str, max_rank: int, settings: bytes = b"") -> Adapter:
+        if settings:
+            raise AdapterUnusable("a PEFT folder; this model takes NAME.safetensors and NAME.pt")
         weights = parse_adapter(data, self._config, max_rank, self.dtype)
-        if self._device.type != "cpu":
-            weights = weights.pinned()
-        num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
-        return Adapter(key, weights.rank, weights, num_bytes)
+        return Adapter.on_host(key, weights, self._device)
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
         return read_draft(path, self._config, self._network.text, kv)

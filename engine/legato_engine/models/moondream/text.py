@@ -40,7 +40,7 @@ from legato_engine.kernels.step import (
 from legato_engine.layers.attention import Attend, Attention, Heads, Tau
 from legato_engine.layers.cpu import ungated_decoder, ungated_layer
 from legato_engine.layers.linear import Linear, TileCounters
-from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
+from legato_engine.layers.lora import AdaptedRows, BlockAdapters, LayerAdapters
 from legato_engine.layers.mlp import MLP, MoE
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream.config import TextConfig
@@ -236,7 +236,7 @@ class TextBlock(nn.Module):
         """Run the MLP or experts; only a step may be captured."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
-            assert not isinstance(adapters, MlpAdapters), "experts have adapters of their own"
+            assert not isinstance(adapters, LayerAdapters), "experts have adapters of their own"
             out = self.mlp(normed, adapters, capturable=capturable)
         else:
             out = self.mlp(normed, adapters)
@@ -521,9 +521,8 @@ def _positions(span: PrefillSpan, x_TD: torch.Tensor) -> torch.Tensor:
 def _cpu_rows(kv: KVCache, adapters: AdaptedRows | None) -> cpu.CpuRows:
     low_rank = None
     if adapters is not None:
-        mlps = adapters.weights.mlps
-        up, down = (mlps.fc1_a_LSRD, mlps.fc1_b_LSRF), (mlps.fc2_a_LSRF, mlps.fc2_b_LSRD)
-        low_rank = cpu.CpuLowRank(*up, *down, adapters.rows)
+        maps = adapters.weights.maps
+        low_rank = cpu.CpuLowRank(adapters.rows, up=(maps["fc1"],), down=(maps["fc2"],))
     return cpu.CpuRows(kv.k_LNHSE, kv.v_LNHSE, low_rank)
 
 

@@ -73,9 +73,10 @@ class Qwen3VLNetwork(DecoderNetwork):
             *(cos_T1R, sin_T1R),
             *(span.pages_M[positions_T // kv.page_size], positions_T % kv.page_size),
         )
-        attend = span_attention(span, len(x_TD))
+        attend, adapters = span_attention(span, len(x_TD)), span.adapters
         for layer, block in enumerate(self.layers):
-            x_TD = block(x_TD, where, kv.layer(layer), attend)
+            own = None if adapters is None else adapters.layer(layer)
+            x_TD = block(x_TD, where, kv.layer(layer), attend, own)
             if has_images and layer < self._num_taps:
                 x_TD.index_add_(0, visual.rows_N, visual.features_NKD[:, layer + 1])
         return x_TD
@@ -92,7 +93,7 @@ class Qwen3VLNetwork(DecoderNetwork):
         x32_TD, features_NKD, first = x_TD.float(), visual.features_NKD.float(), 0
         for tap, part in enumerate(self._parts_on_cpu):
             layers = slice(first, first + part.num_layers)
-            rows = cpu.CpuRows(kv.k_LNHSE[layers], kv.v_LNHSE[layers], angles=angles)
+            rows = self._cpu_rows(kv, span.adapters, angles, layers)
             x32_TD = part.span(x32_TD, span.start, span.pages_M, rows, bidirectional=False)
             if len(visual.rows_N) and tap < self._num_taps:
                 x32_TD.index_add_(0, visual.rows_N, features_NKD[:, tap + 1])

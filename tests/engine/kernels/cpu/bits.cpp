@@ -125,8 +125,7 @@ class Model {
         sines_ = numbers_.floats(size_t(PAGES) * SLOTS * form.rotary / 2);
         decoder_ = {layers_.data(), cosines_.data(), sines_.data(), LAYERS, DIM, INNER,
                     form.heads, form.key_heads, form.rotary / 2, form.gated, !form.gated};
-        for (int width : {DIM, INNER, INNER, DIM})
-            adapters_.push_back(numbers_.floats(size_t(LAYERS) * 3 * RANKS * width, 0.2f));
+        if (form.adapted) adapt();
         x_ = numbers_.floats(size_t(90) * DIM);
         keys_.resize(size_t(LAYERS) * PAGES * form.key_heads * SLOTS * form.head_dim);
         values_ = keys_;
@@ -153,15 +152,26 @@ class Model {
         const int64_t slot = form_.head_dim, head = slot * SLOTS, page = head * form_.key_heads;
         const int64_t bytes = form_.narrow_cache ? 2 : 4;
         Pages pages{keys_.data(), values_.data(), page, head, slot, form_.narrow_cache, SLOTS, form_.head_dim};
-        Adapters adapters{};
-        if (form_.adapted) {
-            adapters = {{adapters_[0].data(), adapters_[1].data(), DIM, INNER},
-                        {adapters_[2].data(), adapters_[3].data(), INNER, DIM},
-                        &slot_, ranks_, 3, RANKS, 0, 1};
-        }
-        Step step{x, positions.data(), lengths.data(), table_.data(), rows, 0, 8, pages,
-                  page * PAGES * bytes, 0, adapters};
+        Step step{x, positions.data(), lengths.data(), table_.data(), nullptr, nullptr, rows, 0, 8, pages,
+                  page * PAGES * bytes, 0, adapters_};
         legato_layers(pool, &decoder_, &step);
+    }
+
+    // Adapt queries, keys and values, the output, both halves of what is gated, and the rest.
+    void adapt() {
+        const int queries = form_.heads * form_.head_dim, keys = form_.key_heads * form_.head_dim;
+        adapters_ = {{low_rank(DIM, queries), low_rank(DIM, keys), low_rank(DIM, keys)},
+                     {low_rank(queries, DIM)},
+                     {low_rank(DIM, INNER), form_.gated ? low_rank(DIM, INNER) : LowRank{}},
+                     {low_rank(INNER, DIM)},
+                     &slot_, ranks_, 3, RANKS, 0, 1};
+    }
+
+    LowRank low_rank(int inputs, int outputs) {
+        const size_t count = size_t(LAYERS) * 3 * RANKS;
+        auto* a = new std::vector<float>(numbers_.floats(count * inputs, 0.2f));
+        auto* b = new std::vector<float>(numbers_.floats(count * outputs, 0.2f));
+        return {a->data(), b->data(), inputs, outputs};
     }
 
     Norm norm(int width, bool biased) {
@@ -174,7 +184,7 @@ class Model {
     Numbers numbers_;
     std::vector<Layer> layers_;
     std::vector<float> cosines_, sines_, x_, keys_, values_;
-    std::vector<std::vector<float>> adapters_;
+    Adapters adapters_{};
     std::vector<int64_t> table_;
     int64_t slot_ = 2, ranks_[3] = {0, 3, 5};
     Decoder decoder_;
@@ -190,10 +200,10 @@ int main() {
     }
     const Form forms[] = {
         {"llama", FLOAT32, 4, 2, 16, 16, true, false, false, false},
-        {"qwen3", BFLOAT16, 4, 1, 24, 24, true, true, true, false},
+        {"qwen3", BFLOAT16, 4, 1, 24, 24, true, true, true, true},
         {"phi", FLOAT32, 3, 3, 80, 32, false, false, false, true},
         {"phi", INT4, 3, 3, 16, 8, false, false, true, true},
-        {"llama", INT8, 6, 2, 16, 16, true, false, false, false},
+        {"llama", INT8, 6, 2, 16, 16, true, false, false, true},
     };
     for (const Form& form : forms) {
         Model model(form);

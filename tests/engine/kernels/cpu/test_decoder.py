@@ -24,7 +24,7 @@ from legato_engine.kernels.cpu.decoder import (
     panel_kind,
 )
 from legato_engine.kernels.map_codes import CodeFormat, WeightKind
-from legato_engine.kernels.parameters import AdapterRows
+from legato_engine.kernels.parameters import AdapterRows, LowRankStack
 
 DIM, INNER, SLOTS, PAGES, LAYERS = 50, 70, 6, 40, 2
 EPSILON = 1e-5
@@ -124,11 +124,12 @@ def rotated64(x_THE, angles):
 
 
 def reference(made, x_TD, visible_TL, change=lambda layer, part, x: 0.0):
-    """All positions of one sequence at once."""
+    """All positions of one sequence at once; `change` is added to each map's result."""
     form, x = made.form, x_TD.double()
     for index, layer in enumerate(made.layers):
         normed = norm64(layer.norm, x)
-        qkv = map64(layer.qkv, normed).unflatten(1, (-1, form.head_dim))
+        qkv = map64(layer.qkv, normed) + change(index, "qkv", normed)
+        qkv = qkv.unflatten(1, (-1, form.head_dim))
         q, k, v = qkv.split([form.heads, form.key_heads, form.key_heads], dim=1)
         if layer.query_norm is not None:
             q, k = norm64(layer.query_norm, q), norm64(layer.key_norm, k)
@@ -137,16 +138,20 @@ def reference(made, x_TD, visible_TL, change=lambda layer, part, x: 0.0):
         scores = torch.einsum("the,lhe->htl", q, k) / math.sqrt(form.head_dim)
         shares = scores.masked_fill(~visible_TL, -torch.inf).softmax(-1)
         heads = torch.einsum("htl,lhe->the", shares, v).flatten(1)
+        out = map64(layer.out, heads) + change(index, "out", heads)
         if layer.next_norm is None:
             inner = F.gelu(
                 map64(layer.up, normed) + change(index, "up", normed), approximate="tanh"
             )
             down = map64(layer.down, inner) + change(index, "down", inner)
-            x = x + map64(layer.out, heads) + down
+            x = x + out + down
         else:
-            x = x + map64(layer.out, heads)
-            gate, up = map64(layer.up, norm64(layer.next_norm, x)).chunk(2, dim=1)
-            x = x + map64(layer.down, F.silu(gate) * up)
+            x = x + out
+            normed = norm64(layer.next_norm, x)
+            both = map64(layer.up, normed) + change(index, "up", normed)
+            gate, up = both.chunk(2, dim=1)
+            inner = F.silu(gate) * up
+            x = x + map64(layer.down, inner) + change(index, "down", inner)
     return x
 
 
@@ -258,22 +263,40 @@ def together(made, sequences, alone):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_change_their_rows_alone(library, dtype):
+@pytest.mark.parametrize("name", ["phi", "llama", "qwen3"])
+def test_adapters_change_their_rows_alone(library, name, dtype):
     """Each row by its own slot and rank, as in float64; a row without one keeps its bits."""
-    made = Made(library, FORMS["phi"])
+    form, made = FORMS[name], Made(library, FORMS[name])
     ranks_S = torch.tensor([0, 3, 5])
-    shapes = (5, DIM), (5, INNER), (5, INNER), (5, DIM)
-    up_a, up_b, down_a, down_b = ((made.noise(LAYERS, 3, *shape) / 4).to(dtype) for shape in shapes)
+    queries, keys = form.heads * form.head_dim, form.key_heads * form.head_dim
+    widths = {
+        "qkv": (DIM, queries, keys, keys),
+        "out": (queries, DIM),
+        "up": (DIM, INNER, INNER) if form.gated else (DIM, INNER),
+        "down": (INNER, DIM),
+    }
+    stacks = {
+        part: [
+            LowRankStack(
+                *((made.noise(LAYERS, 3, 5, width) / 4).to(dtype) for width in (inputs, output))
+            )
+            for output in outputs
+        ]
+        for part, (inputs, *outputs) in widths.items()
+    }
     x_TD, pages_M = made.noise(12, DIM), pages_of(12)
 
     def low_rank(slots):
-        return CpuLowRank(up_a, up_b, down_a, down_b, AdapterRows(torch.tensor(slots), ranks_S, 5))
+        return CpuLowRank(AdapterRows(torch.tensor(slots), ranks_S, 5), **stacks)
 
     def change(slot):
         def changed(layer, part, x):
-            a, b = (up_a, up_b) if part == "up" else (down_a, down_b)
             rank = ranks_S[slot]
-            return x @ a[layer, slot, :rank].double().T @ b[layer, slot, :rank].double()
+            changes = [
+                x @ a[layer, slot, :rank].double().T @ b[layer, slot, :rank].double()
+                for a, b in stacks[part]
+            ]
+            return torch.cat(changes, dim=1)
 
         return changed
 

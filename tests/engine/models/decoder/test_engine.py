@@ -13,9 +13,10 @@ import torch
 from legato_engine.core.requests import make_sequence
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.errors import InvalidField
+from legato_engine.models.base import Model
 from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
-from legato_engine.models.paged_attention import DecodeBatch, KVCache
+from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
@@ -34,6 +35,7 @@ from legato_engine.types import (
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models.paged_session import PagedSession
 
@@ -144,8 +146,9 @@ def test_the_engine_is_told_what_it_serves(engine):
     assert info.max_output_tokens == 255
 
 
-def test_a_folder_of_adapters_is_refused(phi_folder, tmp_path):
+def test_a_folder_of_adapters_is_refused_by_a_model_without(phi_folder, tmp_path, monkeypatch):
     """It is refused at start rather than by each request."""
+    monkeypatch.setattr(DecoderModel, "adapter_bank", Model.adapter_bank)
     with pytest.raises(InvalidField, match="phi takes no adapters") as caught:
         same.Engine("phi", phi_folder, adapters=str(tmp_path))
     assert caught.value.metadata["field"] == "adapters"
@@ -166,16 +169,20 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
         tokens_B = torch.zeros(4, dtype=torch.int64, device="cuda")
         payload_B2 = torch.zeros(4, 2, device="cuda")
         table_BM = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
+        bank = model.adapter_bank(2, 8)
+        rows = bank.rows(tokens_B, bank.max_rank)
         hidden_BD = model.decode(
-            model.embed(tokens_B, payload_B2), DecodeBatch(tokens_B, table_BM), kv
+            model.embed(tokens_B, payload_B2), DecodeBatch(tokens_B, table_BM, rows), kv
         )
+        one_slot = bank.rows(tokens_B[:1], bank.max_rank)
+        span = PrefillSpan(0, table_BM[0], bidirectional=False, adapters=one_slot)
+        assert model.prefill(hidden_BD, span, kv).shape == hidden_BD.shape
         assert model.logits(hidden_BD).shape == (4, model.vocab_size)
         assert model.logits(hidden_BD).device.type == "cuda"
         assert not model.has_value_heads, "nor is there a value head that could read one"
         assert not model.has_prefill_chunks
         assert not model.own_threads
         assert model.step_kernels(kv, None) is None
-        assert model.adapter_bank(1, 8) is None
         assert model.image_encoder(CpuDevice(1).pinned, 1) is None
         assert model.draft_proposer(Path(), kv) is None
         assert model.mask_refiner(Path()) is None
@@ -198,8 +205,8 @@ def noise_images(frontend):
 class Behind:
     """Requests with images behind a stream of text, and the timeline of their launches."""
 
-    def __init__(self, engine, **fields):
-        assembly = dataclasses.replace(engine.assembly, **fields)
+    def __init__(self, engine, adapter=None, **fields):
+        assembly, self.adapter = dataclasses.replace(engine.assembly, **fields), adapter
         self.answers = same.Answers()
         self.timeline = Timeline(10_000)
         feed = StepFeed(assembly.runner.times, (self.timeline.add,))
@@ -225,7 +232,8 @@ class Behind:
             return_tokens=True,
         )
         task = self.frontend.make_task(request, images)
-        sequence = make_sequence(self.frontend, request, None, task=task)
+        adapter = self.adapter if len(images) % 2 else None
+        sequence = make_sequence(self.frontend, request, None, adapter, task=task)
         sequence.seq_id = next(self._numbers)
         self.scheduler.submit(sequence)
         return sequence
@@ -239,23 +247,29 @@ class Behind:
         return self.answers.told
 
 
-def test_images_are_encoded_between_the_steps_of_a_stream(monkeypatch):
+def test_images_are_encoded_between_the_steps_of_a_stream(monkeypatch, tmp_path):
     """Pieces and chunks alternate with its decodes, and change no bit of any answer.
 
-    Nor does a shortage of pages, after which images are encoded again.
+    Nor does a shortage of pages, after which images are encoded again. Half of the requests have an
+    adapter.
     """
-    with same.Engine("random-tiny-vl", "") as engine:
-        whole = Behind(engine)
+    with same.Engine("random-tiny-vl", "", adapters=str(tmp_path)) as engine:
+        model = engine.assembly.model
+        data, said = PeftAdapter.fitting(model._targets, rank=4).files()
+        adapter = model.read_adapter(data, "key", 8, said)
+        plain = Behind(engine).ask((1, 2, 3, 4))
+        whole = Behind(engine, adapter)
         told = whole.ask((1, 2, 3, 4))
         assert LaunchKind.ENCODE not in whole.kinds
+        assert [told[name] == plain[name] for name in "1234"] == [False, True, False, True]
     monkeypatch.setattr(torch_backend, "CHUNK", 3)
-    with same.Engine("random-tiny-vl", "") as engine:
+    with same.Engine("random-tiny-vl", "", adapters=str(tmp_path)) as engine:
         for counts, fields in (
             ((1, 2, 3, 4), {}),
             ((4, 2, 1, 3), {}),
             ((4, 3, 2), {"num_pages": 9}),
         ):
-            split = Behind(engine, **fields)
+            split = Behind(engine, adapter, **fields)
             assert split.ask(counts).items() <= told.items()
             kinds = split.kinds
             assert kinds.count(LaunchKind.ENCODE) > len(counts)

@@ -15,7 +15,6 @@ from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan
-from legato_engine.types import PromptToken
 
 from tests.adapters import (
     own_names,
@@ -24,73 +23,15 @@ from tests.adapters import (
     safetensors_file,
     torch_file,
 )
-from tests.engine.models.paged_session import PagedSession
+from tests.engine.models.paged_session import AdaptedSession, PagedSession, walk
 
 CPU = torch.device("cpu")
 MAX_RANK = 16
-PROMPT = [PromptToken(1), PromptToken(134), PromptToken(90), PromptToken(3)]
-FED = [40, 5, 120, 6, 77]
 
 
 def parse(data, config, max_rank=MAX_RANK, dtype=torch.float32):
     """Parse a file."""
     return parse_adapter(data, config, max_rank, dtype)
-
-
-class AdaptedModel:
-    """A model whose calls use the rows' adapter slots."""
-
-    def __init__(self, model, bank, slots):
-        self.model, self.bank, self.slots = model, bank, torch.tensor(slots)
-        self.prefilled = 0
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def rows(self, slots):
-        """The launch's rows, at the highest rank."""
-        return self.bank.rows(slots, self.bank.ranks[-1])
-
-    def prefill(self, x_TD, span, kv):
-        """Use the adapter of the row in prefill."""
-        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
-        return self.model.prefill(x_TD, span, kv)
-
-    def cache_span(self, x_TD, span, kv):
-        """Use the adapter of the row in prefill."""
-        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
-        self.model.cache_span(x_TD, span, kv)
-
-    def decode(self, x_BD, batch, kv):
-        """Use all rows' adapters."""
-        batch.adapters = self.rows(self.slots)
-        return self.model.decode(x_BD, batch, kv)
-
-
-class AdaptedSession(PagedSession):
-    """A session whose rows have adapter slots."""
-
-    def __init__(self, model, bank, slots, **options):
-        super().__init__(AdaptedModel(model, bank, slots), num_rows=len(slots), **options)
-
-    def prefill(self, row, image, prompt):
-        """Compute the prefix under the row's own adapter, without sharing it."""
-        self.prefixes.clear()
-        self.model.prefilled = row
-        return super().prefill(row, image, prompt)
-
-
-def walk(session, rows, image):
-    """The logits of rows over a prefill and decode steps, [steps, V] by row."""
-    model = session.model
-    seen = {row: [session.prefill(row, image, PROMPT)] for row in rows}
-    for step, token in enumerate(FED):
-        for row in rows:
-            session.feed(row, token, (0.1 * step, 0.4))
-        hidden_RD = session.step()
-        for row in rows:
-            seen[row].append(hidden_RD[row : row + 1])
-    return {row: torch.cat([model.logits(hidden) for hidden in seen[row]]) for row in rows}
 
 
 def merged(config, tensors, seed=0):
@@ -379,7 +320,7 @@ def test_another_size_of_model_is_refused(tiny_config, mid_config):
 def test_ranks_are_captured_doubling(most, ranks):
     """A launch runs at less than twice the rank of its adapters, or at the least rank."""
     like = torch.zeros(1)
-    bank = AdapterBank(BankSizes(1, 2, 2), num_slots=1, max_rank=most, like=like)
+    bank = AdapterBank(BankSizes(1, {"fc1": (2, 2)}), num_slots=1, max_rank=most, like=like)
     assert bank.ranks == ranks
     assert [bank.bucket(0), bank.bucket(1), bank.bucket(most)] == [0, ranks[0], most]
 

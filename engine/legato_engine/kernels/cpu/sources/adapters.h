@@ -5,16 +5,21 @@
 
 namespace legato {
 
-// Matrices [slot, rank, width], float32 or bfloat16, of one layer and map.
+// Matrices [slot, rank, width], float32 or bfloat16, of one layer and adjacent outputs of a map.
 struct LowRank {
     const void* a;
     const void* b;
     int64_t inputs, outputs;
 };
 
+// Of all outputs of a map, in their order; the first without matrices ends them.
+struct LowRanks {
+    LowRank parts[3];
+};
+
 // Row r has slot `slots[r]`, with one slot for all `slots[0]`; slot 0 is none.
 struct Adapters {
-    LowRank up, down;      // of the first layer
+    LowRanks qkv, out, up, down;  // of the first layer
     const int64_t* slots;  // null: no row has an adapter
     const int64_t* ranks;  // of each slot
     int64_t layer_slots;   // slots of a layer
@@ -60,20 +65,24 @@ inline void add_low_rank(const T* a, const T* b, long rank, long inputs, long ou
 }
 
 // Add a map's change to a row of its results.
-inline void adapt(Thread& thread, const Adapters& adapters, const LowRank& map, int layer, long row,
+inline void adapt(Thread& thread, const Adapters& adapters, const LowRanks& map, int layer, long row,
                   const float* x, float* to) {
     int64_t slot = adapters.slot(row);
     if (slot == 0) return;
     long index = (layer * adapters.layer_slots + slot) * adapters.capacity, rank = adapters.ranks[slot];
     float* hidden = thread.hidden.room<float>(rank);
-    auto run = [&](auto* a, auto* b) {
-        add_low_rank(a + index * map.inputs, b + index * map.outputs, rank, map.inputs, map.outputs, x,
-                     hidden, to);
-    };
-    if (adapters.bf16)
-        run(static_cast<const uint16_t*>(map.a), static_cast<const uint16_t*>(map.b));
-    else
-        run(static_cast<const float*>(map.a), static_cast<const float*>(map.b));
+    for (const LowRank& part : map.parts) {
+        if (part.a == nullptr) break;
+        auto run = [&](auto* a, auto* b) {
+            add_low_rank(a + index * part.inputs, b + index * part.outputs, rank, part.inputs, part.outputs,
+                         x, hidden, to);
+        };
+        if (adapters.bf16)
+            run(static_cast<const uint16_t*>(part.a), static_cast<const uint16_t*>(part.b));
+        else
+            run(static_cast<const float*>(part.a), static_cast<const float*>(part.b));
+        to += part.outputs;
+    }
 }
 
 }  // namespace legato

@@ -36,7 +36,7 @@ struct Step {
     Pages pages;  // of the first layer
     int64_t layer_bytes;
     int32_t caches_only;  // whether the last layer ends with its keys and values
-    Adapters adapters;    // in parallel layers
+    Adapters adapters;
 };
 
 class Run {
@@ -86,7 +86,10 @@ class Run {
         norm(layer.norm, normed, layer.qkv.rounding() | layer.up.rounding());
         multiply(layer.qkv, normed, {qkv, fused_, false}, parallel ? &layer.up : nullptr,
                  {up, layer.up.outputs, false});
-        pool_.share(rows, [&](long row) { place(layer, pages, qkv + row * fused_, row); });
+        pool_.share(rows, [&](long row) {
+            adapt_row(adapters.qkv, index, row, normed.row(row), qkv + row * fused_);
+            place(layer, pages, qkv + row * fused_, row);
+        });
         if (caches_only) return;
         attend_all(pages, qkv, heads);
         Prepared seen(pool_.normed, rows, queries_, heads, queries_);
@@ -101,20 +104,31 @@ class Run {
         }
         multiply(layer.out, seen, {step_.x, decoder_.dim, true});
         if (!parallel) {
+            adapt_out(index, heads);
             Prepared again(pool_.normed, rows, decoder_.dim);
             norm(layer.next_norm, again, layer.up.rounding());
             multiply(layer.up, again, {up, layer.up.outputs, false});
-            pool_.share(rows, [&](long row) { activate_row(layer, up, active, row); });
-        }
-        multiply(layer.down, active, {step_.x, decoder_.dim, true});
-        if (parallel && adapters.slots != nullptr) {
             pool_.share(rows, [&](long row) {
-                adapt_row(adapters.down, index, row, active.row(row), step_.x + row * decoder_.dim);
+                adapt_row(adapters.up, index, row, again.row(row), up + row * layer.up.outputs);
+                activate_row(layer, up, active, row);
             });
         }
+        multiply(layer.down, active, {step_.x, decoder_.dim, true});
+        if (parallel) adapt_out(index, heads);
+        if (adapters.slots == nullptr) return;
+        pool_.share(rows, [&](long row) {
+            adapt_row(adapters.down, index, row, active.row(row), step_.x + row * decoder_.dim);
+        });
     }
 
-    void adapt_row(const LowRank& map, int layer, long row, const float* x, float* to) {
+    void adapt_out(int layer, const float* heads) {
+        if (step_.adapters.out.parts[0].a == nullptr) return;
+        pool_.share(step_.rows, [&](long row) {
+            adapt_row(step_.adapters.out, layer, row, heads + row * queries_, step_.x + row * decoder_.dim);
+        });
+    }
+
+    void adapt_row(const LowRanks& map, int layer, long row, const float* x, float* to) {
         if (step_.adapters.slots != nullptr) adapt(thread_, step_.adapters, map, layer, row, x, to);
     }
 
