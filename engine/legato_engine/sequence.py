@@ -41,6 +41,11 @@ class SampledToken(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
     """Likeliest tokens and their logprobs, in descending order; empty if no row requested any."""
 
+    @classmethod
+    def forced(cls, token_id: int) -> SampledToken:
+        """Return the token as if it was sampled where no other is allowed."""
+        return cls(token_id, NO_PAYLOAD, 0.0, alternatives=((token_id, 0.0),))
+
 
 class Task(Protocol):
     """State machine that turns a request's committed tokens into events.
@@ -128,15 +133,24 @@ class Grammar:
 
         A grammar that turns out to be too complex sets all; `accept` then raises.
         """
-        for token_id in forced:
-            self._consume(token_id)
-            self._ahead.append(token_id)
-        if run := self._forced_run():
-            allow_only(run[0], words_W)
+        self._run_ahead(forced)
+        if following := self.forced(len(forced)):
+            allow_only(following[0], words_W)
         else:
             self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
         if self._matcher.is_error():
             words_W.fill(-1)
+
+    def closing(self) -> tuple[int, ...]:
+        """Return the tokens that the answer certainly ends with; () if others may come first."""
+        forced = self.forced(0)
+        self._run_ahead(forced)
+        return forced if self._matcher.is_stopped() and not self._matcher.is_error() else ()
+
+    def _run_ahead(self, forced: abc.Sequence[int]) -> None:
+        for token_id in forced[len(self._ahead) :]:
+            self._consume(token_id)
+            self._ahead.append(token_id)
 
     def _forced_run(self) -> tuple[int, ...]:
         if self._run is None:

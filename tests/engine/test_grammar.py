@@ -28,7 +28,7 @@ from legato_engine.types import (
     SamplingParams,
 )
 
-from tests.engine.models.against_transformers import Engine
+from tests.engine.models.against_transformers import Answers, Engine
 
 VOCABULARY = BytePairTokenizer(Path(legato_tiny.__path__[0]) / "tokenizer.json", is_shipped=True)
 EOS = 0
@@ -355,6 +355,18 @@ def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
         assert (answers.told, answers.results) == (expected.told, expected.results)
 
 
+def test_a_forced_end_takes_no_step(engine, monkeypatch):
+    """From the last token with an alternative on, the answer is complete at once."""
+    tasks = [asked(choices=("a small red ball",)), asked(regex="[0-9] of them, I think")]
+    expected = without_forced(engine, monkeypatch, tasks, max_tokens=30)
+    steps = list[StepRecord]()
+    answers = engine.ask(tasks, depth=1, steps=steps, max_tokens=30)
+    assert (answers.told, answers.results) == (expected.told, expected.results)
+    assert set(answers.reasons.values()) == {FinishReason.STOP}
+    assert num_decodes(steps) == 0
+    assert sum(step.forced for step in steps) == sum(map(len, answers.told.values())) - 2
+
+
 def test_a_mask_before_forced_tokens_is_noticed(engine, monkeypatch):
     """A mask of the state before them would let the first be sampled again, which is refused."""
     fill = Grammar.fill
@@ -409,3 +421,21 @@ def test_forced_tokens_survive_preemption(engine, monkeypatch):
     assert any(step.forced for step in steps)
     expected = without_forced(engine, monkeypatch, tasks, depth=1, together=False, **options)
     assert answers.tokens == expected.tokens
+
+
+def test_an_answer_resumes_within_forced_tokens(engine):
+    """After another engine's end, wherever that left it, the rest is the same."""
+    task, sampling = LISTED, SamplingParams(max_tokens=60, temperature=1.0, seed=5)
+    whole = engine.ask([task], max_tokens=60, temperature=1.0, seed=5).tokens["0"]
+    for count in range(1, len(whole)):
+        answers = Answers()
+        scheduler = engine.assembly.scheduler(answers, pipeline_depth=2)
+        request = Request(
+            request_id=RequestKey("0"), task=task, sampling=sampling, return_tokens=True
+        )
+        sequence = make_sequence(engine.assembly.frontend, request, None)
+        resumed = Resumed(token_ids=tuple(whole[:count]), arrival=0.0)
+        replay(sequence, resumed, engine.assembly.frontend)
+        scheduler.submit(sequence)
+        scheduler.drain()
+        assert answers.tokens["0"] == whole[count:]

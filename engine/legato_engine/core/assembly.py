@@ -147,7 +147,7 @@ class Assembly:
     ) -> Scheduler:
         """Return a scheduler with an empty KV cache; the previous one must be idle.
 
-        Without `shares` every prefill has a launch of its own.
+        Without `shares` every prefill has a launch of its own, and decodes have no forced tokens.
         """
         self.runner.forget_acceptance()
         manager = KVCacheManager(
@@ -169,7 +169,7 @@ class Assembly:
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
             limits=self.runner.limits if shares else ALONE,
-            max_decode_tokens=self.runner.limits.sampled,
+            max_decode_tokens=self.runner.limits.sampled if shares else 0,
             block_sizes=block_sizes(self.config.speculation),
             loops=self.runner if self.runner.decodes_by_loops else None,
             pause=pause,

@@ -141,14 +141,6 @@ def sampled_tokens(
     return list(map(SampledToken._make, zip(*fields, strict=False)))
 
 
-def forced_tokens(token_ids: Iterable[int], needs: Needs) -> Iterable[SampledToken]:
-    """Return tokens that a grammar forced, as if they were sampled, each the only one allowed."""
-    logprob = 0.0 if needs.logprobs else None
-    for token_id in token_ids:
-        alternatives = ((token_id, 0.0),) if needs.alternatives else ()
-        yield SampledToken(token_id, NO_PAYLOAD, logprob, alternatives=alternatives)
-
-
 def drafted_tokens(
     outputs: Outputs, slot: DecodeSlot, num_rows: int, needs: Needs
 ) -> list[RowTokens]:

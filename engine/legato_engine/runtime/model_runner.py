@@ -19,7 +19,6 @@ from legato_engine.runtime.backend import (
     Needs,
     Outputs,
     drafted_tokens,
-    forced_tokens,
     have_common_pages,
     needs_of,
     sampled_tokens,
@@ -35,7 +34,7 @@ from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, Sched
 from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause
 from legato_engine.scheduler.loops import max_new_pages
 from legato_engine.scheduler.scheduler import NUM_SLOTS
-from legato_engine.sequence import RowTokens
+from legato_engine.sequence import RowTokens, SampledToken
 from legato_engine.speculation import BlockPolicy, TokenBudgetPolicy
 
 
@@ -426,7 +425,7 @@ class ModelRunner:
             return drafted_tokens(outputs, slot, num_rows, needs)
         tokens = sampled_tokens(outputs, slot, num_rows, needs)
         return [
-            RowTokens((*forced_tokens(row.forced, needs), token) if row.forced else (token,))
+            RowTokens((*map(SampledToken.forced, row.forced), token))
             for row, token in zip(rows, tokens, strict=True)
         ]
 

@@ -97,7 +97,7 @@ class OutputProcessor:
             elif index < num_counted:
                 if index >= num_decodes:
                     self._prefilled(sequence, output.tokens[0])
-                record.forced += min(self._process_all(sequence, output), len(row.forced))
+                self._process_all(record, row, output)
         record.tokens = self.num_tokens - num_tokens
 
     def roll_back(self, record: StepRecord, *, before_loop: bool) -> None:
@@ -143,9 +143,9 @@ class OutputProcessor:
         sequence.commit_drafts(num_committed, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, output)
-        num_processed = self._process_all(sequence, output)
-        record.forced += min(num_processed, num_forced)
-        assert num_processed > num_forced or sequence.finalized, "a forced token was not sampled"
+        self._process_all(record, row, output)
+        is_complete = len(output.tokens) > num_forced or sequence.finalized
+        assert is_complete, "a forced token was not sampled"
         self.commit_pages(sequence, row.num_drafts, pressed=pressed)
 
     def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
@@ -156,13 +156,26 @@ class OutputProcessor:
             reserved += 1 + num_drafts
         self._manager.commit_to(sequence, end, reserved=reserved)
 
-    def _process_all(self, sequence: Sequence, output: RowTokens) -> int:
-        """Process tokens until the sequence ends; return their number."""
-        for count, token in enumerate(output.tokens, start=1):
+    def _process_all(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
+        """Process a row's tokens, and those that its answer certainly ends with, up to its end.
+
+        The latter have no keys and values, which is why they must be the last.
+        """
+        sequence, num_forced = row.sequence, len(row.forced)
+        for index, token in enumerate(output.tokens):
             self.process(sequence, token)
+            record.forced += index < num_forced
             if sequence.finalized:
-                return count
-        return len(output.tokens)
+                return
+        grammar = sequence.task.grammar
+        if grammar is None or sequence.task.has_payload or not (closing := grammar.closing()):
+            return
+        for token_id in closing:
+            self.process(sequence, SampledToken.forced(token_id))
+            record.forced += 1
+            if sequence.finalized:
+                return
+        self.fail(sequence, InternalError("the task goes on after the end of its grammar"))
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
         task = sequence.task

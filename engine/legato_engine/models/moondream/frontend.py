@@ -295,7 +295,7 @@ class MoondreamFrontend:
         setup, answer = dataclasses.replace(setup, grammar=grammar), self._answer(request)
         config = self._config
         if not task.reasoning or config.templates.query is None:
-            return TextSkill(setup, answer, has_values=self._has_values)
+            return TextSkill(setup, answer, has_values=self._has_values and grammar is None)
         reasoning = ReasoningOutput(self._tokenizer, config.tokens)
         opens = config.tokens.answer, config.num_answer_tokens
         return ReasonedQuerySkill(setup, answer, reasoning, *opens)

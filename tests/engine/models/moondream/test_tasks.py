@@ -16,6 +16,7 @@ from legato_engine.models.moondream.tasks import Allow, SvgPath, constraint_tabl
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.sequence import Constraint, SampledToken, tokens_of
 from legato_engine.types import (
+    AnswerFormat,
     BlobRef,
     CachedImageRef,
     CaptionSpec,
@@ -428,6 +429,9 @@ def test_values_in_an_answer_carry_no_text(tiny_config):
     assert task.has_payload
     _, result = run(task, [*text("a"), coord(0.5), size(0.5, 0.5), *text("b"), *plain(EOS)])
     assert result.caption == "ab"
+    formatted = QuerySpec(question="?", response_format=AnswerFormat(choices=("yes", "no")))
+    task = frontend.make_task(Request(request_id=RequestKey("f"), task=formatted))
+    assert not task.has_payload, "a format has no values"
 
 
 def test_a_query_without_reasoning_has_none(make):
