@@ -164,6 +164,9 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
 CHUNK = 512
 """Tokens of a long prompt's chunk, and those of images that are encoded between two decodes."""
 
+CPU_CHUNK = 256
+"""The same on a CPU, where decodes wait longer for it; fewer rows take more time each."""
+
 
 class ImageFeatures:
     """Features of images between prompts' tokens; belongs to the compute stream.
@@ -362,13 +365,14 @@ class TorchBackend:
 
     def __init__(self, resources: Resources) -> None:
         self.buckets = resources.buckets
+        chunk = CPU_CHUNK if resources.device.torch_device.type == "cpu" else CHUNK
         self.limits = BatchLimits(
             resources.slots[0].max_prompts,
             tokens=min(CHUNK, resources.model.max_context),
             sampled=resources.buckets[-1],
-            chunk_above=CHUNK,
-            long_chunk_tokens=CHUNK,
-            image_tokens=CHUNK,
+            chunk_above=chunk,
+            long_chunk_tokens=chunk,
+            image_tokens=chunk,
         )
         self.encodes_images = False
         self._features = ImageFeatures(resources.model, resources.max_image_bytes)

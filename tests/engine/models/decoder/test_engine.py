@@ -262,7 +262,7 @@ def test_images_are_encoded_between_the_steps_of_a_stream(monkeypatch, tmp_path)
         told = whole.ask((1, 2, 3, 4))
         assert LaunchKind.ENCODE not in whole.kinds
         assert [told[name] == plain[name] for name in "1234"] == [False, True, False, True]
-    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    monkeypatch.setattr(torch_backend, "CPU_CHUNK", 3)
     with same.Engine("random-tiny-vl", "", adapters=str(tmp_path)) as engine:
         for counts, fields in (
             ((1, 2, 3, 4), {}),
@@ -285,7 +285,7 @@ def test_images_are_encoded_between_the_steps_of_a_stream(monkeypatch, tmp_path)
 @pytest.mark.parametrize("num_encodes", [1, 2, 4])
 def test_features_end_with_a_request(monkeypatch, num_encodes):
     """An abort between two pieces frees those of its images that are begun or encoded."""
-    monkeypatch.setattr(torch_backend, "CHUNK", 3)
+    monkeypatch.setattr(torch_backend, "CPU_CHUNK", 3)
     with same.Engine("random-tiny-vl", "") as engine:
         behind = Behind(engine)
         asked = behind.submit("1", "?", noise_images(behind.frontend)[1:])
@@ -301,7 +301,8 @@ def test_features_end_with_a_request(monkeypatch, num_encodes):
 
 def test_features_stay_within_what_is_reserved(monkeypatch):
     """Those kept for later prompts within their limit, and those of a prompt's chunk."""
-    monkeypatch.setattr(torch_backend, "CHUNK", 5)
+    for name in ("CHUNK", "CPU_CHUNK"):
+        monkeypatch.setattr(torch_backend, name, 5)
     most, limit, run_piece = [0], 10_000, ImageFeatures._run_piece
     token_bytes = 4 * 3 * 64
 
