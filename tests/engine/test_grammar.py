@@ -342,6 +342,18 @@ def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
             assert num_decodes(steps) < 0.75 * num_decodes(singly)
 
 
+@settings(max_examples=20, deadline=None)
+@given(schemas=st.lists(SCHEMAS, min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_forced_tokens_do_not_change_answers_to_a_schema(engine, schemas, seed):
+    """Whatever the schemas of a batch, with one launch in flight or two."""
+    tasks = [asked(json_schema=json.dumps(schema)) for schema in schemas]
+    options = {"max_tokens": 50, "temperature": 1.0, "seed": seed, "logprobs": True}
+    expected = without_forced(engine, pytest.MonkeyPatch(), tasks, **options)
+    for depth in (1, 2):
+        answers = engine.ask(tasks, depth, **options)
+        assert (answers.told, answers.reasons) == (expected.told, expected.reasons)
+
+
 def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
     """At max_tokens or a stop string, wherever in a run that is, as if it came token by token."""
     tasks = WITH_RUNS[-2:]

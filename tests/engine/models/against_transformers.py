@@ -112,7 +112,8 @@ class Answers:
     def done(self, sequence, finish_reason):
         """Keep the result."""
         name = sequence.request.request_id.caller_id
-        self.results[name] = sequence.task.result(finish_reason).answer
+        result = sequence.task.result(finish_reason)
+        self.results[name] = getattr(result, "answer", result)  # or boxes
         self.reasons[name] = finish_reason
 
     def failed(self, sequence, error):

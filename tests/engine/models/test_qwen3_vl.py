@@ -28,7 +28,8 @@ from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
 from legato_engine.models.registry import LoadOptions, resolve
 from legato_engine.runtime.torch_backend import ImageFeatures
-from legato_engine.sequence import SampledToken
+from legato_engine.scheduler.batch import StepRecord
+from legato_engine.sequence import Grammar, SampledToken
 from legato_engine.types import (
     CachedImageRef,
     CaptionSpec,
@@ -349,6 +350,25 @@ def test_greedy_answers_are_those_of_transformers(small):
             with torch.inference_mode():
                 logits_TV = logits_of(small[1], bundle, task, chosen[:-1])
             assert logits_TV[len(task.prompt) - 1 :].argmax(-1).tolist() == chosen, index
+
+
+def test_boxes_take_fewer_steps_and_are_the_same(small, monkeypatch):
+    """Brackets, keys and labels are forced; with and without drafts, answers keep their bits."""
+    boxes, points = DetectSpec(object="red ball", max_objects=3), PointSpec(object="é")
+    asked = [boxes, points, boxes, points, QuerySpec(question="what is it?")]
+    options = {"logprobs": True, "max_tokens": 200, "temperature": 1.0, "seed": 4}
+    for fields in ({}, {"speculation": "fixed:3", "draft": "lookup"}):
+        with same.Engine("qwen3-vl", small[0], **fields) as engine:
+            pool = prepared(engine.assembly.frontend, *SHAPES)
+            singly, steps = list[StepRecord](), list[StepRecord]()
+            images = [pool[:1], pool[1:2], pool[2:3], pool[:1], pool[:2]]
+            with monkeypatch.context() as patch:
+                patch.setattr(Grammar, "forced", lambda self, num_inflight: ())
+                expected = engine.ask(asked, images=images, steps=singly, **options)
+            answers = engine.ask(asked, images=images, steps=steps, **options)
+        assert (answers.told, answers.results) == (expected.told, expected.results)
+        rows, before = (sum(len(each.launch.plan.rows) for each in of) for of in (steps, singly))
+        assert rows < before - sum(step.forced for step in steps) / 2
 
 
 def test_an_image_is_encoded_once_for_each_tenant_and_chunk(small):
