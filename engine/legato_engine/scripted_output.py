@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from legato_engine.errors import TaskUnsupported
-from legato_engine.sequence import with_token
+from legato_engine.sequence import ordered, with_token
 from legato_engine.types import (
     CaptionOutput,
     CaptionSpec,
@@ -20,7 +19,6 @@ from legato_engine.types import (
     ImagePoint,
     MaskOutline,
     ObjectEvent,
-    ObjectOrder,
     OutlineEvent,
     PointEvent,
     PointOutput,
@@ -37,8 +35,6 @@ from legato_engine.types import (
     TextEvent,
     TokenInfo,
 )
-
-FoundT = TypeVar("FoundT", ObjectEvent, PointEvent)
 
 DEFAULT_WORDS = 16  # of a text without `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
@@ -197,18 +193,12 @@ def _result(task: TaskSpec, events: Sequence[Event]) -> TaskOutput:
             return CaptionOutput(caption=_text(events))
         case DetectSpec():
             boxes = [each for each in events if isinstance(each, ObjectEvent)]
-            return DetectOutput(objects=_ordered(boxes, task.order))
+            return DetectOutput(objects=ordered(boxes, task.order))
         case PointSpec():
             points = [each for each in events if isinstance(each, PointEvent)]
-            return PointOutput(points=_ordered(points, task.order))
+            return PointOutput(points=ordered(points, task.order))
         case _:
             return _segments(task.object, [e for e in events if isinstance(e, OutlineEvent)])
-
-
-def _ordered(found: list[FoundT], order: ObjectOrder) -> tuple[FoundT, ...]:
-    if order is ObjectOrder.MODEL:
-        return tuple(found)
-    return tuple(sorted(found, key=lambda each: -(each.confidence or 0.0)))
 
 
 def _text(events: Sequence[Event]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections import abc, deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from legato_engine.types import (
     Certainty,
     Event,
     FinishReason,
+    ObjectEvent,
+    ObjectOrder,
+    PointEvent,
     PromptToken,
     ReasoningEvent,
     Request,
@@ -203,6 +206,20 @@ def tokens_of(events: Iterable[Event]) -> Iterator[TokenInfo]:
     for event in events:
         if isinstance(event, TextEvent | ReasoningEvent | TokensEvent):
             yield from event.tokens
+
+
+FoundT = TypeVar("FoundT", ObjectEvent, PointEvent)
+
+
+def ordered(found: Iterable[FoundT], order: ObjectOrder) -> tuple[FoundT, ...]:
+    """Return a result's objects in order; those of unknown confidence come last."""
+    if order is ObjectOrder.MODEL:
+        return tuple(found)
+    return tuple(sorted(found, key=_rank))
+
+
+def _rank(found: ObjectEvent | PointEvent) -> float:
+    return 1.0 if found.confidence is None else -found.confidence
 
 
 # ---------------------------------------------------------------- sequence

@@ -242,7 +242,6 @@ def bundle_of(
             else ChatTemplate(template, settings.specials, tokenizer)
         ),
         tokenizer=tokenizer,
-        token=tokenizer.token,
         eos=settings.eos,
         sampling=settings.sampling,
         config=config,

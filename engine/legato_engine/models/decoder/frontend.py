@@ -20,7 +20,6 @@ from legato_engine.models.text import (
     TaskSetup,
     TextOutput,
     TextTask,
-    Vocabulary,
     task_setup,
 )
 from legato_engine.sequence import Constraint
@@ -222,8 +221,7 @@ class TextSetup:
 
     name: str
     prompter: Prompter
-    tokenizer: Vocabulary
-    token: Callable[[int], str]
+    tokenizer: TextTokenizer
     eos: frozenset[int]
     sampling: SamplingDefaults
     config: DecoderConfig
@@ -262,9 +260,9 @@ class TextFrontend:
                 "end_of_turn_is_no_eos",
                 reason="the chat template ends turns with a token that the model's files do not "
                 "name as an end: answers end there too",
-                token=setup.token(end),
+                token=setup.tokenizer.token(end),
                 token_id=end,
-                eos={token_id: setup.token(token_id) for token_id in sorted(setup.eos)},
+                eos={token_id: setup.tokenizer.token(token_id) for token_id in sorted(setup.eos)},
             )
             self._end_at(setup.eos | {end})
         if not self._eos:

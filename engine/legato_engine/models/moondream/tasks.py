@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import re
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic
 
 from legato_engine.models.confidence import Calibration
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens
@@ -18,7 +18,7 @@ from legato_engine.models.text import (
     TextTask,
     Vocabulary,
 )
-from legato_engine.sequence import Constraint, SampledToken
+from legato_engine.sequence import Constraint, FoundT, SampledToken, ordered
 from legato_engine.types import (
     CaptionOutput,
     Certainty,
@@ -31,7 +31,6 @@ from legato_engine.types import (
     ImagePoint,
     MaskOutline,
     ObjectEvent,
-    ObjectOrder,
     OutlineEvent,
     PointEvent,
     PointOutput,
@@ -212,10 +211,8 @@ class ReasonedQuerySkill(TextSkill):
 
 # ---------------------------------------------------------------- object list
 
-InstanceT = TypeVar("InstanceT", ObjectEvent, PointEvent)
 
-
-class ObjectListSkill(GenerationTask, Generic[InstanceT]):
+class ObjectListSkill(GenerationTask, Generic[FoundT]):
     """Instances of `task.object`, until EOS or `task.max_objects`.
 
     An instance is a token for each constraint of `cycle`.
@@ -232,7 +229,7 @@ class ObjectListSkill(GenerationTask, Generic[InstanceT]):
         super().__init__(setup)
         self._task = task
         self._calibration = calibration
-        self._found: list[InstanceT] = []
+        self._found: list[FoundT] = []
         self._partial: list[SampledToken] = []  # of the object that is being read
 
     def constraint(self) -> int:
@@ -252,19 +249,10 @@ class ObjectListSkill(GenerationTask, Generic[InstanceT]):
             self.finish_reason = FinishReason.MAX_OBJECTS
         return [instance]
 
-    def _ordered(self) -> tuple[InstanceT, ...]:
-        if self._task.order is ObjectOrder.MODEL:
-            return tuple(self._found)
-        return tuple(sorted(self._found, key=_rank))
-
     @abc.abstractmethod
     def _instance(
         self, payloads: list[tuple[float, float]], confidence: float | None
-    ) -> InstanceT: ...
-
-
-def _rank(instance: ObjectEvent | PointEvent) -> float:
-    return 1.0 if instance.confidence is None else -instance.confidence
+    ) -> FoundT: ...
 
 
 class DetectSkill(ObjectListSkill[ObjectEvent]):
@@ -274,7 +262,7 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
     default_max_objects = 50
 
     def result(self, finish_reason: FinishReason) -> DetectOutput:
-        return DetectOutput(objects=self._ordered())
+        return DetectOutput(objects=ordered(self._found, self._task.order))
 
     def _instance(
         self, payloads: list[tuple[float, float]], confidence: float | None
@@ -302,7 +290,7 @@ class PointSkill(ObjectListSkill[PointEvent]):
     default_max_objects = 150
 
     def result(self, finish_reason: FinishReason) -> PointOutput:
-        return PointOutput(points=self._ordered())
+        return PointOutput(points=ordered(self._found, self._task.order))
 
     def _instance(
         self, payloads: list[tuple[float, float]], confidence: float | None
