@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import enum
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -92,50 +92,61 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
     stuck: float = 30.0
 
 
-class Observed(Protocol):
+class Observable(abc.ABC):
     """One or several engines whose state can be observed."""
 
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[EngineState], None]] = []
+
     @property
+    @abc.abstractmethod
     def state(self) -> EngineState: ...
 
-    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]: ...
+    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
+        """Call `callback` with the state at each change; the returned function ends that."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback)
+
+    async def wait_ready(self) -> None:
+        """Wait for `READY`.
+
+        Raises:
+            Draining: the engine is draining or stopped.
+        """
+        changed = asyncio.Event()
+        unsubscribe = self.subscribe(lambda _: changed.set())
+        try:
+            while self.state is not EngineState.READY:
+                if self.state in (EngineState.DRAINING, EngineState.STOPPED):
+                    raise Draining("the engine is shutting down")
+                changed.clear()
+                await changed.wait()
+        finally:
+            unsubscribe()
+
+    def _notify(self, state: EngineState) -> None:
+        for callback in list(self._subscribers):
+            callback(state)
 
 
-async def wait_ready(observed: Observed) -> None:
-    """Wait for `READY`.
-
-    Raises:
-        Draining: the engine is draining or stopped.
-    """
-    changed = asyncio.Event()
-    unsubscribe = observed.subscribe(lambda _: changed.set())
-    try:
-        while observed.state is not EngineState.READY:
-            if observed.state in (EngineState.DRAINING, EngineState.STOPPED):
-                raise Draining("the engine is shutting down")
-            changed.clear()
-            await changed.wait()
-    finally:
-        unsubscribe()
-
-
-class EngineMonitor:
+class EngineMonitor(Observable):
     """Latest state, load and start-up progress of an engine. Belongs to one event loop.
 
     `number` is the engine's among those of the server, `device` as the operator named it.
     """
 
+    state: EngineState = EngineState.STARTING
+
     def __init__(
         self, hang_limits: HangLimits | None = None, number: int = 0, device: str = ""
     ) -> None:
+        super().__init__()
         self.number = number
         self.device = device
         self._log = _log.bind(engine=number)
         self._hang_limits = hang_limits or HangLimits()
         self._liveness = Liveness()
         self._timer: asyncio.TimerHandle | None = None
-        self._subscribers: list[Callable[[EngineState], None]] = []
-        self.state = EngineState.STARTING
         self.model: ServedModel | None = None
         self.load = SchedulerLoad()
         self.step_totals = StepTotals()
@@ -146,15 +157,6 @@ class EngineMonitor:
         self.estimated_wait = 0.0
         self.num_elsewhere = 0  # requests of other service processes, by the last heartbeat
         self.progress = Loading(stage="start", fraction=0.0)
-
-    async def wait_ready(self) -> None:
-        """Wait until the engine is ready; see the module's `wait_ready`."""
-        await wait_ready(self)
-
-    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
-        """Call `callback` with every new state; the returned function ends that."""
-        self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
 
     def _check_alive(self) -> None:
         if self.state is EngineState.STARTING:
@@ -235,5 +237,4 @@ class EngineMonitor:
     def _set_state(self, state: EngineState) -> None:
         if state is not self.state:
             self.state = state
-            for callback in list(self._subscribers):
-                callback(state)
+            self._notify(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
@@ -24,14 +23,18 @@ class _Watcher:
     """Unread batches of one caller."""
 
     def __init__(self) -> None:
-        self.batches: collections.deque[TimelineBatch] = collections.deque(maxlen=MAX_UNREAD)
-        self.arrived = asyncio.Event()
+        self._unread: asyncio.Queue[TimelineBatch] = asyncio.Queue(MAX_UNREAD)
         self._engine: int | None = None  # start time of the last read batch's engine
         self._next_launch = 0
 
-    def read(self) -> Watched:
+    def put(self, batch: TimelineBatch) -> None:
+        if self._unread.full():
+            self._unread.get_nowait()
+        self._unread.put_nowait(batch)
+
+    async def read(self) -> Watched:
         """Return the next batch; gaps in the launch numbers are missing launches."""
-        batch = self.batches.popleft()
+        batch = await self._unread.get()
         lost = 0
         if batch.spans:
             first, last = batch.spans[0].launch, batch.spans[-1].launch
@@ -57,8 +60,7 @@ class TimelineWatch:
 
     def deliver(self, batch: TimelineBatch) -> None:
         for watcher in self._watchers:
-            watcher.batches.append(batch)
-            watcher.arrived.set()
+            watcher.put(batch)
 
     async def batches(self, seconds: float | None = None) -> AsyncGenerator[Watched, None]:
         """Yield batches for the given seconds, or until the generator is closed."""
@@ -68,14 +70,12 @@ class TimelineWatch:
         self.renew()
         try:
             while True:
-                while watcher.batches:
-                    yield watcher.read()
-                watcher.arrived.clear()
                 try:
                     async with asyncio.timeout_at(until):
-                        await watcher.arrived.wait()
+                        watched = await watcher.read()
                 except TimeoutError:
                     return
+                yield watched
         finally:
             self._watchers.discard(watcher)
             if not self._watchers:

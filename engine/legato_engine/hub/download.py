@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import functools
 import hashlib
 import io
 import re
@@ -36,7 +35,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,180}\.safetensors")
 _MAX_INDEX_BYTES = 64 * 1024 * 1024
-_CHUNK = 1024 * 1024
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HTTP_ERROR: type[Exception] = vars(hub_errors)["HTTPError"]
@@ -259,13 +257,15 @@ class _Bounded:
 def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
     """Return the SHA-256 of a file; remove a file that does not match."""
     size = path.stat().st_size
-    sha256 = _digest(hashlib.sha256(), path)
+    with path.open("rb") as data:
+        sha256 = hashlib.file_digest(data, "sha256").hexdigest()
     wanted = known.get(file.name) or file.sha256
     if wanted:
         right = sha256 == wanted
     else:
         blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        right = _digest(blob, path) == file.blob
+        with path.open("rb") as data:
+            right = hashlib.file_digest(data, lambda: blob).hexdigest() == file.blob
     if size != file.size or not right:
         path.unlink()
         raise ContentMismatch(
@@ -273,13 +273,6 @@ def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
             f"{file.size} with {wanted or f'the git hash {file.blob}'}; it was removed"
         )
     return sha256
-
-
-def _digest(digest: hashlib._Hash, path: Path) -> str:
-    with path.open("rb") as data:
-        for chunk in iter(functools.partial(data.read, _CHUNK), b""):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -52,15 +52,14 @@ class StepInputs:
     num_groups: int = 1 << 30
 
     def part(self, of: slice) -> StepInputs:
-        return dataclasses.replace(
-            self,
-            source_B=self.source_B[of],
-            row_B=self.row_B[of],
-            position_B=self.position_B[of],
-            fresh_B=self.fresh_B[of],
-            prompt_token_B=self.prompt_token_B[of],
-            prompt_payload_B2=self.prompt_payload_B2[of],
-        )
+        tokens = {name: getattr(self, name)[of] for name in _BY_TOKEN}
+        return dataclasses.replace(self, **tokens)
+
+
+_BY_TOKEN = (
+    *("source_B", "row_B", "position_B", "fresh_B"),
+    *("prompt_token_B", "prompt_payload_B2"),
+)
 
 
 class StepKernels(Protocol):

@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterat
 from contextlib import aclosing
 from typing import NamedTuple
 
-from legato_engine.client import monitor
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.monitor import EngineState
+from legato_engine.client.monitor import EngineState, Observable
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.client.timeline_watch import TimelineWatch, Watched
 from legato_engine.errors import EngineLost, ImageNotFound
@@ -206,7 +205,7 @@ class EngineHold(NamedTuple):
     reply: ImageHeld
 
 
-class EngineGroup:
+class EngineGroup(Observable):
     """Engines of one model, each with a device, a queue and caches of its own.
 
     A request goes where it would wait least, or to the engine that holds what it needs
@@ -218,13 +217,13 @@ class EngineGroup:
         self, members: Sequence[EngineConnection], *, affinity: bool = True, has_peers: bool = False
     ) -> None:
         """Create the group; with `has_peers` other service processes use the engines too."""
+        super().__init__()
         self.members = tuple(members)
         self._affinity = affinity
         self._has_peers = has_peers
         self._directory = Directory()
         self._turn = 0
         self._recomputing = _RECOMPUTING
-        self._subscribers: list[Callable[[EngineState], None]] = []
         for each in self.members:
             each.subscribe(functools.partial(self._on_state, each))
             if len(self.members) > 1:
@@ -262,19 +261,6 @@ class EngineGroup:
     @property
     def num_poisoned(self) -> int:
         return sum(each.num_poisoned for each in self.members)
-
-    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
-        """Call `callback` with this state whenever that of a member changes."""
-        self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
-
-    async def wait_ready(self) -> None:
-        """Wait until an engine serves.
-
-        Raises:
-            Draining: the engines are draining or stopped.
-        """
-        await monitor.wait_ready(self)
 
     # ------------------------------------------------------------ requests
 
@@ -422,8 +408,7 @@ class EngineGroup:
             for each in self.members:
                 if each.state is not _READY:
                     each.offer_waiting()
-        for callback in list(self._subscribers):
-            callback(self.state)
+        self._notify(self.state)
 
 
 def _capacity(model: ServedModel | None) -> float:
