@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -451,3 +452,34 @@ def test_an_answer_resumes_within_forced_tokens(engine):
         scheduler.submit(sequence)
         scheduler.drain()
         assert answers.tokens["0"] == whole[count:]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_tokens_survive_ends_of_others(engine, monkeypatch, seed):
+    """Requests are aborted or stopped at any step, and the pipeline's depth changes.
+
+    What they had read, and what the others read, is what they read alone.
+    """
+    draw, tasks = random.Random(seed), WITH_RUNS * 2
+    options = {"max_tokens": 40, "temperature": 1.0, "seed": seed}
+    expected = without_forced(engine, monkeypatch, tasks, depth=1, together=False, **options)
+    answers, frontend = Answers(), engine.assembly.frontend
+    scheduler = engine.assembly.scheduler(answers, pipeline_depth=2)
+    keys = [RequestKey(str(index)) for index in range(len(tasks))]
+    for key, task in zip(keys, tasks, strict=True):
+        sampling = SamplingParams(**options)
+        request = Request(request_id=key, task=task, sampling=sampling, return_tokens=True)
+        scheduler.submit(make_sequence(frontend, request, None))
+    while not scheduler.idle:
+        scheduler.step()
+        scheduler.set_depth(draw.choice((1, 2)))
+        if draw.random() < 0.15:
+            draw.choice((scheduler.abort, scheduler.stop))(draw.choice(keys))
+    assert (scheduler.load().rows_used, scheduler.load().pages_used) == (0, 0)
+    finished = {
+        name for name, reason in answers.reasons.items() if reason is not FinishReason.CANCELLED
+    }
+    assert {FinishReason.CANCELLED} < set(answers.reasons.values())
+    for name, tokens in answers.tokens.items():
+        whole = expected.tokens[name]
+        assert tokens == (whole if name in finished else whole[: len(tokens)])
