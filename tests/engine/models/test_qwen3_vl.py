@@ -567,10 +567,75 @@ def test_patches_of_frames_are_those_of_transformers():
     pixels_FCHW = torch.stack([torch.from_numpy(np.array(each)) for each in frames]).permute(
         0, 3, 1, 2
     )
-    video = ((pixels_FCHW.double() / 255).float() - 0.5) / 0.5
+    video = (pixels_FCHW.float() - 127.5) / 127.5
     theirs, *grid = Qwen3VLVideoProcessor().patchify(video[None], 16, 2, 2)
     assert grid == [1, ours.rows, ours.columns]
     assert torch.equal(patch_values(torch.from_numpy(ours.levels_PCFYX), VISION_SIZES), theirs[0])
+
+
+@pytest.fixture(scope="module")
+def processor(small):
+    """Transformers' processor without limits of pixels, which are a clip's there."""
+    pytest.importorskip("torchvision", reason="its video processor has no other implementation")
+    from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(small[0] / "tokenizer.json"))
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(
+            size={"shortest_edge": 1, "longest_edge": 2**30}, do_sample_frames=False
+        ),
+        chat_template=CHAT,
+    )
+
+
+def blurred(height, width, seed):
+    """An image that is no noise."""
+    return noise(7, 7, seed).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@given(
+    st.tuples(st.integers(33, 128), st.integers(64, 128)),
+    st.lists(st.integers(0, 40), min_size=2, max_size=7),
+    st.floats(0.3, 90.0),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_clips_are_those_of_transformers(frontend, processor, size, steps, rate, is_whole):
+    """Prompts, grids and patches of frames at any times.
+
+    Frames that are resized differ by at most two levels of 255: torchvision rounds otherwise.
+    """
+    make = blurred
+    if is_whole:
+        make, size = noise, tuple(side // 32 * 32 for side in size)
+    indices = [*itertools.accumulate(steps)]
+    frames = [make(*size, seed) for seed in indices]
+    info = ImageProperties(image_id="i", width=1, height=1, cache_hit=False)
+    images = [frontend.prepare_image(each, str(at), info) for at, each in enumerate(frames)]
+    places = tuple(ImagePlace(time=index / rate) for index in indices)
+    task = task_of(frontend, QuerySpec(question="why?", places=places), images)
+    said = [{"role": "user", "content": [{"type": "video"}, text("why?")]}]
+    prompt = processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    # Each pair of frames has marks of its own, and version 5.24 keeps the template's around all.
+    prompt = prompt.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
+    theirs = processor(
+        text=prompt,
+        videos=[torch.stack([torch.from_numpy(np.array(each)) for each in frames]).movedim(3, 1)],
+        video_metadata=[{"total_num_frames": 999, "fps": rate, "frames_indices": list(indices)}],
+        return_tensors="pt",
+    )
+    assert [token.token_id for token in task.prompt] == theirs["input_ids"][0].tolist()
+    visual = [each.pixels for each in task.visual.images]
+    grid = [len(visual), visual[0].rows, visual[0].columns]
+    assert theirs["video_grid_thw"].tolist() == [grid]
+    values_PV = torch.cat(
+        [patch_values(torch.from_numpy(each.levels_PCFYX), VISION_SIZES) for each in visual]
+    )
+    difference = (values_PV - theirs["pixel_values_videos"]).abs().max()
+    assert difference <= (0.0 if is_whole else 2.01 * 2 / 255)
 
 
 def test_one_image_leaves_room_for_others(small):

@@ -198,16 +198,21 @@ def places(rows: int, columns: int, merge: int) -> torch.Tensor:
 
 
 def patch_values(levels_PCFYX: torch.Tensor, config: TowerConfig) -> torch.Tensor:
-    """[P, V] float32, normalised as in training; the one frame of an image stands for both."""
-    device = levels_PCFYX.device
-    level_L = (torch.arange(256, dtype=torch.float64, device=device) * (1 / 255)).float()
+    """[P, V] float32, normalised as in training; the one frame of an image stands for both.
+
+    Levels of frames are not divided by 255 first, which is another rounding.
+    """
+    device, is_image = levels_PCFYX.device, levels_PCFYX.shape[2] == 1
+    scale = 1.0 if is_image else 255.0
+    level_L = torch.arange(256, dtype=torch.float64, device=device)
+    level_L = (level_L * (scale / 255)).float()
     mean_C1, std_C1 = (
-        torch.tensor(each, dtype=torch.float32, device=device)[:, None]
+        torch.tensor(each, dtype=torch.float32, device=device)[:, None] * scale
         for each in (config.mean, config.std)
     )
     table_CL = (level_L - mean_C1) / std_C1
     first_C = torch.arange(3, dtype=torch.int32, device=device) * 256
     index = levels_PCFYX.int() + first_C[:, None, None, None]
     values = table_CL.flatten().index_select(0, index.flatten()).view(levels_PCFYX.shape)
-    both = values.expand(-1, -1, _FRAMES, -1, -1) if values.shape[2] == 1 else values
+    both = values.expand(-1, -1, _FRAMES, -1, -1) if is_image else values
     return both.flatten(1)
