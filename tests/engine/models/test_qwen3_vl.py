@@ -608,11 +608,11 @@ def test_clips_are_those_of_transformers(frontend, processor, size, steps, rate,
 
     Frames that are resized differ by at most two levels of 255: torchvision rounds otherwise.
     """
-    make = blurred
+    make, (height, width) = blurred, size
     if is_whole:
-        make, size = noise, tuple(side // 32 * 32 for side in size)
+        make, height, width = noise, height // 32 * 32, width // 32 * 32
     indices = [*itertools.accumulate(steps)]
-    frames = [make(*size, seed) for seed in indices]
+    frames = [make(height, width, seed) for seed in indices]
     info = ImageProperties(image_id="i", width=1, height=1, cache_hit=False)
     images = [frontend.prepare_image(each, str(at), info) for at, each in enumerate(frames)]
     places = tuple(ImagePlace(time=index / rate) for index in indices)
