@@ -41,7 +41,9 @@ from legato_engine.types import (
 )
 from PIL import Image
 
+from tests.engine.models.against_transformers import Engine
 from tests.engine.scheduler.world import num_images
+from tests.engine.test_grammar import WITH_RUNS, without_forced
 from tests.gpu.inputs import shapes_picture
 
 pytestmark = [
@@ -439,3 +441,16 @@ def test_graphs_change_no_token_of_a_pipeline(large: Assembly) -> None:
         )
     )
     assert run(eager, 2).results == run(large, 2).results
+
+
+@pytest.mark.parametrize("speculation", ["off", "seed"])
+def test_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
+    """Tokens and log-probabilities are those of single steps, with one launch in flight or two."""
+    options = {"logprobs": True, "max_tokens": 120, "temperature": 1.0, "seed": 3}
+    with Engine("legato-tiny", "", device="cuda", speculation=speculation) as engine:
+        expected = without_forced(engine, monkeypatch, WITH_RUNS, **options)
+        for depth in (1, 2):
+            steps: list[StepRecord] = []
+            answers = engine.ask(WITH_RUNS, depth, steps=steps, **options)
+            assert answers.told == expected.told
+            assert any(step.forced for step in steps)
