@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -147,6 +148,15 @@ def test_greedy_answers_are_those_of_merged_weights(models, tmp_path, dtype):
         truths = [theirs, *(each.merged(theirs) for each in adapters)]
         for index, prompt in enumerate(prompts):
             same.check_chosen(truths[index % 3], prompt, found[0].tokens[str(index)])
+
+
+def test_adapters_beside_the_weights_are_found(models, tmp_path):
+    """They are served without an option, as those of Moondream's folder."""
+    folder = shutil.copytree(models["llama"][0], tmp_path / "llama")
+    assert resolve("llama", weights=str(folder)).adapters is None
+    (folder / "adapters").mkdir()
+    assert resolve("llama", weights=str(folder)).adapters == folder / "adapters"
+    assert resolve("llama", weights=str(folder), random_weights=True).adapters is None
 
 
 def adapter_args(adapter):
