@@ -144,6 +144,18 @@ def test_a_shortage_of_pages_changes_no_answer(assembly, make, depth):
     assert crowded == alone
 
 
+@pytest.mark.parametrize("make", [texts, sequences])
+def test_chunks_of_prompts_change_no_answer(assembly, make, monkeypatch):
+    """Prompts in chunks between decodes give the same bits, with few pages, too."""
+    alone, _ = answers(assembly, make(assembly), assembly.num_pages, 2, together=False)
+    limits = dataclasses.replace(assembly.runner.limits, chunk_above=5, long_chunk_tokens=5)
+    monkeypatch.setattr(assembly.runner._backend, "limits", limits)
+    tight = -(-max(each.max_length for each in make(assembly)) // PAGE) + 3
+    for num_pages in (assembly.num_pages, tight):
+        run, _ = answers(assembly, make(assembly), num_pages, 2, together=True)
+        assert run == alone
+
+
 def test_a_long_prefix_is_computed_once():
     """After a prompt of 700 tokens the next computes only what differs, with the same result."""
     config = EngineConfig(model="legato-tiny", device="cpu", threads=1, page_size=PAGE)
