@@ -141,7 +141,7 @@ class VisionTower(nn.Module):
         """
         config, dtype = self._config, self.pos_embed.dtype
         values_PV = patch_values(levels_PCFYX, config).to(dtype)
-        place_P2 = places(rows, columns, config.merge).to(values_PV.device)
+        place_P2 = places(rows, columns, config.merge, values_PV.device)
         x_PD = self.patch_embed(values_PV) + self._positions(place_P2, (rows, columns))
         del levels_PCFYX, values_PV
         if self._on_cpu:
@@ -189,9 +189,13 @@ class VisionTower(nn.Module):
         return angle_PR.cos(), angle_PR.sin()
 
 
-def places(rows: int, columns: int, merge: int) -> torch.Tensor:
-    """[P, 2] int64: row and column of each patch, token by token."""
-    row_YX, column_YX = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+def places(rows: int, columns: int, merge: int, device: torch.device) -> torch.Tensor:
+    """[P, 2] int64: row and column of each patch, token by token.
+
+    They are made on the device: the host would wait for a copy of so many.
+    """
+    sides = (torch.arange(side, device=device) for side in (rows, columns))
+    row_YX, column_YX = torch.meshgrid(*sides, indexing="ij")
     blocks = rows // merge, merge, columns // merge, merge
     ordered = (each.reshape(blocks).transpose(1, 2).flatten() for each in (row_YX, column_YX))
     return torch.stack([*ordered], dim=1)
