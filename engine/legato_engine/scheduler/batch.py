@@ -153,8 +153,8 @@ class BatchLimits:
     Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
     `pass_tokens` makes several passes over the weights; 0: its time grows with every token. A
     prompt that computes more tokens than `chunk_above` is prefilled in chunks of
-    `long_chunk_tokens`, which decodes cannot join. While others decode, an encode for a visual
-    prompt takes pieces of up to `image_tokens`.
+    `long_chunk_tokens`, which decodes cannot join. An encode for a visual prompt takes pieces of up
+    to `image_tokens`.
     """
 
     prompts: int = 1

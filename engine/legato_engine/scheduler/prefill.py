@@ -144,7 +144,9 @@ class PrefillPlanner:
     device holds features for one chunk of each.
 
     Chunked prefill: decodes wait while a prompt passes over the weights, so a prompt of several
-    passes may be split into chunks, one per launch. The images of a chunk are encoded before it.
+    passes may be split into chunks, one per launch. The images of a chunk are encoded before it. A
+    visual prompt is split even without decodes, because it may take long enough for others to
+    arrive, or for its own deadline.
 
     Short prompts share a launch within `limits`. An image to compute comes first in its launch, so
     that no earlier request waits for it.
@@ -201,7 +203,7 @@ class PrefillPlanner:
 
         Args:
             max_crops: maximum crops per encode; 0 leaves the rest of the image to the prefill. A
-                visual prompt has a limit of its own while others decode, `image_tokens`.
+                visual prompt has a limit of its own, `image_tokens`.
             decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: a decode streams; then at most one image is computed.
         """
@@ -211,8 +213,9 @@ class PrefillPlanner:
         first = passing or partial or self._admit_next()
         if first is None:
             return None
-        long_chunk = self._long_chunk(first) if decodes else 0
-        encode = self._encode(first, max_crops, long_chunk, others_decode=bool(decodes))
+        is_split = bool(decodes) or first.sequence.inputs.visual is not None
+        long_chunk = self._long_chunk(first) if is_split else 0
+        encode = self._encode(first, max_crops, long_chunk)
         if encode is not None:
             return encode
         self._partial = None if passing is None else partial
@@ -315,18 +318,14 @@ class PrefillPlanner:
         position = max(sequence.pages.cached_length, sequence.prefix_length)
         return _Admitted(sequence, work, position)
 
-    def _encode(
-        self, first: _Admitted, max_crops: int, long_chunk: int, *, others_decode: bool
-    ) -> Plan | None:
+    def _encode(self, first: _Admitted, max_crops: int, long_chunk: int) -> Plan | None:
         """Plan an encode of pieces that the next chunk (0: the whole prompt) needs.
 
         Return None if they are encoded, or few enough for the chunk's own launch.
         """
         sequence, work = first.sequence, first.work
         visual = sequence.inputs.visual
-        limit = max_crops
-        if visual is not None:
-            limit = self._limits.image_tokens if others_decode else 0
+        limit = max_crops if visual is None else self._limits.image_tokens
         needed = first.needed_pieces(first.position + long_chunk if long_chunk else sequence.length)
         left = range(max(work.first_piece, needed.start), needed.stop)
         if not limit or not left:

@@ -454,7 +454,7 @@ class Planner:
 
     While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
     crops (0: all), so that no stream waits for a whole large image; images of a visual prompt are
-    encoded in pieces while any other sequence decodes. This delays the image's own first token and
+    always encoded in pieces. This delays the image's own first token and
     the queue, because the device encodes one image at a time.
     """
 

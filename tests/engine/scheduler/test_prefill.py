@@ -691,12 +691,18 @@ def test_images_of_a_prompt_are_encoded_between_decodes(depth: int, streams: boo
     world.drain()
 
 
-def test_images_of_a_lone_prompt_are_encoded_in_its_launch() -> None:
-    """Nobody waits for it."""
-    world = World(image_tokens=VISUAL_TOKENS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_new_request_waits_for_a_piece_of_a_lone_prompt_only(depth: int) -> None:
+    """A prompt with images is split before others come; a whole one holds up even its deadline."""
+    world = World(depth=depth, image_tokens=VISUAL_TOKENS)
     asked = visual(world)
+    world.steps(2)
+    text = world.submit(FakeTask(seed=LONG_SEED, max_tokens=4))
+    world.steps(2)
+    kinds = [(plan.kind, plan.rows[0].sequence) for plan in world.runner.plans]
+    assert kinds[:3] == [(ENCODE, asked), (ENCODE, asked), (PREFILL, text)]
     world.drain()
-    assert launches(world, asked) == [(PREFILL, 0, 26)]
+    assert world.runner.encoded == [(asked, piece) for piece in range(NUM_PIECES)]
 
 
 def test_cached_images_of_a_prompt_are_not_encoded() -> None:
@@ -727,9 +733,12 @@ def test_cached_images_of_a_prompt_are_not_encoded() -> None:
 def test_a_request_may_be_aborted_between_pieces_of_its_images(
     depth: int, expires: bool, phase: int
 ) -> None:
-    """Its features end with its inputs, and the next request encodes what it needs itself."""
+    """Its features end with its inputs, and the next request encodes what it needs itself.
+
+    That holds beside a decode and after the last one.
+    """
     world = World(depth=depth, image_tokens=VISUAL_TOKENS)
-    text = decoding(world)
+    text = decoding(world, max_tokens=5)
     aborted = visual(world, seconds=5.0 if expires else None)
     world.steps(phase)
     following = visual(world)
