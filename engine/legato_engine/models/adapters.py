@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -102,17 +102,20 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 _EMPTY: tuple[object, ...] = (None, False, 0, "", [], {})
-_MAX_REPR = 80  # characters of a refused value
+_MAX_REPR = 80  # characters of a refused setting and of its value
+
+
+_Rank = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class _Settings(msgspec.Struct, frozen=True):
     """The part of adapter_config.json that is computed."""
 
-    r: int
+    r: _Rank
     target_modules: list[str] | str | None = None
     lora_alpha: float = 8
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, _Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
 
 
@@ -208,7 +211,9 @@ def _refused(name: str, value: object, allowed: object) -> AdapterUnusable:
         allowed = " or ".join(
             each if isinstance(each, str) else json.dumps(each) for each in allowed
         )
-    return AdapterUnusable(f"{SETTINGS}: {name} is {told[:_MAX_REPR]}; it may be {allowed}")
+    return AdapterUnusable(
+        f"{SETTINGS}: {name[:_MAX_REPR]} is {told[:_MAX_REPR]}; it may be {allowed}"
+    )
 
 
 def _pairs(
@@ -249,7 +254,8 @@ def _check_targets(
         if each.rpartition(".")[2] not in targets.names:
             raise _refused("target_modules", each, ", ".join(targets.names))
         if not any(_ends(module, each) for module in modules):
-            raise AdapterUnusable(f"{WEIGHTS}: no tensors of {each}, which is in target_modules")
+            problem = f"no tensors of {each[:_MAX_REPR]}, which is in target_modules"
+            raise AdapterUnusable(f"{WEIGHTS}: {problem}")
     for module in modules:
         if not any(_ends(module, each) for each in told):
             raise AdapterUnusable(f"{WEIGHTS}: {module} is not in target_modules")

@@ -175,7 +175,7 @@ BY_PEFT: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("fields", BY_PEFT)
 def test_peft_computes_the_same(models, tmp_path, fields):
     """PEFT's own files, and its own logits of them."""
-    peft = pytest.importorskip("peft", reason="the format's own library, which is optional")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install --no-deps peft")
     folder, theirs = models["llama"]
     with torch.inference_mode(mode=False):
         copied = PeftAdapter({}, {}).merged(theirs)
@@ -230,6 +230,8 @@ DORA = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
         (settings_with(of_the_future=1), "of_the_future is 1"),
         (settings_with(r="four"), "Expected `int`, got `str` - at `$.r`"),
         (settings_with(r=17), "r is 17, this server takes 1 to 16"),
+        (settings_with(r=2**31), "Expected `int` <= 2147483647 - at `$.r`"),
+        (settings_with(**{"x" * 9000: 1}), "x is 1; it may be absent"),
         (settings_with(r=0), "r is 0, this server takes 1 to 16"),
         (settings_with(rank_pattern={"q_proj": 40}), "r is 40"),
         (settings_with(rank_pattern={"(a+)+": 4}), "is (a+)+; it may be names of modules"),
@@ -269,6 +271,7 @@ def test_what_is_not_computed_is_refused(models, files, says):
     with pytest.raises(AdapterUnusable) as caught:
         read(model, *files(PeftAdapter.of(theirs)))
     assert says in caught.value.message
+    assert len(caught.value.message) < 300
 
 
 def test_settings_without_effect_are_accepted(models):

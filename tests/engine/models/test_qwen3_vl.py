@@ -576,7 +576,7 @@ def test_patches_of_frames_are_those_of_transformers():
 @pytest.fixture(scope="module")
 def processor(small):
     """Transformers' processor without limits of pixels, which are a clip's there."""
-    pytest.importorskip("torchvision", reason="its video processor has no other implementation")
+    pytest.importorskip("torchvision", reason="needs torchvision: pip install --no-deps it")
     from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor, Qwen3VLVideoProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -185,6 +185,12 @@ def test_what_is_no_adapter_of_the_model_is_told(tiny_config, make, says):
     assert says in caught.value.message
 
 
+def test_a_folder_of_peft_is_refused(tiny_model):
+    """Moondream's fine-tunes are files."""
+    with pytest.raises(AdapterUnusable, match=r"takes NAME\.safetensors and NAME\.pt"):
+        tiny_model.read_adapter(b"", "", MAX_RANK, b"{}")
+
+
 def zipped(*opcodes):
     """A torch checkpoint of these opcodes."""
     data = io.BytesIO()
