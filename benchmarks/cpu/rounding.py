@@ -52,7 +52,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 }
 """Options of `legato serve`; the first form is what the others are compared with."""
 
-TEXT_FORMS = ("float32", "int8 on a CPU", "int4 on a CPU", "fp8", "int8", "int4")
+TEXT_FORMS = ("float32", "int8 on a CPU", "int4 on a CPU", "stored on a CPU", "fp8", "int8", "int4")
 """Forms of a text model; the first is what the others are compared with."""
 
 _ANSWERS = ROOT / "tests/published/smollm2.json"  # prompts and greedy answers of transformers
