@@ -121,7 +121,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeftTargets:
-    """Where a model takes adapters.
+    """Weights of a model that take adapters.
 
     `modules`: layer and map of each of a checkpoint's modules; `sizes`: those of the maps.
     """
