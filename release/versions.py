@@ -57,7 +57,7 @@ VERSIONS = (
     Place("ros2/legato_ros/package.xml", r"^  <version>([^<]+)</version>$"),
 )
 REVISIONS = (
-    Place("service/legato_service/services/server.py", r"^CONTRACT_REVISION = (\d+)\b"),
+    Place("service/legato_service/version.py", r"^CONTRACT_REVISION = (\d+)\b"),
     Place("clients/python/legato_client/_version.py", r"^CONTRACT_REVISION = (\d+)\b"),
 )
 MINIMUM = Place(REVISIONS[0].path, r"^MINIMUM_CLIENT_REVISION = (\d+)\b")

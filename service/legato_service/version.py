@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 
 CONTRACT_REVISION = 1  # grows by one with each released addition
+MINIMUM_CLIENT_REVISION = 1
 
 
 @functools.cache

@@ -16,9 +16,8 @@ from legato_service.convert.responses import duration
 from legato_service.engines.group import EngineGroup
 from legato_service.images.shared_memory import shm_namespace
 from legato_service.rpc.call import Context
-from legato_service.version import CONTRACT_REVISION, version
+from legato_service.version import CONTRACT_REVISION, MINIMUM_CLIENT_REVISION, version
 
-MINIMUM_CLIENT_REVISION = 1
 CAPABILITIES = (
     "sessions",
     "images",
