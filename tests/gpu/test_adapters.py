@@ -125,7 +125,8 @@ def with_adapters(world: World, max_rank: int) -> Adapted:
 
 def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
-    a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, MAX_TOKENS))
+    one_pass = slice(0, min(MAX_TOKENS, adapted.world.kernels.max_tokens))
+    a_step_with_adapters_is_as_exact_as_torch(adapted, one_pass)
 
 
 def a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted, some: slice) -> None:
@@ -207,8 +208,8 @@ def test_a_captured_step_follows_the_slots() -> None:
     for slots in ([0] * 8, [1, 2, 3, 4, 0, 1, 1, 2], [4] * 8):
         slot_T.copy_(torch.tensor(slots))
         a_SRI[1:] = noise(4, 16, 96)
-        graph.replay()
         out, x, a, b = (each.double().cpu() for each in (out_TO, x_TI, a_SRI, b_SRO))
+        graph.replay()
         expected = reference.add_low_rank_rows(out, x, a, b, slot_T.cpu(), rank_S.cpu())
         torch.testing.assert_close(result_TO.double().cpu(), expected, rtol=1e-4, atol=1e-2)
 

@@ -28,7 +28,7 @@ from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
 from benchmarks.decode.text_step import MODELS
-from tests.gpu.inputs import DIMS, FLIPPED, assert_same, rows
+from tests.gpu.inputs import DIMS, FLIPPED, HOPPER, assert_same, rows
 
 pytestmark = pytest.mark.gpu
 
@@ -56,10 +56,7 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize(("count", "inputs", "outputs"), SIZES)
 @pytest.mark.parametrize(("gelu", "adds"), [(False, False), (True, False), (False, True)])
@@ -82,10 +79,7 @@ def test_a_product_is_exact_but_for_one_rounding(count, inputs, outputs, gelu, a
     assert torch.equal(others_TW, torch.full_like(others_TW, 7.0))
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 def test_a_sum_lies_where_its_first_term_was():
     """One term, of several leading dimensions; with few rows two terms, and none is touched."""
@@ -99,10 +93,7 @@ def test_a_sum_lies_where_its_first_term_was():
         assert error(out.double() + (0 if more is None else more.double()), exact) < ROUNDED
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 def test_rows_depend_on_no_other():
     """A row has the same bits among rows of NaN."""
@@ -115,10 +106,7 @@ def test_rows_depend_on_no_other():
     assert bool(half_TO[1::2].isnan().all())
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 def test_a_captured_product_reads_its_operands_anew():
     """A replay over other values gives what a call gives."""
@@ -141,10 +129,7 @@ def test_a_captured_product_reads_its_operands_anew():
     device.close()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("count", "inputs", "outputs"), TALL)
@@ -193,10 +178,7 @@ def recorded(work: Callable[[], object]) -> list[runtime.cudaGraphNodeType]:
     return kinds
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize("gelu", [False, True])
 def test_nothing_is_cleared_before_a_counted_product(gelu):
@@ -220,10 +202,7 @@ def test_nothing_is_cleared_before_a_counted_product(gelu):
 CASES = [("value", 1, True), ("other", 1, False), ("value", 2, False), ("", 1, False)]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
+@HOPPER
 @pytest.mark.usefixtures("_inference")
 @pytest.mark.parametrize(("clears", "kernels", "launches"), CASES)
 def test_only_one_kernel_after_cleared_memory_is_launched(clears, kernels, launches):

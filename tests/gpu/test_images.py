@@ -37,6 +37,7 @@ from tests.engine.core.test_refinements import HEIGHT, WIDTH, ask, outline, trut
 from tests.engine.core.world import World
 from tests.engine.models.moondream.refiner import scripted
 from tests.engine.models.moondream.refiner.shapes import overlap
+from tests.gpu.inputs import HOPPER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -278,11 +279,6 @@ def test_a_captured_refinement_is_an_eager_one(assembly):
 
 CUDA = torch.device("cuda", 0)
 CROPS, LAYERS = 9, 3
-
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="made for Hopper",
-)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.megakernel import both, drafts, values, words
 from tests.megakernel.drafts import POLICIES, Scene
 from tests.megakernel.words import World, bits_are_those_of_captured_steps
 
-pytestmark = HOPPER
+pytestmark = [pytest.mark.gpu, HOPPER]
 
 
 SHALLOW = dataclasses.replace(MOONDREAM2, num_layers=3)

@@ -22,7 +22,7 @@ from benchmarks.speculation.decode_paths import Answers, answer
 from tests.gpu.inputs import HOPPER
 from tests.loop_answers import Ask, results
 
-pytestmark = HOPPER
+pytestmark = [pytest.mark.gpu, HOPPER]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 
-from tests.gpu.inputs import DIMS, FLIPPED, assert_same, rows
+from tests.gpu.inputs import DIMS, FLIPPED, HOPPER, assert_same, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,10 +149,7 @@ def test_a_fused_gelu_is_the_tanh_form(count):
     torch.testing.assert_close(ours.float(), expected, rtol=4 * ROUNDED, atol=4 * ROUNDED)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="fused attention is made for Hopper",
-)
+@HOPPER
 def test_attention_is_fused_and_copies_nothing():
     """The tower's heads go to the kernel as they are, and its result to the projection as it is."""
     sizes = moondream2_config().vision

@@ -148,7 +148,6 @@ def unservable() -> Iterator[None]:
 
 if TYPE_CHECKING:
     from legato_engine.core.engine_core import EngineCore  # imports torch
-    from legato_engine.null_engine import NullEngine
 
     Core = EngineCore | NullEngine
 

@@ -191,4 +191,6 @@ def runs(kernels: Kernels, device: torch.device) -> bool:
 
 
 def total_memory(device: torch.device) -> int:
+    import torch
+
     return int(torch.cuda.get_device_properties(device).total_memory)
