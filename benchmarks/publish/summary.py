@@ -3,11 +3,11 @@
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
 `loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, for up to 8
 streams. `portable_ms` are steps of PTX of compute_80, `device_memory_gib` is beside the KV cache,
-of packed weights. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
-the slowest kind of task without drafts, `detect_over_text` of the worst number of streams.
-`hop_ms` is of one blocking client, of three tokens, with the image sent as bytes. Images are
-charts, except in figures whose names end with `_photo`. `sources` names the record, the commit and
-the date of each figure.
+of packed weights, `adapter_ms` is what one adapter of rank 8 adds. Gains are fractions: 0.1 is a
+tenth more tokens a second. `tick_cpu_us_32` is of the slowest kind of task without drafts,
+`detect_over_text` of the worst number of streams. `hop_ms` is of one blocking client, of three
+tokens, with the image sent as bytes. Images are charts, except in figures whose names end with
+`_photo`. `sources` names the record, the commit and the date of each figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STREAMS = (1, 8, 32)
 RESIDENT_STREAMS = (1, 8)
 DRAFTED = " tokens a row"  # ends the names of the tick's rows with draft tokens
 OUTPUT = "summary.json"
-PHOTOS = "e2e_photos"
+PHOTOS, FP8_TOWER = "e2e_photos", "e2e_fp8"
 PORTABLE, FORMATS, FORMATS_KV8 = "portable", "portable_formats", "portable_formats_kv8"
 
 # The record of each figure.
@@ -48,6 +48,11 @@ SOURCES = {
     "e2e_p50_ms_new_photo": PHOTOS,
     "req_per_s_64_new_photo": PHOTOS,
     "req_per_s_64_mix_photo": PHOTOS,
+    "req_per_s_64_new_fp8": FP8_TOWER,
+    "req_per_s_64_mix_fp8": FP8_TOWER,
+    "moondream3_ms": "kernels",
+    "moondream3_e4m3_ms": "kernels",
+    "adapter_ms": "adapters",
     "hop_ms": "hop",
     "hop_ms_asyncio": "hop",
 }
@@ -105,6 +110,11 @@ def _figures_of(records: Records) -> dict[str, Any]:
         "e2e_p50_ms_new_photo": _e2e(records, "new", 1, "p50", PHOTOS),
         "req_per_s_64_new_photo": _e2e(records, "new", 64, "per_second", PHOTOS),
         "req_per_s_64_mix_photo": _e2e(records, "mix", 64, "per_second", PHOTOS),
+        "req_per_s_64_new_fp8": _e2e(records, "new", 64, "per_second", FP8_TOWER),
+        "req_per_s_64_mix_fp8": _e2e(records, "mix", 64, "per_second", FP8_TOWER),
+        "moondream3_ms": _kernels(records, "moondream3"),
+        "moondream3_e4m3_ms": _kernels(records, "moondream3-e4m3"),
+        "adapter_ms": _adapters(records),
         "hop_ms": _hop(records, "hop_blocking_ms"),
         "hop_ms_asyncio": _hop(records, "hop_ms"),
     }
@@ -177,6 +187,24 @@ def _formats(records: Records, name: str, weights: str) -> dict[str, float | Non
     """Return steps of one weight format, by number of rows."""
     rows = {row["rows"]: row for row in _rows(records, name) if row["weights"] == weights}
     return _by_streams(rows, lambda row: row["ms"])
+
+
+def _kernels(records: Records, model: str) -> dict[str, float | None]:
+    """Return a model's forward steps, by number of rows."""
+    figures = _figures(records, "kernels")
+    rows = {n: figures[name] for n in STREAMS if (name := f"{model} {n}x1") in figures}
+    return _by_streams(rows, lambda row: row["step"])
+
+
+def _adapters(records: Records) -> dict[str, float | None]:
+    """Return what an adapter of rank 8 adds to a step of Moondream 2, by number of rows."""
+    steps = {
+        (row["rank"], row["streams"], row["adapters"]): row["step_ms"]
+        for row in _rows(records, "adapters")
+        if row["model"] == "moondream2"
+    }
+    added = {n: {"ms": steps[8, n, 1] - steps[0, n, 0]} for n in STREAMS if (8, n, 1) in steps}
+    return _by_streams(added, lambda row: row["ms"])
 
 
 def _e2e(

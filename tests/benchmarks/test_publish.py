@@ -239,6 +239,29 @@ RECORDS = {
             answered("mix", 64, 3, p50=600.0, per_second=115.0),
         ]
     ),
+    "e2e_fp8": record(
+        rows=[answered(kind, 64, 3, per_second=at) for kind, at in (("new", 80.0), ("mix", 120.0))]
+    ),
+    "kernels": record(
+        **{
+            f"{model} {rows}x1": {"step": rows * 0.1 + ahead}
+            for model, ahead in (("moondream3", 1.0), ("moondream3-e4m3", 0.5))
+            for rows in (1, 8, 32)
+        }
+    ),
+    "adapters": record(
+        rows=[
+            {
+                "model": "moondream2",
+                "rank": rank,
+                "streams": n,
+                "adapters": rank // 8,
+                "step_ms": ms,
+            }
+            for n in (1, 8, 32)
+            for rank, ms in ((0, 1.0 * n), (8, 1.25 * n))
+        ]
+    ),
     "portable": record(rows=[portable("bf16", n, 1.0 + n) for n in (1, 8, 32)]),
     "portable_formats": record(
         rows=[portable(w, n, 0.5 + n) for w in ("packed", "fp8") for n in (1, 8, 32)]
@@ -275,6 +298,9 @@ def test_every_figure_comes_from_its_record() -> None:
     assert (result["req_per_s_64_new"], result["req_per_s_64_mix"]) == (70.0, 110.0)
     photos = ("e2e_p50_ms_new_photo", "req_per_s_64_new_photo", "req_per_s_64_mix_photo")
     assert tuple(result[name] for name in photos) == (17.0, 75.0, 115.0)
+    assert (result["req_per_s_64_new_fp8"], result["req_per_s_64_mix_fp8"]) == (80.0, 120.0)
+    assert (result["moondream3_ms"]["8"], result["moondream3_e4m3_ms"]["32"]) == (1.8, 3.7)
+    assert result["adapter_ms"] == {"1": 0.25, "8": 2.0, "32": 8.0}
     assert (result["hop_ms"], result["hop_ms_asyncio"]) == (2.5, 3)
     assert result["portable_ms"] == {"1": 2.0, "8": 9.0, "32": 33.0}
     assert result["int4_kv8_ms"]["8"] == result["fp8_kv8_ms"]["8"] == 8.4
