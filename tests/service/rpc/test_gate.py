@@ -358,7 +358,7 @@ class Incomplete:
         """Begin calls, and return their streams."""
         streams = [self._connection.open(QUERY) for _ in range(count)]
         for stream in streams:
-            self._connection.write(stream, 1000, struct.pack(">BI", 0, 1_000_000))
+            self._connection.push(stream, struct.pack(">BI", 0, 1_000_000) + bytes(1000))
         return streams
 
     async def wait_ended(self, count: int) -> None:
