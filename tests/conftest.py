@@ -75,6 +75,16 @@ def pytest_unconfigure(config):
         shared.end()
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node, error):
+    """End the run when a worker dies: with `loadfile`, xdist waits for ever after replacing one.
+
+    Its option against replacements succeeds without a worker's tests if it died between two.
+    """
+    if error:
+        pytest.exit(f"worker {node.gateway.id} died: {error}", returncode=1)
+
+
 def pytest_sessionstart(session):
     """Have what a process tells of each test for its reruns leave at once.
 
