@@ -125,10 +125,10 @@ def is_local(target: str) -> bool:
 
 
 def _are_loopback(names: str) -> bool:
-    return all(_is_loopback(name) for name in names.split(","))
+    return all(_names_loopback(name) for name in names.split(","))
 
 
-def _is_loopback(name: str) -> bool:
+def _names_loopback(name: str) -> bool:
     """Return whether `host`, `host:port`, `[address]:port` or a bare IPv6 address is loopback."""
     host, port = name, ""
     if name.startswith("["):
@@ -136,8 +136,11 @@ def _is_loopback(name: str) -> bool:
         port = port.removeprefix(":")
     elif name.count(":") == 1:
         host, _, port = name.partition(":")
-    if port and not port.isdecimal():
-        return False
+    return is_loopback(host) and (not port or port.isdecimal())
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host without a port is certain to be this one."""
     if host.lower() == "localhost":
         return True
     try:

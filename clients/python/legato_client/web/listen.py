@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import ipaddress
 import socket
 from pathlib import Path
+
+from legato_client._grpc.settings import is_loopback
 
 DEFAULT = "127.0.0.1:8080"
 BACKLOG = 128
@@ -41,11 +41,7 @@ class Listen:
     @property
     def is_local(self) -> bool:
         """Return whether no other machine can reach the address."""
-        if self.host.lower() == "localhost":
-            return True
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return False
+        return is_loopback(self.host)
 
     def is_named(self, host: str) -> bool:
         """Return whether a Host header, with or without a port, names this host."""
