@@ -30,6 +30,7 @@ from legato_engine.speculation import TokenBudgetPolicy
 
 from tests.emulator.module import CPU, EmulatedKernel, EmulatedModule
 from tests.emulator.test_steps import PARTS
+from tests.engine.kernels.code_cases import random_codes
 from tests.engine.speculative.drafted import row_history
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side
 from tests.gpu.test_kernels import shallow, world_of
@@ -58,13 +59,37 @@ def test_packed_products_are_those_of_the_weights_that_are_read(kind: int) -> No
     """Of widths that leave some warps of a stage without inputs."""
     torch.manual_seed(0)
     weight_OI = torch.randn(32, 384).bfloat16()
-    packed = skinny_gemm.packed_map(weight_OI, WeightKind(kind))
-    kernels = skinny_gemm.LinearKernels(384, WeightKind(kind))
-    x_BI, bias_O = torch.randn(11, 384).bfloat16(), torch.randn(32).bfloat16()
+    check_products(skinny_gemm.packed_map(weight_OI, WeightKind(kind)))
+
+
+@pytest.mark.parametrize(
+    "name", ["Q8_0", "Q4_K", *(pytest.param(n, marks=pytest.mark.slow) for n in ("Q4_0", "Q4_1"))]
+)
+def test_products_of_blocks_are_those_of_their_values(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By the kernel of a few tokens, and all bits of the copy that many tokens are multiplied by.
+
+    What `dequantised` undoes is the codes' own float32 values (test_gemm.py).
+    """
+    monkeypatch.setattr(skinny_gemm, "made_on", lambda _device, make, *of: make(*of))
+    codes = random_codes(name, 32, 576, of_gpu=True)
+    order_O = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    for order in (None, order_O):
+        packed = skinny_gemm.pack_codes(codes, order_O=order)
+        unpacked_OI = skinny_gemm._unpacked(packed, slice(0, 32), slice(64, 576))
+        assert torch.equal(unpacked_OI, codes.dequantised()[:, 64:].bfloat16())
+    check_products(skinny_gemm.pack_codes(codes))
+
+
+def check_products(packed: skinny_gemm.PackedMap) -> None:
+    """A row has the same bits in any batch, and is near the product in float64."""
+    kernels = skinny_gemm.LinearKernels(packed.inputs, packed.kind)
+    x_BI, bias_O = torch.randn(11, packed.inputs).bfloat16(), torch.randn(32).bfloat16()
     truth_BO = x_BI.double() @ packed.dequantised().double().t() + bias_O.double()
-    for batch in (11, 3):
-        out_BO = kernels.run(x_BI[:batch].contiguous(), packed, bias_O)
-        assert (out_BO.double() - truth_BO[:batch]).norm() < 0.005 * truth_BO[:batch].norm()
+    whole_BO = kernels.run(x_BI, packed, bias_O)
+    assert (whole_BO.double() - truth_BO).norm() < 0.005 * truth_BO.norm()
+    assert torch.equal(kernels.run(x_BI[:3].contiguous(), packed, bias_O), whole_BO[:3])
 
 
 @pytest.mark.parametrize(

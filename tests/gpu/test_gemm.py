@@ -26,8 +26,10 @@ from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
+from legato_engine.models.registry import LoadOptions, resolve
 
 from benchmarks.decode.text_step import MODELS
+from tests.engine.kernels.code_cases import BLOCKS, random_codes
 from tests.gpu.inputs import DIMS, FLIPPED, HOPPER, assert_same, rows
 
 pytestmark = pytest.mark.gpu
@@ -249,18 +251,25 @@ def test_rows_that_are_not_aligned(inputs, dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", list(KINDS.values()))
+@pytest.mark.parametrize("of", [*KINDS, *BLOCKS])
 @pytest.mark.parametrize("inputs", [576, 1536])
-def test_packed_products_are_those_of_the_weights_that_are_read(kind, inputs):
+def test_packed_products_are_those_of_the_weights_that_are_read(of, inputs):
     """With a few tokens' kernel, and beyond it; a row has the same bits in any batch of these."""
     if not has_step_kernels(CUDA):
         pytest.skip("needs compute capability 8.0")
     torch.manual_seed(0)
-    weight_OI = (torch.randn(960, inputs, device=CUDA) / inputs**0.5).bfloat16()
-    packed = StepMap(map_codes(weight_OI, format_of(kind)))
+    if of in KINDS:
+        weight_OI = (torch.randn(960, inputs, device=CUDA) / inputs**0.5).bfloat16()
+        codes = map_codes(weight_OI, format_of(KINDS[of]))
+    else:
+        codes = random_codes(of, 960, inputs, of_gpu=True, device=CUDA)
+    packed = StepMap(codes)
+    exact_OI = codes.dequantised()
+    assert torch.equal(packed.exact(), exact_OI)
+    assert torch.equal(packed.dense(), exact_OI.bfloat16())
     bias_O = torch.randn(960, device=CUDA).bfloat16()
     x_TI = torch.randn(40, inputs, device=CUDA).bfloat16()
-    exact_TO = x_TI.double() @ packed.exact().double().t()
+    exact_TO = x_TI.double() @ exact_OI.double().t()
     few_TO = packed.multiply(x_TI[:32], None)
     for batch in (1, 3, 8, 9, 17, 24, 32, 40):
         for bias in (None, bias_O):
@@ -299,6 +308,26 @@ def test_a_text_model_computes_with_its_packed_weights(kind, tied):
     found = [step(each) for each in (network, exact)]
     error = (found[0].double() - found[1].double()).norm() / found[1].norm()
     assert error < 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "large" not in name])
+def test_a_gguf_file_keeps_its_blocks(tmp_path, name, tied):
+    """A step of its blocks is that of their values, which float32 has."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    from tests.engine.models.gguf import gguf_files, test_gguf
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": tied}
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, test_gguf.model(**sizes), kind=name)
+    bundle = resolve("llama", weights=str(path))
+    exact = bundle.load(CUDA, torch.float32)
+    ours = bundle.load(CUDA, torch.bfloat16, LoadOptions(weight_dtype="stored"))
+    found = [step(each._network) for each in (ours, exact)]
+    error = (found[0].double() - found[1].double()).norm() / found[1].norm()
+    assert error < 0.03
 
 
 def step(network):

@@ -402,9 +402,6 @@ def _weight_dtype(config: EngineConfig, device: Device) -> str:
         weights = config.weights or config.model
         problem = f"weight_dtype stored keeps the blocks of a GGUF file, which {weights} is not"
         raise InvalidField(f"{problem}: use weight_dtype auto", field="weight_dtype")
-    if name == STORED and device.torch_device.type != "cpu":
-        problem = f"no kernel of {device.name} reads the blocks of a GGUF file: use weight_dtype"
-        raise InvalidField(f"{problem} auto, or int8, which rounds again", field="weight_dtype")
     if name in ("packed", "fp8") and device.torch_device.type == "cpu":
         problem = f"weights in {name} need a GPU, not {device.name}: use int8 or model"
         raise InvalidField(problem, field="weight_dtype")

@@ -18,6 +18,9 @@ GROUP = 64
 GROUPS = (GROUP, 2 * GROUP)
 """Inputs of a scale of int4 that a checkpoint may have."""
 
+BLOCK = 32
+"""Inputs of a scale in GGUF's blocks."""
+
 _E4M3_MOST, _INT8_MOST, _INT4_MOST = 448.0, 127.0, 7.0
 _LEAST_SCALE = 1e-12
 _INT4_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
@@ -28,17 +31,21 @@ class WeightKind(enum.IntEnum):
     """Number format of a map's weights; the values are those of `stage_ring.cuh`.
 
     In a GPU's kernels e4m3 and int8 have a float32 scale for each row, int4 a bf16 scale for each
-    64 inputs of a row.
+    64 inputs of a row. The blocks of GGUF have the codes of int8 or int4 with an fp16 scale for
+    each 32 inputs, those of Q4_1 also an fp16 minimum.
     """
 
     BF16 = 0
     E4M3 = 1
     INT8 = 2
     INT4 = 3
+    Q8_0 = 4
+    Q4_0 = 5
+    Q4_1 = 6
 
     @property
     def bits(self) -> int:
-        return {WeightKind.BF16: 16, WeightKind.INT4: 4}.get(self, 8)
+        return 4 if self.code_dtype is torch.uint8 else 8 * self.code_dtype.itemsize
 
     @property
     def of_head(self) -> WeightKind:
@@ -51,8 +58,12 @@ class WeightKind(enum.IntEnum):
 
     def stage_bytes(self, chunk: int) -> int:
         """Bytes of 16 rows of `chunk` inputs."""
-        scales = chunk // GROUP * 16 * 2 if self is WeightKind.INT4 else 0
-        return 16 * chunk * self.bits // 8 + scales
+        return 16 * (chunk * self.bits // 8 + chunk // GROUP * self.num_scales * 2)
+
+    @property
+    def num_scales(self) -> int:
+        """Return the scales and minima of `GROUP` inputs, which are packed beside the codes."""
+        return _NUM_SCALES.get(self, 0)
 
     def span(self, chunks: int) -> int:
         """Chunks of a stage of the ring, of as many that follow each other."""
@@ -64,7 +75,24 @@ _DTYPES = {
     WeightKind.E4M3: torch.float8_e4m3fn,
     WeightKind.INT8: torch.int8,
     WeightKind.INT4: torch.uint8,
+    WeightKind.Q8_0: torch.int8,
+    WeightKind.Q4_0: torch.uint8,
+    WeightKind.Q4_1: torch.uint8,
 }
+
+_NUM_SCALES = {
+    WeightKind.INT4: 1,
+    WeightKind.Q8_0: 2,
+    WeightKind.Q4_0: 2,
+    WeightKind.Q4_1: 4,
+}
+
+_BLOCK_KINDS = {
+    (WeightKind.INT8, False): WeightKind.Q8_0,
+    (WeightKind.INT4, False): WeightKind.Q4_0,
+    (WeightKind.INT4, True): WeightKind.Q4_1,
+}
+"""By the codes of a scale of `BLOCK` inputs, and whether there are minima."""
 
 KINDS = {
     "packed": WeightKind.BF16,
@@ -92,10 +120,9 @@ class CodeFormat(NamedTuple):
         return format_of(self.kind.of_head, self.group)
 
     @property
-    def is_packable(self) -> bool:
-        """Return whether a GPU's kernels read such scales."""
-        group = self.group % GROUP == 0 if self.kind is WeightKind.INT4 else self.group == 0
-        return group and not self.has_minima
+    def of_gpu(self) -> CodeFormat:
+        """Return the format as a GPU's kernels read it: blocks with scales and minima in fp16."""
+        return self._replace(scales=torch.float16) if self.group == BLOCK else self
 
     def divides(self, inputs: int) -> bool:
         """Return whether rows of so many inputs can have this format."""
@@ -138,6 +165,14 @@ class MapCodes:
     def shape(self) -> tuple[int, int]:
         outputs, width = self.codes.shape
         return outputs, width * 2 if self.kind is WeightKind.INT4 else width
+
+    @property
+    def packed_kind(self) -> WeightKind:
+        """Return the kind that a GPU's kernels read the codes as, in a `CodeFormat.of_gpu`."""
+        if self.scales is None or self.scales.dtype is not torch.float16:
+            assert self.minima is None, "only blocks have minima"
+            return self.kind
+        return _BLOCK_KINDS[self.kind, self.minima is not None]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint has of the map, by name."""

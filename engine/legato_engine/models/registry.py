@@ -67,8 +67,8 @@ class LoadOptions:
     """Form in which weights are loaded, and the `memory` that they may take (None: unlimited).
 
     `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-    weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`, or
-    `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
+    weights have scales. `weight_dtype`: of linear layers, on a CPU as `packed_weights.pack`, on a
+    GPU as `KINDS`, or `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
     """
 
     vision_fp8: bool = False

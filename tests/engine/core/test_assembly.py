@@ -118,22 +118,18 @@ def test_weights_that_only_gpus_have_are_refused_on_a_cpu(kind):
 
 
 @pytest.mark.parametrize(
-    ("weights", "device", "said"),
-    [
-        ("", "cpu", "a GGUF file, which legato-tiny is not: use weight_dtype auto"),
-        ("a.safetensors", "cpu", "a GGUF file, which a.safetensors is not: use weight_dtype auto"),
-        ("a.gguf", "cuda", "no kernel of cuda reads the blocks of a GGUF file: use weight_dtype"),
-    ],
+    ("weights", "said"), [("", "legato-tiny"), ("a.safetensors", "a.safetensors")]
 )
-def test_stored_blocks_are_those_of_a_gguf_file_on_a_cpu(weights, device, said):
-    """Of another file, or on a GPU, they are refused with the alternative."""
-    one = types.SimpleNamespace(torch_device=torch.device(device), name=device)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_stored_blocks_are_those_of_a_gguf_file(weights, said, kind):
+    """Of another file they are refused with the alternative."""
+    device = types.SimpleNamespace(torch_device=torch.device(kind), name=kind)
+    said = f"a GGUF file, which {said} is not: use weight_dtype auto"
     with pytest.raises(InvalidField, match=said) as caught:
-        assembly._weight_dtype(EngineConfig(weights=weights, weight_dtype="stored"), one)
+        assembly._weight_dtype(EngineConfig(weights=weights, weight_dtype="stored"), device)
     assert caught.value.metadata["field"] == "weight_dtype"
-    cpu = types.SimpleNamespace(torch_device=torch.device("cpu"), name="cpu")
     config = EngineConfig(weights="a.gguf", weight_dtype="stored")
-    assert assembly._weight_dtype(config, cpu) == "stored"
+    assert assembly._weight_dtype(config, device) == "stored"
 
 
 def test_the_resident_path_keeps_the_weights_that_its_kernel_reads():

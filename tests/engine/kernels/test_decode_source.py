@@ -37,7 +37,7 @@ from legato_engine.kernels.cuda.decoder import (
 from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
 from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.cuda.sampling import sampling_defines
-from legato_engine.kernels.cuda.skinny_gemm import unpack_defines
+from legato_engine.kernels.cuda.skinny_gemm import linear_defines, unpack_defines
 from legato_engine.kernels.cuda.tau_decoder import (
     TauRows,
     expert_adapter_defines,
@@ -103,7 +103,8 @@ MOST_REGISTERS = {
     "embed": 40,
     "value_inner": 168,
     "value_bins": 144,
-    "unpack": 40,
+    "packed_linear": 168,
+    "unpack": 48,
 }
 """A thread's, reviewed: on any architecture, for any number of tokens.
 
@@ -242,6 +243,19 @@ def test_quantised_weights_compile_without_spills(cache, kind, arch):
             most_stack = SPILLS_OF_INT4.get(kernel, 0) if kind is WeightKind.INT4 else 0
             assert usage.stack <= max(most_stack, MOST_STACK), kernel
             assert usage.registers <= MOST_REGISTERS[kernel], kernel
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_products_of_text_models_compile_without_spills(cache, tiles, arch):
+    """With weights of any kind, GGUF's blocks too, and the copies for products of many tokens."""
+    for kind in WeightKind:
+        compiled = [("packed_linear.cu", linear_defines(1536, kind, tiles))]
+        if tiles == max(skinny_gemm.TILES):
+            compiled.append(("unpack.cu", unpack_defines(kind, 512)))
+        for source, defines in compiled:
+            for kernel, usage in usages(module.compile_source(source, defines, arch)).items():
+                assert usage.stack <= MOST_STACK, (kernel, kind)
+                assert usage.registers <= MOST_REGISTERS[kernel], (kernel, kind)
 
 
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)

@@ -38,6 +38,8 @@ from legato_engine.models.moondream.presets import (
     moondream3_config,
 )
 
+from tests.engine.kernels.code_cases import BLOCKS, FORMATS, random_codes
+
 # ---------------------------------------------------------------- skinny gemm
 # What the launches take of shared memory fits the GPU, and agrees with the kernels' headers.
 
@@ -369,15 +371,32 @@ def test_quantised_maps_are_near_their_weights(name, most, parts):
 
 
 @pytest.mark.parametrize("group", [64, 128])
-def test_groups_of_more_inputs_are_packed_with_their_values(group):
-    """A scale of 128 inputs is that of each 64 of them, in any order of rows."""
-    generator = torch.Generator().manual_seed(5)
-    weights_OI = torch.randn(48, 384, generator=generator)
-    code_format = format_of(KINDS["int4"], group)
-    codes = map_codes(weights_OI, code_format)
+def test_int4_has_a_scale_for_each_group(group):
+    codes = map_codes(torch.randn(48, 384), format_of(KINDS["int4"], group))
     assert codes.scales is not None
     assert codes.scales.shape == (48, 384 // group)
-    assert code_format.is_packable
-    for order_O in (None, torch.randperm(48, generator=generator)):
-        packed = pack_codes(codes, order_O=order_O)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_codes_are_packed_with_their_values(name, parts):
+    """Of any format, in any order of rows; a scale of 128 inputs is that of each 64 of them."""
+    codes = random_codes(name, 48, 384, of_gpu=True)
+    for order_O in (None, torch.randperm(48)):
+        packed = pack_codes(codes, parts, order_O)
         assert torch.equal(packed.dequantised(), codes.dequantised())
+
+
+def test_blocks_keep_their_scales_and_minima_but_those_of_q4_k():
+    """A GPU has them in fp16, as the file of the other formats: 2^-11 off at most."""
+    for name in BLOCKS:
+        exact_OI = random_codes(name, 48, 384).dequantised()
+        codes = random_codes(name, 48, 384, of_gpu=True)
+        if name != "Q4_K":
+            assert torch.equal(codes.dequantised(), exact_OI)
+            continue
+        assert codes.scales is not None
+        assert codes.minima is not None
+        size_OG = 15 * codes.scales.abs() + codes.minima.abs()
+        size_OI = size_OG.float().repeat_interleave(32, dim=1)
+        assert ((codes.dequantised() - exact_OI).abs() <= 2**-11 * size_OI + 1e-6).all()

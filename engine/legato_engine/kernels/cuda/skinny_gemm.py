@@ -232,20 +232,29 @@ class PackedMap:
         if self.kind is WeightKind.BF16:
             codes = stages.contiguous().view(torch.bfloat16)
             return self._ordered(codes.view(-1)).float()
-        if self.kind is WeightKind.INT4:
-            codes = stages[..., : 8 * self.chunk]
+        codes, beside = stages.tensor_split([2 * self.kind.bits * self.chunk], dim=2)
+        if self.kind.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1)
-            scales = stages[..., 8 * self.chunk :].contiguous().view(torch.bfloat16)
-            scales = scales.view(*stages.shape[:2], self.chunk // GROUP, 8, 2)
-            scale_OG = self._own(scales.permute(0, 4, 3, 1, 2).reshape(self.outputs, -1).float())
-            exact_OI = self._ordered(codes).float() - 8.0
-            return (torch.unflatten(exact_OI, 1, (-1, GROUP)) * scale_OG[..., None]).flatten(1)
-        assert self.scale_O is not None, "8 bits have scales"
-        return self._ordered(stages).view(self.kind.code_dtype).float() * self.scale_O[:, None]
+        exact_OI = self._ordered(codes).view(self.kind.code_dtype).float()
+        if not beside.numel():
+            assert self.scale_O is not None, "8 bits have scales"
+            return exact_OI * self.scale_O[:, None]
+        if self.kind.bits == 4 and self.kind is not WeightKind.Q4_1:
+            exact_OI -= 8.0
+        scale_dtype = torch.bfloat16 if self.kind is WeightKind.INT4 else torch.float16
+        of = beside.contiguous().view(scale_dtype)
+        of = of.view(*stages.shape[:2], self.chunk // GROUP, 8, self.kind.num_scales, 2)
+        of_OGS = self._own(of.permute(0, 5, 3, 1, 2, 4).flatten(0, 2).flatten(1, 2).float())
+        scales, *minima = of_OGS.split(min(self.kind.num_scales, 2), dim=2)
+        exact_OGE = exact_OI.view(self.outputs, scales[0].numel(), -1)
+        exact_OGE *= scales.reshape(self.outputs, -1, 1)
+        for least in minima:
+            exact_OGE += least.reshape(self.outputs, -1, 1)
+        return exact_OGE.flatten(1)
 
     def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
         """Return fragments as [O, I]."""
-        shape, order = _fragments(self.outputs, self.inputs, self.chunk), _ORDERS[self.kind]
+        shape, order = _fragments(self.outputs, self.inputs, self.chunk), _ORDERS[self.kind.bits]
         back = sorted(range(len(order)), key=order.__getitem__)
         there = codes.reshape([shape[dim] for dim in order])
         return self._own(there.permute(back).reshape(self.outputs, self.inputs))
@@ -258,12 +267,11 @@ class PackedMap:
 
 
 _ORDERS = {
-    WeightKind.BF16: (0, 3, 4, 1, 5, 2, 6, 7, 8, 9),
-    WeightKind.E4M3: (0, 3, 4, 1, 2, 6, 5, 7, 9, 8),
-    WeightKind.INT8: (0, 3, 4, 1, 2, 6, 5, 7, 9, 8),
-    WeightKind.INT4: (0, 3, 4, 2, 6, 1, 5, 9, 7, 8),
+    16: (0, 3, 4, 1, 5, 2, 6, 7, 8, 9),
+    8: (0, 3, 4, 1, 2, 6, 5, 7, 9, 8),
+    4: (0, 3, 4, 2, 6, 1, 5, 9, 7, 8),
 }
-"""Dimensions of `_fragments` as packed.
+"""Dimensions of `_fragments` as packed, by the bits of a code.
 
 A lane has 8 inputs of each half of a group of 64, of rows g and g + 8: in bf16 as four runs of all
 lanes; of fewer bits as far as they share 16 bytes, with pairs where the kernels' shifts and masks
@@ -282,22 +290,28 @@ def pack_codes(
 
     Packed row r is its row `order_O[r]`. Scales of more inputs than `GROUP` are repeated.
     """
-    assert quantised.minima is None, "no kernel adds minima"
-    kind, codes_OI, scales = quantised.kind, quantised.values(), quantised.scales
+    kind, codes_OI, scales = quantised.packed_kind, quantised.values(), quantised.scales
     if kind is not WeightKind.BF16:
         codes_OI = codes_OI.view(torch.uint8)
     if order_O is not None:
         codes_OI, order_O = codes_OI[order_O], order_O.int()
     outputs, inputs = codes_OI.shape
     width = chunk(inputs // parts)
-    data = codes_OI.reshape(_fragments(outputs, inputs, width)).permute(_ORDERS[kind]).contiguous()
-    if kind is WeightKind.INT4:
-        assert scales is not None, "4 bits have scales"
-        scale_OG = scales if order_O is None else scales[order_O.long()]
-        scale_OG = scale_OG.repeat_interleave(inputs // GROUP // scale_OG.shape[1], dim=1)
-        data = (data[..., 0] | data[..., 1] << 4).reshape(outputs // 16, inputs // width, -1)
-        of = scale_OG.view(outputs // 16, 2, 8, inputs // width, width // GROUP)
-        bytes_of = of.permute(0, 3, 4, 2, 1).contiguous().view(torch.uint8)
+    data = codes_OI.reshape(_fragments(outputs, inputs, width)).permute(_ORDERS[kind.bits])
+    data = data.contiguous()
+    if kind.bits == 4:
+        data = data[..., 0] | data[..., 1] << 4
+    if kind.num_scales:
+        data = data.reshape(outputs // 16, inputs // width, -1)
+        parts_OG = [each for each in (scales, quantised.minima) if each is not None]
+        num = kind.num_scales // len(parts_OG)
+        groups = inputs // GROUP * num
+        parts_OG = [each.repeat_interleave(groups // each.shape[1], 1) for each in parts_OG]
+        of_OGS = torch.cat([each.view(outputs, -1, num) for each in parts_OG], dim=2)
+        if order_O is not None:
+            of_OGS = of_OGS[order_O.long()]
+        of = of_OGS.view(outputs // 16, 2, 8, inputs // width, width // GROUP, -1)
+        bytes_of = of.permute(0, 3, 4, 2, 5, 1).contiguous().view(torch.uint8)
         data = torch.cat([data, bytes_of.reshape(*data.shape[:2], -1)], dim=2)
         scales = None
     return PackedMap(kind, data.flatten(), scales, outputs, inputs, width, order_O)

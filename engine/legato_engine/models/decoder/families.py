@@ -101,14 +101,17 @@ class DecoderBundle:
         on_cpu = device.type == "cpu"
         cpu_library = library(options.cpu_kernels) if on_cpu else None
         recipe = self._recipe(options)
+        keeps_blocks = options.weight_dtype == STORED
         kind = KINDS.get(options.weight_dtype if recipe is None else recipe.kind)
+        if keeps_blocks:
+            kind = WeightKind.BF16  # of maps without blocks
         reason = None if on_cpu or kind is None else network.cannot_quantise(device)
         if reason and recipe is None:
             problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
             raise InvalidField(problem, field="weight_dtype")
         as_codes: Collection[str] = ()
-        if options.weight_dtype == STORED:
-            as_codes = self._expect_blocks(network, cpu_library)
+        if keeps_blocks:
+            as_codes = self._expect_blocks(network, device, cpu_library)
         dequantises = False
         if recipe is not None:
             panels = cpu_library is not None and kind is not WeightKind.E4M3
@@ -142,13 +145,17 @@ class DecoderBundle:
         return QUANTISED.read(self.weights, options.weight_dtype)
 
     def _expect_blocks(
-        self, network: DecoderNetwork, cpu_library: Library | None
+        self, network: DecoderNetwork, device: torch.device, cpu_library: Library | None
     ) -> Collection[str]:
         """Have the blocks of a GGUF file in place of maps, and return these maps' names."""
-        if cpu_library is None or self.weights is None:
+        on_cpu = device.type == "cpu"
+        if self.weights is None or (on_cpu and cpu_library is None):
             problem = "weight_dtype stored needs a GGUF file and compiled cpu_kernels"
             raise InvalidField(f"{problem}: use weight_dtype auto", field="weight_dtype")
-        return network.expect_codes(checkpoint.code_formats(self.weights))
+        formats = checkpoint.code_formats(self.weights)
+        if not on_cpu:
+            formats = {name: each.of_gpu for name, each in formats.items()}
+        return network.expect_codes(formats)
 
     def _fill(
         self,

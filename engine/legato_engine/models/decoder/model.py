@@ -376,19 +376,27 @@ class DecoderNetwork(nn.Module):
         return self.misfit(GROUP)
 
     def misfit(self, group: int) -> str | None:
-        """Return why maps do not fit a GPU's kernels with so many inputs for a scale, or None."""
-        maps = [module for module, _ in self._coded() if isinstance(module, Linear)]
-        if any(each.in_features % group or each.out_features % 16 for each in maps):
+        """Return why maps do not fit a GPU's kernels with so many inputs for a scale, or None.
+
+        Embeddings are as large as the head, which may be tied to them.
+        """
+        shapes = [module.weight.shape for module, _ in self._coded()]
+        if any(inputs % group or outputs % 16 for outputs, inputs in shapes):
             return f"takes maps of a multiple of {group} inputs and of 16 outputs"
         return None
 
     def quantise(self, kind: WeightKind) -> None:
         """Replace the loaded maps by packed copies on a GPU, the head's with 8 bits at least.
 
-        Embeddings stay, also those that a tied head is a packed copy of.
+        Loaded codes are not rounded again. Embeddings become or stay numbers, also those that a
+        tied head is a packed copy of.
         """
+        embeddings, head = self.embed_tokens, None
+        if embeddings.stored is not None:
+            head = StepMap(embeddings.take_codes())
+            embeddings.weight = nn.Parameter(head.dense(), requires_grad=False)
         if self.config.tied_head:
-            self._tied_head = StepMap(map_codes(self.embed_tokens.weight, format_of(kind.of_head)))
+            self._tied_head = head or StepMap(map_codes(embeddings.weight, format_of(kind.of_head)))
         for module, _ in self._coded():
             if isinstance(module, Linear):
                 own = kind.of_head if module is getattr(self, "lm_head", None) else kind

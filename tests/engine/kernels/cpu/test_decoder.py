@@ -26,6 +26,8 @@ from legato_engine.kernels.cpu.decoder import (
 from legato_engine.kernels.map_codes import CodeFormat, WeightKind
 from legato_engine.kernels.parameters import AdapterRows, LowRankStack
 
+from tests.engine.kernels.code_cases import FORMATS, random_codes
+
 DIM, INNER, SLOTS, PAGES, LAYERS = 50, 70, 6, 40, 2
 EPSILON = 1e-5
 
@@ -449,33 +451,6 @@ def test_weights_of_a_gguf_file_keep_their_values(library):
         weight_OI = (values_OKG * scale_OK1 + low).flatten(1)
         found_OI = PanelWeight(library, weight_OI, kind).rows(torch.arange(64))
         torch.testing.assert_close(found_OI, weight_OI, rtol=0, atol=1e-8)
-
-
-FORMATS = {
-    "int8, a scale a row": CodeFormat(WeightKind.INT8),
-    "int4, a scale for 64": CodeFormat(WeightKind.INT4, 64, torch.bfloat16),
-    "int4, a scale for 128": CodeFormat(WeightKind.INT4, 128, torch.bfloat16),
-    "Q8_0": CodeFormat(WeightKind.INT8, 32, torch.float16),
-    "Q4_0": CodeFormat(WeightKind.INT4, 32, torch.float16),
-    "Q4_0 with large scales": CodeFormat(WeightKind.INT4, 32, torch.float16),
-    "Q4_1": CodeFormat(WeightKind.INT4, 32, torch.float16, has_minima=True),
-    "Q4_K": CodeFormat(WeightKind.INT4, 32, torch.float32, has_minima=True),
-}
-
-
-def random_codes(name, outputs, inputs):
-    """Any codes; scales of Q4_K have as many bits as a half times 6 bits."""
-    codes = FORMATS[name].empty((outputs, inputs), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    codes.codes.view(torch.uint8).random_(0, 256, generator=generator)
-    factor = 7e4 / 8 if "large" in name else 0.01
-    for seed, part in enumerate((codes.scales, codes.minima)):
-        if part is None:
-            continue
-        halves = random(1, part.numel(), seed).mul(factor).clamp(-6e4, 6e4).half().float()
-        six = torch.randint(0, 64, halves.shape, generator=generator) if name == "Q4_K" else 1
-        part.copy_((halves * six).view(part.shape))
-    return codes
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import random
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 import structlog
 import torch
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.map_codes import WeightKind
+from legato_engine.layers.linear import Linear
+from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import fill_from_gguf
 from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.decoder.gguf import end_tokens, gguf_tokenizer, special_tokens
+from legato_engine.models.decoder.model import DecoderNetwork, load_weights
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import (
     SPLIT,
@@ -163,6 +168,42 @@ def test_blocks_stay_as_they_are(path, name, tied):
             for each, prompt in zip((ours, plain), prompts, strict=True)
         ]
     assert same.relative_error(*logits) < 1e-3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_gpu_computes_with_the_blocks(path, name, tied):
+    """Its packed maps have the file's values, those of Q4_K rounded to fp16 scales and minima."""
+    kinds = BLOCKS[name][1]
+    theirs = model(hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    gguf_files.write(path, theirs, kind=name[:4], kinds=kinds)
+    bundle = resolve("llama", weights=str(path))
+    with torch.device("meta"):
+        network, exact = (DecoderNetwork(bundle.config) for _ in range(2))
+    formats = {base: each.of_gpu for base, each in checkpoint.code_formats(path).items()}
+    found = network.to(torch.bfloat16).expect_codes(formats)
+    load_weights(network, path, same.CPU, as_codes=found)
+    network.quantise(WeightKind.BF16)
+    load_weights(exact, path, same.CPU)
+    counted = collections.Counter()
+    for mine, other in zip(network.modules(), exact.modules(), strict=True):
+        if isinstance(mine, Linear):
+            packed: Any = mine.packed
+            kind = packed._packed.kind
+            counted[kind] += 1
+            error = (packed.exact() - other.weight).norm() / other.weight.norm()
+            most = 2e-3 if kind is WeightKind.BF16 else 1e-3 if name.startswith("Q4_K") else 0.0
+            assert error <= most
+    own = WeightKind[name[:4].replace("K", "1")]
+    in_bf16 = counted.pop(WeightKind.BF16, 0)
+    assert in_bf16 == (2 * bundle.config.num_layers if kinds else 0)
+    assert set(counted) == {own}
+    ids_T = torch.arange(7)
+    torch.testing.assert_close(
+        network.embed(ids_T).float(), exact.embed(ids_T), rtol=2**-7, atol=1e-4
+    )
+    x_TD = torch.randn(4, 256).bfloat16()
+    assert same.relative_error(network.logits(x_TD), exact.logits(x_TD.float())) < 1e-2
 
 
 def test_stored_blocks_are_refused_where_no_kernel_reads_them(path):

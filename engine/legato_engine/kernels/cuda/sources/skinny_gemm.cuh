@@ -3,7 +3,7 @@
 // A block of 16 output rows is the unit of work; CHUNK inputs of it are a stage of a ring in shared memory, filled by
 // one thread with a bulk copy per stage. It needs only weights, so it begins before the preceding kernel has ended.
 //
-// Weights are packed (packing.py) as lanes hold fragments. The order of summation is free, so a lane's 16 bytes are 8
+// Weights are packed (skinny_gemm.py) as lanes hold fragments. The order of summation is free, so a lane's 16 bytes are 8
 // successive inputs of one row; tokens' inputs are read in the same order.
 //
 // Sums run in an order that depends on the sizes only, so a token's bits do not depend on the batch. Columns without
@@ -46,8 +46,38 @@ struct Weights {
   __device__ __forceinline__ u32 read() const { return low[0].x | low[1].x | high[0].x | high[1].x; }
 };
 
-// A lane's packed weights of a stage, and what they are in bf16.
+#if WEIGHTS >= 3
+// Scales of rows g and g + 8 of a warp's inputs, 64 / SCALES inputs each, then their minima: pairs of bf16 (int4) or fp16.
+struct __align__(SCALE_WORDS * 4) GroupScales {
+  u32 words[SCALE_WORDS];
+  __device__ __forceinline__ u32 read() const {
+    u32 all = 0;
+#pragma unroll
+    for (int i = 0; i < SCALE_WORDS; i++) all |= words[i];
+    return all;
+  }
+  // Of both rows, for the inputs of a half.
+  __device__ __forceinline__ float2 of(int half) const { return numbers(words[half * SCALES / 2]); }
+  __device__ __forceinline__ float2 minima(int half) const { return numbers(words[SCALES + half * SCALES / 2]); }
+
+ private:
+  static __device__ __forceinline__ float2 numbers(u32 pair) {
+    if (WEIGHTS == INT4) return {low_float(pair), high_float(pair)};
+    return {float_of_half((unsigned short)pair), float_of_half((unsigned short)(pair >> 16))};
+  }
+};
+template <int CHUNK>
+__device__ __forceinline__ GroupScales scales_of(const bf16* stage) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(stage) + CHUNK / GROUP * GROUP_BYTES;
+  return *reinterpret_cast<const GroupScales*>(bytes + threadIdx.x / 32 * GROUP_SCALES + threadIdx.x % 32 / 4 * sizeof(GroupScales));
+}
+#endif
+
+// A lane's packed weights of a stage, and what they are in bf16, still to be multiplied by their scales.
 struct PackedWeights {
+#if WEIGHTS >= 3
+  GroupScales scales;
+#endif
 #if WEIGHTS == 0
   Weights of;
   template <int CHUNK>
@@ -56,14 +86,20 @@ struct PackedWeights {
   }
   __device__ __forceinline__ u32 read() const { return of.read(); }
   __device__ __forceinline__ const Weights& widened() const { return of; }
-#elif WEIGHTS < 3
+#elif WEIGHTS < 3 || WEIGHTS == 4
   uint4 low, high;
   template <int CHUNK>
   __device__ __forceinline__ void load(const bf16* stage) {
     const auto* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * (GROUP_BYTES / 16) + threadIdx.x % 32;
     low = from[0], high = from[32];
+#if WEIGHTS == 4
+    scales = scales_of<CHUNK>(stage);
+  }
+  __device__ __forceinline__ u32 read() const { return low.x | high.x | scales.read(); }
+#else
   }
   __device__ __forceinline__ u32 read() const { return low.x | high.x; }
+#endif
   __device__ __forceinline__ Weights widened() const {
     return Weights{{eight(low.x, low.y), eight(low.z, low.w)}, {eight(high.x, high.y), eight(high.z, high.w)}};
   }
@@ -88,23 +124,19 @@ struct PackedWeights {
   }
 #else
   uint4 of;
-  u32 scales;  // of rows g and g + 8
   template <int CHUNK>
   __device__ __forceinline__ void load(const bf16* stage) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(stage);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    of = *reinterpret_cast<const uint4*>(bytes + warp * GROUP_BYTES + lane * 16);
-    scales = *reinterpret_cast<const u32*>(bytes + CHUNK / GROUP * GROUP_BYTES + warp * GROUP_SCALES + lane / 4 * 4);
+    of = reinterpret_cast<const uint4*>(stage)[threadIdx.x / 32 * (GROUP_BYTES / 16) + threadIdx.x % 32];
+    scales = scales_of<CHUNK>(stage);
   }
-  __device__ __forceinline__ u32 read() const { return of.x | scales; }
-  // Still to be multiplied by the scales.
+  __device__ __forceinline__ u32 read() const { return of.x | scales.read(); }
   __device__ __forceinline__ Weights widened() const { return Weights{{eight(of.x), eight(of.y)}, {eight(of.z), eight(of.w)}}; }
 
  private:
-  // Nibbles i and i + 4 are pair i; 128 + the nibble, less 136.
+  // Nibbles i and i + 4 are pair i; 128 + the nibble, less 136 or, with minima, 128.
   static __device__ __forceinline__ uint4 eight(u32 word) { return uint4{pair(word), pair(word >> 4), pair(word >> 8), pair(word >> 12)}; }
   static __device__ __forceinline__ u32 pair(u32 word) {
-    return multiply_add(word & 0x000f000fu | 0x43004300u, 0x3f803f80u, 0xc308c308u);
+    return multiply_add(word & 0x000f000fu | 0x43004300u, 0x3f803f80u, WEIGHTS == Q4_1 ? 0xc300c300u : 0xc308c308u);
   }
 #endif
 };
@@ -123,32 +155,54 @@ struct RowScales {
 #endif
 };
 
+// 32 weights of two rows.
+template <int NT>
+__device__ __forceinline__ void multiply_half(float4 (&sum)[NT], const uint4& a, const uint4& b, const Tokens<NT>& tokens, int half) {
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.x, b.x, a.y, b.y, tokens.of[tile][half].x, tokens.of[tile][half].y);
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.z, b.z, a.w, b.w, tokens.of[tile][half].z, tokens.of[tile][half].w);
+}
+
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weights, const Tokens<NT>& tokens) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint4 &a = weights.low[half], &b = weights.high[half];
+  for (int half = 0; half < 2; half++) multiply_half<NT>(sum, weights.low[half], weights.high[half], tokens, half);
+}
+
+// sum += part * by, of two rows.
+template <int NT>
+__device__ __forceinline__ void add_scaled(float4 (&sum)[NT], const float4 (&part)[NT], float2 by) {
 #pragma unroll
-    for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.x, b.x, a.y, b.y, tokens.of[tile][half].x, tokens.of[tile][half].y);
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.z, b.z, a.w, b.w, tokens.of[tile][half].z, tokens.of[tile][half].w);
+  for (int tile = 0; tile < NT; tile++) {
+    sum[tile].x = __fmaf_rn(part[tile].x, by.x, sum[tile].x), sum[tile].y = __fmaf_rn(part[tile].y, by.x, sum[tile].y);
+    sum[tile].z = __fmaf_rn(part[tile].z, by.y, sum[tile].z), sum[tile].w = __fmaf_rn(part[tile].w, by.y, sum[tile].w);
   }
 }
 
 // The same with packed weights.
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const PackedWeights& packed, const Tokens<NT>& tokens) {
-#if WEIGHTS == 3
+#if WEIGHTS < 3
+  multiply<NT>(sum, packed.widened(), tokens);
+#elif WEIGHTS == 3
   float4 part[NT] = {};
   multiply<NT>(part, packed.widened(), tokens);
-  const float low = low_float(packed.scales), high = high_float(packed.scales);
-#pragma unroll
-  for (int tile = 0; tile < NT; tile++) {
-    sum[tile].x = __fmaf_rn(part[tile].x, low, sum[tile].x), sum[tile].y = __fmaf_rn(part[tile].y, low, sum[tile].y);
-    sum[tile].z = __fmaf_rn(part[tile].z, high, sum[tile].z), sum[tile].w = __fmaf_rn(part[tile].w, high, sum[tile].w);
-  }
+  add_scaled<NT>(sum, part, packed.scales.of(0));
 #else
-  multiply<NT>(sum, packed.widened(), tokens);
+  const Weights weights = packed.widened();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float4 part[NT] = {};
+    multiply_half<NT>(part, weights.low[half], weights.high[half], tokens, half);
+    add_scaled<NT>(sum, part, packed.scales.of(half));
+#if WEIGHTS == 6
+    constexpr u32 ONES = 0x3f803f80u;
+    float4 inputs[NT] = {};  // added up for the minima, in every row
+    multiply_half<NT>(inputs, uint4{ONES, ONES, ONES, ONES}, uint4{ONES, ONES, ONES, ONES}, tokens, half);
+    add_scaled<NT>(sum, inputs, packed.scales.minima(half));
+#endif
+  }
 #endif
 }
 

@@ -31,15 +31,17 @@ __device__ __forceinline__ void copy_pieces(void* to, const void* from, int byte
   for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512)
     copy_run(static_cast<unsigned char*>(to) + at, static_cast<const unsigned char*>(from) + at, 16, policy);
 }
-// How a map's weights are packed (packing.py): bf16; e4m3 or int8 with a float32 scale for each row; or int4 with a bf16 scale for each
-// 64 inputs of a row.
-constexpr int BF16 = 0, E4M3 = 1, INT8 = 2, INT4 = 3;
+// How a map's weights are packed (skinny_gemm.py): bf16; e4m3 or int8 with a float32 scale for each row; int4 with a bf16 scale for each
+// 64 inputs of a row; or GGUF's blocks of 8 or 4 bits with an fp16 scale for each 32 inputs, of Q4_1 with an fp16 minimum too.
+constexpr int BF16 = 0, E4M3 = 1, INT8 = 2, INT4 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6;
 #ifndef WEIGHTS
 #define WEIGHTS 0
 #endif
-constexpr int WEIGHT_BITS = WEIGHTS == BF16 ? 16 : WEIGHTS == INT4 ? 4 : 8;
-constexpr int GROUP_BYTES = 16 * GROUP * WEIGHT_BITS / 8;        // of 16 rows of a warp's inputs
-constexpr int GROUP_SCALES = WEIGHTS == INT4 ? 16 * 2 : 0;       // bytes of their scales, after those of all warps
+constexpr int WEIGHT_BITS = WEIGHTS == BF16 ? 16 : WEIGHTS == INT4 || WEIGHTS > Q8_0 ? 4 : 8;
+constexpr int GROUP_BYTES = 16 * GROUP * WEIGHT_BITS / 8;  // of 16 rows of a warp's inputs
+constexpr int SCALES = WEIGHTS < INT4 ? 0 : WEIGHTS == INT4 ? 1 : 2;  // of a row's 64 inputs
+constexpr int SCALE_WORDS = WEIGHTS == Q4_1 ? 2 * SCALES : SCALES;    // of two rows, with minima
+constexpr int GROUP_SCALES = 8 * SCALE_WORDS * 4;                     // bytes of 16 rows, after the weights of all warps
 template <int CHUNK>
 constexpr int STAGE_BYTES = CHUNK / GROUP * (GROUP_BYTES + GROUP_SCALES);
 

@@ -19,19 +19,22 @@ extern "C" __global__ void __launch_bounds__(WORKERS) unpack(
     const int row = block * 16 + high * 8 + g;
     const int own = order ? order[row] : row;
     bf16* const to = out + (i64)(own - 16 * first) * (end - begin) + column + t * 8;
-    float scale = 1.f;
-#if WEIGHTS == 1 || WEIGHTS == 2
-    scale = scales[own];
-#elif WEIGHTS == 3
-    scale = high ? high_float(packed.scales) : low_float(packed.scales);
-#endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 v = high ? found.high[half] : found.low[half];
+      float scale = 1.f, minimum = 0.f;
+#if WEIGHTS == 1 || WEIGHTS == 2
+      scale = scales[own];
+#elif WEIGHTS >= 3
+      scale = high ? packed.scales.of(half).y : packed.scales.of(half).x;
+#endif
+#if WEIGHTS == 6
+      minimum = high ? packed.scales.minima(half).y : packed.scales.minima(half).x;
+#endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32& pair = (&v.x)[i];
-        if (WEIGHTS != BF16) pair = pack(low_float(pair) * scale, high_float(pair) * scale);
+        if (WEIGHTS != BF16) pair = pack(__fmaf_rn(low_float(pair), scale, minimum), __fmaf_rn(high_float(pair), scale, minimum));
       }
       *reinterpret_cast<uint4*>(to + half * 32) = v;
     }
