@@ -25,6 +25,8 @@ from legato_client import (
     Sampling,
     TextDelta,
 )
+from legato_engine.kernels.cpu.library import library
+from legato_engine.models import quantise
 from legato_engine.models.registry import resolve
 
 from tests.adapters import PeftAdapter
@@ -32,6 +34,7 @@ from tests.e2e.scenes import two_shapes
 from tests.e2e.server import Server, until
 from tests.engine.models import hub_folder
 from tests.engine.models.decoder.asking import theirs
+from tests.engine.models.gguf import gguf_files
 from tests.grammar import Grammar, check
 from tests.hostile_images import file, smooth
 
@@ -198,6 +201,37 @@ def test_the_server_says_what_it_serves(server):
         (model,) = stub.ListModels(server_pb2.ListModelsRequest()).models
     assert model.name == "phi"
     assert list(model.tasks) == ["query"]
+
+
+@pytest.mark.parametrize("form", ["quantised folder", "stored blocks"])
+def test_codes_are_served(tmp_path, form):
+    """Answers of a quantised folder and of a GGUF file's blocks are those of their numbers."""
+    if library("auto") is None:
+        pytest.skip("this machine has no library of kernels")
+    from transformers import AutoConfig  # takes seconds, not needed by most
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=hub_folder.VOCABULARY, **sizes, **heads)
+    plain, codes = tmp_path / "plain", tmp_path / "codes"
+    network = hub_folder.write(plain, config, chat=hub_folder.CHAT)
+    if form == "stored blocks":
+        codes = tmp_path / "model.gguf"
+        gguf_files.write(codes, network, kind="Q4_1", chat=hub_folder.CHAT)
+        ways = (("--weight-dtype", "stored"), ("--weight-dtype", "model"))
+    else:
+        command = ["--model", "llama", "--weights", str(plain), "--output", str(codes)]
+        assert quantise.main([*command, "--weight-dtype", "int4"]) == 0
+        ways = (("--weight-dtype", "int4"), ("--cpu-kernels", "torch"))
+    answers = []
+    for way in ways:
+        options = ("--model", "llama", "--weights", str(codes), "--max-context", "200", *way)
+        with Server(tmp_path, *options) as running, Client(running.address) as connected:
+            asked = ("why?", "why is the sky blue?", "what is it?", "a cup of tea")
+            results = [connected.query(None, each, sampling=GREEDY) for each in asked]
+            answers.append([each.answer for each in results])
+    assert answers[0] == answers[1]
+    assert any(answers[0])
 
 
 # ---------------------------------------------------------------- images between the tokens

@@ -245,7 +245,7 @@ class PackedMap:
         of = beside.contiguous().view(scale_dtype)
         of = of.view(*stages.shape[:2], self.chunk // GROUP, 8, self.kind.num_scales, 2)
         of_OGS = self._own(of.permute(0, 5, 3, 1, 2, 4).flatten(0, 2).flatten(1, 2).float())
-        scales, *minima = of_OGS.split(min(self.kind.num_scales, 2), dim=2)
+        scales, *minima = torch.split(of_OGS, min(self.kind.num_scales, 2), dim=2)
         exact_OGE = exact_OI.view(self.outputs, scales[0].numel(), -1)
         exact_OGE *= scales.reshape(self.outputs, -1, 1)
         for least in minima:
