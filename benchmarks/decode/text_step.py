@@ -2,7 +2,8 @@
 
 Random weights in the shapes of published models, one token a stream at the same position. Legato's
 step is a captured graph; transformers has a static cache and torch.compile with CUDA graphs. Both
-end in logits; neither waits for the host. Contenders take turns.
+end in logits; neither waits for the host. Contenders take turns: with several `--weights` all of
+these, but transformers only has bf16.
 
 Shape legend: B streams, V vocabulary, M pages of a stream.
 """
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
+from legato_engine.kernels.map_codes import KINDS, WeightKind
 from legato_engine.layers.attention import HeadPlan
+from legato_engine.models.checkpoint import GGUF_FORMATS
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
@@ -46,17 +49,36 @@ MODELS: Mapping[str, DecoderConfig] = {
 }
 PAGE = 16
 DEVICE = torch.device("cuda")
+WEIGHTS = ("bf16", *KINDS, *GGUF_FORMATS)
 Step = Callable[[], object]
 
 
-def legato(config: DecoderConfig, streams: int, position: int, device: CudaDevice) -> Step:
-    """Return a replay of the captured step."""
+def random_network(config: DecoderConfig, weights: str) -> DecoderNetwork:
+    """Return a network of `WEIGHTS` on the GPU."""
     with torch.device("meta"):
         network = DecoderNetwork(config).to(torch.bfloat16)
+    if weights in GGUF_FORMATS:
+        blocks = GGUF_FORMATS[weights].of_gpu
+        names = [network.checkpoint_name("embed_tokens"), *network.map_formats(blocks)]
+        network.expect_codes(dict.fromkeys(names, blocks))
     network = network.to_empty(device=DEVICE).requires_grad_(requires_grad=False)
     for parameter in network.parameters():
         parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    model = DecoderModel(network)
+    for name, buffer in network.named_buffers():
+        if name.endswith("codes"):
+            buffer.view(torch.uint8).random_(0, 256)
+        elif name.endswith(("scales", "minima")):
+            buffer.fill_(-0.03 if name.endswith("minima") else 0.004)
+    if weights != "bf16":
+        network.quantise(KINDS.get(weights, WeightKind.BF16))
+    return network
+
+
+def legato(
+    config: DecoderConfig, streams: int, position: int, device: CudaDevice, weights: str = "bf16"
+) -> Step:
+    """Return a replay of the captured step."""
+    model = DecoderModel(random_network(config, weights))
     pages = config.max_context // PAGE
     shape = config.num_layers, streams * pages + 1, config.heads.num_kv_heads, PAGE
     kv = KVCache(
@@ -167,6 +189,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks text_step", description=__doc__)
     parser.add_argument("--models", type=shared_options.names_of(MODELS), default=list(MODELS))
     parser.add_argument("--streams", default=[1, 4, 8, 32], type=shared_options.numbers)
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS[:1])
     parser.add_argument("--position", type=int, default=850)
     parser.add_argument("--rounds", type=shared_options.positive, default=7)
     parser.add_argument("--alone", action="store_true", help="without transformers")
@@ -181,20 +204,19 @@ def main(arguments: Sequence[str]) -> int:
                 with torch.no_grad():
                     steps["transformers"] = transformers_step(*place)
             with torch.inference_mode():
-                steps["legato"] = legato(*place, device)
+                for weights in options.weights:
+                    steps[weights] = legato(*place, device, weights)
             with torch.no_grad():
                 found = times(steps, device.compute.stream, options.rounds)
             floor = floor_ms(*place)
             figures.append({"model": name, "streams": streams, "ms": found, "floor_ms": floor})
-            ours, theirs = found["legato"], found.get("transformers")
-            compared = ("-", "-") if theirs is None else (f"{theirs:.3f}", f"{theirs / ours:.2f}")
-            cells = name, streams, f"{ours:.3f}", f"{floor:.3f}", f"{floor / ours:.0%}", *compared
-            rows.append(cells)
-            print(*cells, flush=True)
+            times_of = [f"{found[each]:.3f}" for each in steps]
+            rows.append((name, str(streams), f"{floor:.3f}", *times_of))
+            print(*rows[-1], flush=True)
             del steps
             torch.cuda.empty_cache()
-    heads = "model", "streams", "Legato, ms", "bytes, ms", "share", "transformers, ms", "ratio"
-    table = record.table(heads, rows)
-    title = f"A text decoder's step, {options.position} positions, bfloat16, random weights"
+    contenders = [*options.weights] if options.alone else ["transformers", *options.weights]
+    table = record.table(("model", "streams", "bf16's bytes, ms", *contenders), rows)
+    title = f"A text decoder's step in ms, {options.position} positions, random weights"
     record.write(options.name, title, {"steps": figures}, [table])
     return 0

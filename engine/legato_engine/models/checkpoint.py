@@ -79,7 +79,7 @@ def code_formats(path: Path) -> dict[str, CodeFormat]:
     found: dict[str, CodeFormat] = {}
     for name, stored in read_gguf(path).tensors.items():
         base, _, part = _name_of_gguf(name).rpartition(".")
-        code_format = _GGUF_FORMATS.get(stored.kind.name)
+        code_format = GGUF_FORMATS.get(stored.kind.name)
         if code_format is None or part != "weight" or len(stored.shape) != 2:
             continue
         if code_format.divides(stored.shape[1]):
@@ -514,7 +514,7 @@ _GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GGUF_FORMATS = {
+GGUF_FORMATS = {
     "Q8_0": CodeFormat(WeightKind.INT8, 32, torch.float16),
     "Q4_0": CodeFormat(WeightKind.INT4, 32, torch.float16),
     "Q4_1": CodeFormat(WeightKind.INT4, 32, torch.float16, has_minima=True),
