@@ -14,7 +14,6 @@ from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
 from legato_engine.kernels.map_codes import KINDS
-from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.decode_step import MoondreamStep, has_kernels
@@ -79,6 +78,7 @@ def experts_touched(config: MoondreamConfig, expert_LBK: torch.Tensor | None) ->
 MODELS = {
     "moondream2": moondream2_config,
     "moondream3": moondream3_config,
+    "moondream3-int8": moondream3_config,
     "moondream3-e4m3": moondream3_config,
     "moondream3-e4m3-kv8": moondream3_config,
     "legato-tiny": legato_tiny_config,
@@ -89,7 +89,6 @@ CONTEXT = 850
 KV_SCALE = 0.02
 ROWS = 34
 DEVICE = torch.device("cuda")
-E4M3, E4M3_MOST = torch.float8_e4m3fn, 448
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Bench:
         if (weights := next((kind for kind in KINDS if kind in name), None)) is not None:
             network.quantise(weights)
         if "e4m3" in name:
-            _quantise_experts(network)
+            network.quantise("fp8")
         if name.endswith("kv8"):
             network.text.use_fp8_kv()
             for tensor_name, tensor in network.text.state_dict().items():
@@ -155,7 +154,7 @@ class Bench:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one element of an expert's weight."""
-        return 1 if self.network.text.has_fp8_experts else 2
+        return self.network.text.expert_dtype.itemsize
 
     def inputs(self, rows: int, tokens: int = 1) -> StepInputs:
         """Return `tokens` tokens of each of `rows` at the benchmark's context, in a random order.
@@ -190,16 +189,3 @@ class Bench:
         text = self.config.text
         hidden_BD = torch.full((batch, text.dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         return hidden_BD, torch.full((batch, text.vocab_size), torch.nan, device=DEVICE)
-
-
-def _quantise_experts(network: Network) -> None:
-    """Quantise experts to e4m3, a layer at a time."""
-    for module in network.modules():
-        if isinstance(module, ExpertLinear):
-            weight_XOI = module.weight
-            scale_XO = weight_XOI.abs().amax(-1).float() / E4M3_MOST
-            module.use_fp8()
-            for expert, weight_OI in enumerate(weight_XOI):
-                module.weight[expert] = (weight_OI / scale_XO[expert, :, None]).to(E4M3)
-            assert module.scale is not None
-            module.scale.copy_(scale_XO)

@@ -129,6 +129,7 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
     [
         ("plain", "fp8", 5),
         ("plain-parts", "int4", 9),
+        ("routed", "int8", 13),
         *(
             pytest.param(name, weights, batch, marks=pytest.mark.slow)
             for name, weights, batch in (
@@ -136,6 +137,7 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
                 ("plain-parts", "fp8", 13),
                 ("plain-parts", "int8", 5),
                 ("plain", "int4", 32),
+                ("routed", "fp8", 5),
             )
         ),
     ],

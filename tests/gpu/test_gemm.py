@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -322,7 +323,7 @@ def test_a_gguf_file_keeps_its_blocks(tmp_path, name, tied):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": tied}
     path = tmp_path / "model.gguf"
     gguf_files.write(path, test_gguf.model(**sizes), kind=name)
-    bundle = resolve("llama", weights=str(path))
+    bundle: Any = resolve("llama", weights=str(path))
     exact = bundle.load(CUDA, torch.float32)
     ours = bundle.load(CUDA, torch.bfloat16, LoadOptions(weight_dtype="stored"))
     found = [step(each._network) for each in (ours, exact)]

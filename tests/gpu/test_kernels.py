@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda import grouped, module
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.decoder import MOST_TOKENS, LayerBoundary
-from legato_engine.kernels.map_codes import KINDS
+from legato_engine.kernels.map_codes import KINDS, WeightKind
 from legato_engine.kernels.parameters import ExpertWeights, Routes
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
@@ -108,11 +108,13 @@ CONFIGS = {
     "moondream2-int8": shallow_moondream2,
     "moondream2-int4-kv8": shallow_moondream2,
     "moondream3": shallow_moondream3,
+    "moondream3-int8": shallow_moondream3,
     "moondream3-e4m3": shallow_moondream3,
     "moondream3-e4m3-kv8": shallow_moondream3,
     "moondream3-long": long_moondream3,
     "moondream3-long-kv8": long_moondream3,
     "narrow3": narrow_moondream3,
+    "narrow3-int8": narrow_moondream3,
     "narrow3-e4m3": narrow_moondream3,
     "narrow3-kv8": narrow_moondream3,
 }
@@ -213,7 +215,7 @@ def world_of(
     if e4m3:
         quantise_experts(network)
     if weights is not None:
-        if reason := network.text.cannot_quantise():
+        if reason := network.text.cannot_quantise(KINDS[weights]):
             pytest.skip(reason)
         network.quantise(weights)
     text = config.text
@@ -238,7 +240,7 @@ def quantise_experts(network: Network) -> None:
         weight_XOI = layer.weight
         scale_XO = weight_XOI.float().abs().amax(-1) / 448
         scale_XO[1::2] *= 448 / 2**-4
-        layer.use_fp8()
+        layer.use_codes(WeightKind.E4M3)
         layer.weight.copy_(weight_XOI / scale_XO[..., None])
         assert layer.scale is not None
         layer.scale.copy_(scale_XO)

@@ -103,6 +103,10 @@ KINDS = {
 """By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
 
 
+EXPERT_KINDS = (WeightKind.E4M3, WeightKind.INT8)
+"""Kinds of experts' weights, a scale for each row, beside those of the model's dtype."""
+
+
 class CodeFormat(NamedTuple):
     """Format of a quantised map: `group` inputs share a scale (0: all of a row), and a minimum.
 

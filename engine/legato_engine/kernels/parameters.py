@@ -25,7 +25,7 @@ class Quantised:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One bias-free map of every expert: the model's dtype, or e4m3 with a scale per output."""
+    """One bias-free map of every expert: the model's dtype, or of `EXPERT_KINDS` with scales."""
 
     weight_XOI: torch.Tensor
     scale_XO: torch.Tensor | None

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import activations, ops
+from legato_engine.kernels.map_codes import WeightKind, format_of, map_codes
 from legato_engine.kernels.parameters import Affine, ExpertAdapters, ExpertWeights
 from legato_engine.layers.linear import Linear, PackedLinear, Sum
 from legato_engine.layers.lora import LayerAdapters
@@ -82,11 +83,22 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.register_buffer("scale", None)
 
-    def use_fp8(self) -> None:
-        """Replace the weights by e4m3 with a float32 `scale` [X, O], to be loaded."""
-        empty = torch.empty_like(self.weight, dtype=torch.float8_e4m3fn)
+    def use_codes(self, kind: WeightKind) -> None:
+        """Replace the weights by codes with a float32 `scale` [X, O], to be loaded."""
+        empty = torch.empty_like(self.weight, dtype=kind.code_dtype)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
+
+    def quantise(self, kind: WeightKind) -> None:
+        """Round the loaded weights, one expert at a time."""
+        weight_XOI = self.weight.detach()
+        self.use_codes(kind)
+        assert self.scale is not None, "codes have scales"
+        for weight_OI, codes_OI, scale_O in zip(weight_XOI, self.weight, self.scale, strict=True):
+            codes = map_codes(weight_OI, format_of(kind))
+            codes_OI.copy_(codes.codes)
+            if codes.scales is not None:
+                scale_O.copy_(codes.scales)
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self.weight, self.scale)
@@ -113,6 +125,10 @@ class MoE(nn.Module):
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
 
-    def use_fp8(self) -> None:
-        self.fc1.use_fp8()
-        self.fc2.use_fp8()
+    def use_codes(self, kind: WeightKind) -> None:
+        self.fc1.use_codes(kind)
+        self.fc2.use_codes(kind)
+
+    def quantise(self, kind: WeightKind) -> None:
+        self.fc1.quantise(kind)
+        self.fc2.quantise(kind)

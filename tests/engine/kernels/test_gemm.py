@@ -52,7 +52,7 @@ STATIC = 384  # bytes at most that these kernels have beside the dynamic ones
 STAGE = 4096  # keys and values of a step
 PART = 68 * 4  # a token's part
 PAGE = 16
-EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
 
 

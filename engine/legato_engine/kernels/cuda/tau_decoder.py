@@ -21,7 +21,7 @@ from legato_engine.kernels.cuda.decoder import (
     fitting_stages,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
-from legato_engine.kernels.map_codes import GROUP
+from legato_engine.kernels.map_codes import GROUP, WeightKind
 from legato_engine.kernels.parameters import (
     ExpertMap,
     ExpertSlots,
@@ -44,12 +44,16 @@ _TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """`weight_bytes` is 2 (bf16) or 1 (e4m3)."""
+    """`weight_kind` is of `EXPERT_KINDS` or bf16."""
 
     num_experts: int
     num_active: int
     inner_dim: int
-    weight_bytes: int
+    weight_kind: WeightKind
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_kind.bits // 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
         "PAGES": decoder.max_pages,
         "EXACT": int(sizes.exact),
         "EXPERTS": sizes.experts.num_experts if routed else 0,
-        "EXPERT_BYTES": sizes.experts.weight_bytes,
+        "EXPERT_WEIGHTS": int(sizes.experts.weight_kind),
         "KV_BYTES": decoder.kv_bytes,
         "TILES": tiles,
     }
@@ -168,7 +172,7 @@ def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
         "INNER": experts.inner_dim,
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,
-        "EXPERT_BYTES": experts.weight_bytes,
+        "EXPERT_WEIGHTS": int(experts.weight_kind),
         "MIXED": sizes.decoder.mixed_dim,
         "INPUT_STAGES": _STEPS[tiles][1],
         "TILES": tiles,
@@ -280,7 +284,7 @@ def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) 
     return {
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,
-        "EXPERT_BYTES": experts.weight_bytes,
+        "EXPERT_WEIGHTS": int(experts.weight_kind),
         "FIRST": int(first),
         "RANKS": capacity,
     }

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from legato_engine.kernels.decode_loop import MegakernelOffer
+from legato_engine.kernels.map_codes import EXPERT_KINDS, WeightKind
 from legato_engine.kernels.parameters import (
     DecoderLayer,
     DenseMlp,
@@ -124,7 +125,9 @@ def tau_sizes(
 def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
     moe = config.text.moe
     assert moe is not None, "only for a text part with experts"
-    return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)
+    kinds = {kind.code_dtype: kind for kind in EXPERT_KINDS}
+    kind = kinds.get(dtype, WeightKind.BF16)
+    return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, kind)
 
 
 # ---------------------------------------------------------------- step weights
@@ -132,10 +135,6 @@ def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
 
 def decoder_layers(text: Text) -> list[DecoderLayer]:
     return [cast(TextBlock, block).parameters_for_kernels() for block in text.blocks]
-
-
-def expert_dtype(text: Text) -> torch.dtype:
-    return torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
 
 
 def value_heads(config: MoondreamConfig, text: Text, region: RegionCoder) -> ValueHeads:
@@ -188,7 +187,7 @@ def expert_low_rank(config: MoondreamConfig, text: Text, bank: AdapterBank) -> E
         layer: ExpertSlots(up, down)
         for layer, (up, down) in enumerate(zip(ups, downs, strict=True), bank.weights.num_layers)
     }
-    sizes = expert_sizes(config, expert_dtype(text))
+    sizes = expert_sizes(config, text.expert_dtype)
     capacity = experts["fc1"].a_LSRI.shape[-2]
     return ExpertLowRank(config.text.dim, sizes, layers, bank.expert_rank_S, capacity)
 
@@ -217,7 +216,7 @@ class MoondreamStep:
         self._cache = StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles)
         quantised = text.quantised_head
         self._decoder = step_decoder(
-            sizes if config.text.tau is None else tau_sizes(config, sizes, expert_dtype(text)),
+            sizes if config.text.tau is None else tau_sizes(config, sizes, text.expert_dtype),
             decoder_layers(text),
             packed_head([affine(text.lm_head)], affine(text.post_ln))
             if quantised is None

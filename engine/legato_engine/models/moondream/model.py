@@ -33,7 +33,7 @@ from legato_engine.models.base import (
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.decode_step import MoondreamStep, expert_dtype, has_kernels
+from legato_engine.models.moondream.decode_step import MoondreamStep, has_kernels
 from legato_engine.models.moondream.draft import read_draft
 from legato_engine.models.moondream.preprocess import (
     CroppedImage,
@@ -148,12 +148,14 @@ class Network(nn.Module):
             self.vision.use_library(library)
 
     def quantise(self, name: str) -> None:
-        """Pack the decoder's maps on a GPU as fp8, int8 or int4, and free the loaded ones.
+        """Pack the decoder's maps on a GPU as fp8, int8 or int4, or round its experts.
+
+        The loaded ones are freed.
 
         Raises:
             InvalidField: no kernels read this model's maps so.
         """
-        if reason := self.text.cannot_quantise():
+        if reason := self.text.cannot_quantise(KINDS[name]):
             instead = "weight_dtype model" if self.text.head is None else "the original checkpoint"
             raise InvalidField(f"weight_dtype {name} {reason}; use {instead}", field="weight_dtype")
         self.text.quantise(KINDS[name])
@@ -271,7 +273,7 @@ class MoondreamModel(Model):
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         text, region = self._network.text, self._network.region
-        if not has_kernels(self._config, kv, self.dtype, expert_dtype(text)):
+        if not has_kernels(self._config, kv, self.dtype, text.expert_dtype):
             return None
         return MoondreamStep(self._config, text, region, kv, adapters)
 

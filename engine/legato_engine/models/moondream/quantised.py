@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import CodeFormat, MapCodes, WeightKind, map_codes
+from legato_engine.kernels.map_codes import EXPERT_KINDS, CodeFormat, MapCodes
 from legato_engine.kernels.step import FoldedCodes
 from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models import checkpoint
@@ -17,10 +17,10 @@ from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 from legato_engine.models.moondream.weights import (
     empty_network,
-    has_fp8_experts,
     load_weights,
     quantised_maps,
     rename,
+    stored_experts,
 )
 from legato_engine.models.recipe import Quantisation
 from legato_engine.models.registry import LoadOptions, Progress
@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 
 def quantisation(config: MoondreamConfig, weights: Path, code_format: CodeFormat) -> Quantisation:
-    """Plan a quantised checkpoint: experts as published ones in e4m3, else all maps.
+    """Plan a quantised checkpoint: experts with a scale for each row, else all maps.
 
     Raises:
         InvalidField: the checkpoint cannot be quantised so.
@@ -37,17 +37,17 @@ def quantisation(config: MoondreamConfig, weights: Path, code_format: CodeFormat
     network = empty_network(config, torch.bfloat16)
     stored = checkpoint.headers(weights)
     has_experts = config.text.moe is not None
-    if has_fp8_experts(stored):
-        problem = f"{weights} has experts in fp8 already: use the checkpoint that it was made from"
-        raise InvalidField(problem, field="weights")
-    if has_experts and code_format.kind is not WeightKind.E4M3:
-        problem = f"experts of {config.name} are quantised as fp8 only: use weight_dtype fp8"
+    if stored_experts(stored) is not None:
+        problem = f"{weights} has quantised experts already: use the checkpoint that it was made"
+        raise InvalidField(f"{problem} from", field="weights")
+    if has_experts and code_format.kind not in EXPERT_KINDS:
+        problem = f"experts of {config.name} are quantised as fp8 or int8: use one of these"
         raise InvalidField(problem, field="weight_dtype")
     if not has_experts and (reason := network.text.cannot_quantise()):
         raise InvalidField(f"the decoder {reason}", field="weight_dtype")
     before = network.state_dict()
     if has_experts:
-        network.text.use_fp8_experts()
+        network.text.use_expert_codes(code_format.kind)
     else:
         network.text.expect_codes(code_format)
     after = network.state_dict()
@@ -109,10 +109,8 @@ def _experts(
     tensors: dict[str, torch.Tensor] = {}
     layers = {n: m for n, m in network.named_modules() if isinstance(m, ExpertLinear)}
     for index, (name, layer) in enumerate(layers.items(), 1):
-        codes = map_codes(layer.weight.flatten(0, 1), code_format)
-        tensors[f"{name}.weight"] = codes.codes.view(layer.weight.shape)
-        assert codes.scales is not None, "only bf16 has no scales"
-        tensors[f"{name}.scale"] = codes.scales.view(layer.weight.shape[:2])
-        layer.use_fp8()
+        layer.quantise(code_format.kind)
+        assert layer.scale is not None, "codes have scales"
+        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = layer.weight.detach(), layer.scale
         progress(index / len(layers))
     return tensors

@@ -16,7 +16,14 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.map_codes import GROUP, CodeFormat, MapCodes, WeightKind, format_of
+from legato_engine.kernels.map_codes import (
+    EXPERT_KINDS,
+    GROUP,
+    CodeFormat,
+    MapCodes,
+    WeightKind,
+    format_of,
+)
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
 from legato_engine.kernels.parameters import (
     Affine,
@@ -270,8 +277,13 @@ class Text(nn.Module):
     def quantise(self, kind: WeightKind) -> None:
         """Replace all loaded maps by one packed copy each; layer by layer, to take less memory.
 
+        Of a model with experts only these are rounded, where they are.
         The head has 8 bits also with int4, which costs it more accuracy than all layers together.
         """
+        if self._experts():
+            for experts in self._experts():
+                experts.quantise(kind)
+            return
         self.weight_kind, self.head_kind = kind, kind.of_head
         for block in self.text_blocks():
             block.quantise(kind, self._num_heads)
@@ -306,13 +318,18 @@ class Text(nn.Module):
             assert isinstance(block, TextBlock), "a decoder has one kind of block"
             yield block
 
-    def cannot_quantise(self) -> str | None:
-        """Return why no kernels would read packed maps, or None."""
+    def cannot_quantise(self, kind: WeightKind = WeightKind.BF16) -> str | None:
+        """Return why no kernels would read packed maps, or experts of this kind, or None."""
         device = self.wte.device
+        if self._experts():
+            if self.expert_dtype is not self.wte.dtype:
+                return "is for a checkpoint whose experts are not quantised yet"
+            known = kind in EXPERT_KINDS
+            return None if known else "is not for experts, which are rounded as fp8 or int8"
         if device.type == "cuda" and not has_step_kernels(device):
             return "needs a GPU of compute capability 8.0 or later"
         if any(attention.tau is not None for attention in self._attentions()):
-            return "is for dense layers, and a checkpoint with experts has its own quantisation"
+            return "is for layers without gains"
         dim, dtype = self.wte.shape[1], self.wte.dtype
         if dtype is not torch.bfloat16:
             return f"computes in bf16, not in {dtype}".replace("torch.", "")
@@ -348,10 +365,9 @@ class Text(nn.Module):
             if isinstance(module, Tau):
                 module.fill()
 
-    def use_fp8_experts(self) -> None:
-        for module in self.modules():
-            if isinstance(module, MoE):
-                module.use_fp8()
+    def use_expert_codes(self, kind: WeightKind) -> None:
+        for experts in self._experts():
+            experts.use_codes(kind)
 
     def use_fp8_kv(self) -> None:
         """Add scales for keys and values, before loading."""
@@ -386,8 +402,12 @@ class Text(nn.Module):
         return torch.stack(known) if known else None
 
     @property
-    def has_fp8_experts(self) -> bool:
-        return any(isinstance(m, MoE) and m.fc1.scale is not None for m in self.modules())
+    def expert_dtype(self) -> torch.dtype:
+        """Return the dtype of experts' weights, without experts the model's."""
+        return next((each.fc1.weight.dtype for each in self._experts()), self.wte.dtype)
+
+    def _experts(self) -> list[MoE]:
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         if (decoder := self._cpu_decoder(kv)) is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import CodeFormat
+from legato_engine.kernels.map_codes import EXPERT_KINDS, CodeFormat, WeightKind
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import (
     Destination,
@@ -86,9 +86,10 @@ def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
     return destination
 
 
-def has_fp8_experts(headers: Iterable[TensorHeader]) -> bool:
-    """Only experts have three dimensions."""
-    return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
+def stored_experts(headers: Iterable[TensorHeader]) -> WeightKind | None:
+    """Return the kind of quantised experts, which alone have three dimensions, or None."""
+    dtypes = {header.dtype for header in headers if len(header.shape) == 3}
+    return next((kind for kind in EXPERT_KINDS if kind.code_dtype in dtypes), None)
 
 
 def missing_kv_scales(headers: Iterable[TensorHeader], num_layers: int) -> list[str]:
@@ -126,7 +127,7 @@ def load_weights(
     *,
     codes: CodeFormat | None = None,
 ) -> Network:
-    """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
+    """Load a file or folder in either published layout; experts stay quantised if stored so.
 
     `codes` is the format of a quantised checkpoint's maps, which are still to be packed or
     dequantised.
@@ -137,8 +138,8 @@ def load_weights(
     stored = headers(path)
     require_layers(config.text.num_layers + config.vision.num_layers, path)
     network = empty_network(config, dtype)
-    if has_fp8_experts(stored):
-        network.text.use_fp8_experts()
+    if (kind := stored_experts(stored)) is not None:
+        network.text.use_expert_codes(kind)
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, options.kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()

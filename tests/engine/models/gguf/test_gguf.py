@@ -177,7 +177,7 @@ def test_a_gpu_computes_with_the_blocks(path, name, tied):
     kinds = BLOCKS[name][1]
     theirs = model(hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
     gguf_files.write(path, theirs, kind=name[:4], kinds=kinds)
-    bundle = resolve("llama", weights=str(path))
+    bundle: Any = resolve("llama", weights=str(path))
     with torch.device("meta"):
         network, exact = (DecoderNetwork(bundle.config) for _ in range(2))
     formats = {base: each.of_gpu for base, each in checkpoint.code_formats(path).items()}
@@ -185,13 +185,14 @@ def test_a_gpu_computes_with_the_blocks(path, name, tied):
     load_weights(network, path, same.CPU, as_codes=found)
     network.quantise(WeightKind.BF16)
     load_weights(exact, path, same.CPU)
-    counted = collections.Counter()
+    counted: collections.Counter[WeightKind] = collections.Counter()
     for mine, other in zip(network.modules(), exact.modules(), strict=True):
         if isinstance(mine, Linear):
             packed: Any = mine.packed
             kind = packed._packed.kind
             counted[kind] += 1
-            error = (packed.exact() - other.weight).norm() / other.weight.norm()
+            weight_OI: Any = other.weight
+            error = (packed.exact() - weight_OI).norm() / weight_OI.norm()
             most = 2e-3 if kind is WeightKind.BF16 else 1e-3 if name.startswith("Q4_K") else 0.0
             assert error <= most
     own = WeightKind[name[:4].replace("K", "1")]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import KINDS, format_of
+from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of
 from legato_engine.models import quantise
 from legato_engine.models.checkpoint import TensorHeader, plan
 from legato_engine.models.moondream import weights
@@ -388,10 +388,39 @@ def test_experts_are_quantised_as_in_published_checkpoints(tiny3_config, state, 
         ours.load(CPU, torch.float32, LoadOptions(weight_dtype=weight_dtype))
     with pytest.raises(InvalidField, match="use weight_dtype auto or fp8"):
         ours.load(CPU, torch.float32, LoadOptions(weight_dtype="int8"))
-    with pytest.raises(InvalidField, match="fp8 only: use weight_dtype fp8"):
+    with pytest.raises(InvalidField, match="as fp8 or int8: use one of these"):
         bundle.quantisation(format_of(KINDS["int4"]))
     with pytest.raises(InvalidField, match="is quantised already"):
         ours.quantisation(e4m3)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_gpu_rounds_experts_as_the_quantised_file(tiny3_config, state, tmp_path, kind):
+    """Nothing else is rounded; int4 and experts that are rounded already are refused."""
+    narrow = {name: tensor.bfloat16() for name, tensor in state.items()}
+    source = write_single(stored_as("a", narrow, tiny3_config), tmp_path)
+    output = tmp_path / "codes.safetensors"
+    bundle = resolve("random-tiny3")
+    assert isinstance(bundle, MoondreamBundle)
+    bundle = dataclasses.replace(bundle, weights=source)
+    quantise.write(bundle, format_of(KINDS[kind]), output, lambda done: None)
+    network = load_weights(tiny3_config, source, CPU, torch.bfloat16)
+    for refused in ("int4", "packed"):
+        with pytest.raises(InvalidField, match="rounded as fp8 or int8; use weight_dtype model"):
+            network.quantise(refused)
+    network.quantise(kind)
+    rounded, expected = network.state_dict(), load(tiny3_config, output, torch.bfloat16)
+    assert rounded.keys() == expected.keys()
+    assert {each.dtype for each in rounded.values()} > {KINDS[kind].code_dtype}
+    for name, tensor in expected.items():
+        assert torch.equal(rounded[name].float(), tensor.float()), name
+    with pytest.raises(InvalidField, match="not quantised yet"):
+        network.quantise(kind)
+    codes = {name: tensor.float() for name, tensor in rounded.items()}
+    for name in [name for name in codes if name.endswith("mlp.fc1.scale")]:
+        assert (codes[name.replace("scale", "weight")].abs().amax(-1) > 100).all()
+    loaded = dataclasses.replace(bundle, weights=output).load(CPU, torch.float32)
+    assert loaded.num_parameters > 0
 
 
 def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
@@ -520,7 +549,7 @@ def meta_state(config, *, e4m3=False):
     with torch.device("meta"):
         network = Network(config).to(torch.bfloat16)
         if e4m3:
-            network.text.use_fp8_experts()
+            network.text.use_expert_codes(WeightKind.E4M3)
     return network, network.state_dict()
 
 
@@ -555,7 +584,7 @@ def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
     config = moondream3_config()
     network, state = meta_state(config, e4m3=e4m3)
     stored = headers_of(layout_b(state, config, kv_scales=True))
-    assert weights.has_fp8_experts(stored) is e4m3
+    assert weights.stored_experts(stored) is (WeightKind.E4M3 if e4m3 else None)
     shapes = {header.name: header.shape for header in stored}
     assert shapes["region_model.coordinate_features.weight"] == (128, 1)
     assert shapes["region_model.size_features.weight"] == (256, 2)

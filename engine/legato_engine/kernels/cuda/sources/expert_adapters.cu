@@ -5,7 +5,7 @@
 #include "expert_choice.cuh"
 #include "low_rank.cuh"
 
-constexpr float UNIT = EXPERT_BYTES == 1 ? 1.f / LIFT : 1.f;  // of the experts' inputs
+constexpr float UNIT = EXPERT_WEIGHTS == 1 ? 1.f / LIFT : 1.f;  // of the experts' inputs; 1: E4M3
 
 __device__ __forceinline__ i64 row_of(int slot, int expert) { return ((i64)slot * EXPERTS + expert) * RANKS; }
 

@@ -1,7 +1,7 @@
 // A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
 //
-// MIXED is the stride of the heads' output, EXPERT_BYTES of a weight 2 (bf16), or 1 (e4m3 with a float32 scale per
-// row).
+// MIXED is the stride of the heads' output, EXPERT_WEIGHTS the kind of a weight: BF16, or E4M3 or INT8 with a float32
+// scale per row.
 //
 // Only experts with tokens are read, in the checkpoint's layout. A thread block has 16 rows of every expert, so the
 // choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking, so it has the
@@ -10,13 +10,16 @@
 #include "expert_routes.cuh"
 #include "row_major_gemm.cuh"
 
+constexpr int EXPERT_BYTES = EXPERT_WEIGHTS == BF16 ? 2 : 1;
 using Up = Rows<DIM, EXPERT_BYTES>;
 using Down = Rows<INNER, EXPERT_BYTES>;
 using Proj = Rows<DIM, 2>;
-constexpr float UNIT = EXPERT_BYTES == 1 ? LIFT : 1.f;  // of what meets experts' weights
-static_assert(DIM % 64 == 0 && INNER % 64 == 0, "unsupported sizes");
+constexpr float UNIT = EXPERT_WEIGHTS == E4M3 ? LIFT : 1.f;  // of what meets experts' weights
+static_assert(DIM % 64 == 0 && INNER % 64 == 0 && EXPERT_WEIGHTS <= INT8, "unsupported sizes");
 
-__device__ __forceinline__ float to_scale(const float* scale) { return EXPERT_BYTES == 1 ? *scale * LOWER : 1.f; }
+__device__ __forceinline__ float to_scale(const float* scale) {
+  return EXPERT_WEIGHTS == BF16 ? 1.f : EXPERT_WEIGHTS == E4M3 ? *scale * LOWER : *scale;
+}
 
 template <int VALUE>
 struct Number {
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
         const auto* stage = reinterpret_cast<const unsigned char*>(ring.get());
-        ring.release(multiply_rows<Up, EXPERT_BYTES>(sum, stage, from).weights);
+        ring.release(multiply_rows<Up, EXPERT_WEIGHTS>(sum, stage, from).weights);
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
@@ -171,7 +174,7 @@ __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy,
 }
 
 // The workers.
-template <class R, int SIZE, int NT>
+template <class R, int KIND, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
   constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
   const int g = threadIdx.x % 32 / 4;
@@ -189,7 +192,7 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
         from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::PADDING);
         part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
       }
-      const Reads reads = multiply_rows<R, SIZE>(part, stage, from);
+      const Reads reads = multiply_rows<R, KIND>(part, stage, from);
       read |= reads.weights;
 #pragma unroll
       for (int tile = 0; tile < FEW; tile++)
@@ -263,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
   for_touched(routes, [&](int e, int count) {
     by_tiles(count, [&](auto tiles) {
       float4 sum[tiles.value] = {};
-      multiply_stages<Down, EXPERT_BYTES>(ring, inputs, sum, count);
+      multiply_stages<Down, EXPERT_WEIGHTS>(ring, inputs, sum, count);
       const int row = Down::row(g);
       const float* scale = scales + (i64)e * DIM + first + row;
       add_warps(sums, block, sum, [&](int tile, float4 all) {
@@ -282,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     });
   });
   float4 sum[TILES] = {};
-  multiply_stages<Proj, 2>(ring, inputs, sum, batch);
+  multiply_stages<Proj, BF16>(ring, inputs, sum, batch);
   add_warps(sums, block, sum, [&](int tile, float4 all) {
     const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
 #pragma unroll

@@ -34,11 +34,16 @@ struct Rows {
 constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of sums
 
 // Of e4m3 in the upper bytes of both halves.
-__device__ __forceinline__ u32 widened(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
+__device__ __forceinline__ u32 of_e4m3(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
 
+// Eight weights of KIND, E4M3 or INT8.
+template <int KIND>
 __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
-  return {widened(__byte_perm(first, 0, 0x1404)), widened(__byte_perm(first, 0, 0x3424)),
-          widened(__byte_perm(second, 0, 0x1404)), widened(__byte_perm(second, 0, 0x3424))};
+  if (KIND == INT8)
+    return {of_int8(__byte_perm(first, 0, 0x4140)), of_int8(__byte_perm(first, 0, 0x4342)),
+            of_int8(__byte_perm(second, 0, 0x4140)), of_int8(__byte_perm(second, 0, 0x4342))};
+  return {of_e4m3(__byte_perm(first, 0, 0x1404)), of_e4m3(__byte_perm(first, 0, 0x3424)),
+          of_e4m3(__byte_perm(second, 0, 0x1404)), of_e4m3(__byte_perm(second, 0, 0x3424))};
 }
 
 // One warp; at(row) points at the stage's first input.
@@ -59,7 +64,7 @@ struct Reads {
 };
 
 // The workers; one token of each tile at `from`.
-template <class R, int SIZE, int NT>
+template <class R, int KIND, int NT>
 __device__ __forceinline__ Reads multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const unsigned char* rows = stage + R::offset(R::row(g));
@@ -69,17 +74,17 @@ __device__ __forceinline__ Reads multiply_rows(float4 (&sum)[NT], const unsigned
     const int at = (i * WARPS + warp) * GROUP + t * R::LANE;
     if ((i + 1) * WARPS * GROUP > R::CHUNK && (i * WARPS + warp) * GROUP >= R::CHUNK) break;
     Weights weights;
-    if (SIZE == 1) {
+    if (KIND != BF16) {
       const uint4 a = *reinterpret_cast<const uint4*>(rows + at);
       const uint4 b = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + at);
       reads.weights |= a.x | b.x;
-      weights.low[0] = widened(a.x, a.y), weights.low[1] = widened(a.z, a.w);
-      weights.high[0] = widened(b.x, b.y), weights.high[1] = widened(b.z, b.w);
+      weights.low[0] = widened<KIND>(a.x, a.y), weights.low[1] = widened<KIND>(a.z, a.w);
+      weights.high[0] = widened<KIND>(b.x, b.y), weights.high[1] = widened<KIND>(b.z, b.w);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        weights.low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * SIZE);
-        weights.high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * SIZE);
+        weights.low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * 2);
+        weights.high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * 2);
       }
       reads.weights |= weights.read();
     }

@@ -73,6 +73,11 @@ __device__ __forceinline__ GroupScales scales_of(const bf16* stage) {
 }
 #endif
 
+// Of int8 in the lower bytes of both halves: 128 + the lower seven bits, less 128 or with a sign 256.
+__device__ __forceinline__ u32 of_int8(u32 low) {
+  return multiply_add(low & 0x007f007fu | 0x43004300u, 0x3f803f80u, low & 0x00800080u | 0xc300c300u);
+}
+
 // A lane's packed weights of a stage, and what they are in bf16, still to be multiplied by their scales.
 struct PackedWeights {
 #if WEIGHTS >= 3
@@ -117,9 +122,7 @@ struct PackedWeights {
     const u32 size = (SHIFT == 8 ? word << 4 : word >> 4) & 0x07f007f0u;
     return multiply_add(bytes & 0x80008000u | size, 0x7b807b80u, 0x80008000u);
 #else
-    // 128 + the lower seven bits, less 128 or with a sign 256.
-    const u32 low = SHIFT == 8 ? word : word >> 8;
-    return multiply_add(low & 0x007f007fu | 0x43004300u, 0x3f803f80u, low & 0x00800080u | 0xc300c300u);
+    return of_int8(SHIFT == 8 ? word : word >> 8);
 #endif
   }
 #else

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(FINISHING, 1) tau_in(
           const uint4 v = *reinterpret_cast<const uint4*>(inputs.data + token * HeldInputs<DIM>::STRIDE + at);
           const uint4 scale = *reinterpret_cast<const uint4*>(norm_scale + at);
           const uint4 shift = *reinterpret_cast<const uint4*>(norm_shift + at);
-          constexpr float unit = EXPERT_BYTES == 1 ? LIFT : 1.f;
+          constexpr float unit = EXPERT_WEIGHTS == E4M3 ? LIFT : 1.f;
           uint4 out;
 #pragma unroll
           for (int j = 0; j < 4; j++) {
