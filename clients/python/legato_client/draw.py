@@ -69,16 +69,12 @@ def _with_marks(
     image: Image.Image, marks: list[Mark], labels: list[str], opacity: float
 ) -> Image.Image:
     layer = _Layer(image.size)
-    for mark in sorted(marks, key=_drawing_order):
+    order = (Outline, Detection, PointedObject)  # so that nothing small is hidden
+    for mark in sorted(marks, key=lambda mark: order.index(type(mark))):
         layer.draw(mark, PALETTE[labels.index(mark.label) % len(PALETTE)])
     drawn = layer.flattened()
     drawn.putalpha(drawn.getchannel("A").point(lambda alpha: round(alpha * opacity)))
     return Image.alpha_composite(image.convert("RGBA"), drawn).convert("RGB")
-
-
-def _drawing_order(mark: Mark) -> int:
-    """Return the sort key: areas, then boxes, then points, so that nothing small is hidden."""
-    return (Outline, Detection, PointedObject).index(type(mark))
 
 
 def _readable(image: ImageInput) -> Image.Image:

@@ -119,22 +119,12 @@ def find(
     """Find the command that the first words name, and its parser."""
     command: list[str] = []
     for word in words:
-        below = _below(parser)
-        if word not in below:
+        subcommands = below(parser)
+        if word not in subcommands:
             break
-        parser = below[word]
+        parser = subcommands[word]
         command.append(word)
     return tuple(command), parser
-
-
-def has_commands(parser: argparse.ArgumentParser) -> bool:
-    """Return whether the command is missing or unknown."""
-    return bool(_below(parser))
-
-
-def tables(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Return the settings file's tables: one for each command."""
-    return frozenset(_below(parser))
 
 
 def installed(name: str) -> argparse.ArgumentParser | None:
@@ -149,12 +139,13 @@ def installed(name: str) -> argparse.ArgumentParser | None:
     return trace.with_remote_options(parser) if name == "trace" else parser
 
 
-def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a command's own commands, by name."""
     kind = argparse._SubParsersAction
     groups = [action.choices for action in parser._actions if isinstance(action, kind)]
     return {name: each for group in groups for name, each in group.items()}
 
 
 def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    below = _below(parser)
-    return [leaf for each in below.values() for leaf in leaves(each)] if below else [parser]
+    found = below(parser)
+    return [leaf for each in found.values() for leaf in leaves(each)] if found else [parser]

@@ -241,7 +241,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     forward.require_linux("demo")
     forward.require_engine("demo")
     ask.check_output(args.output)
-    script = _script(args)
+    script = script_for(args.image) if args.image else sample_script()
+    script = script.with_changes(
+        **{skill.name: getattr(args, skill.name) for skill in SUBJECT_SKILLS}
+    )
     image = script.read_image()
     with LocalServer(args.serve_options) as server:
         with terminal.progress("starting the server") as update:
@@ -251,13 +254,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     ask.save(args.output, image, *results)
     terminal.line()
     terminal.line(f"saved {args.output}, and the server stopped with exit code 0")
-
-
-def _script(args: argparse.Namespace) -> Script:
-    script = script_for(args.image) if args.image else sample_script()
-    return script.with_changes(
-        **{skill.name: getattr(args, skill.name) for skill in SUBJECT_SKILLS}
-    )
 
 
 def _perform(target: str, script: Script, image: bytes, terminal: Terminal) -> list[Result]:

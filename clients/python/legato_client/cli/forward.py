@@ -35,7 +35,8 @@ def hint(extra: str) -> str:
     root = _clone()
     if root is None:
         return f'pip install "legato[{extra}]"'
-    parts = (part.format(root=_typed(root)) for part in _PARTS[extra])
+    typed = "." if root == Path.cwd() else root
+    parts = (part.format(root=typed) for part in _PARTS[extra])
     return " ".join(("pip install", *(f"-e {part}" for part in parts)))
 
 
@@ -59,11 +60,6 @@ _DISTRIBUTIONS = {
 def _clone() -> Path | None:
     root = Path(legato_client.__file__).resolve().parents[3]
     return root if (root / "service" / "pyproject.toml").is_file() else None
-
-
-def _typed(root: Path) -> str:
-    """Shorten a path relative to the working folder."""
-    return "." if root == Path.cwd() else str(root)
 
 
 # ---------------------------------------------------------------- forward

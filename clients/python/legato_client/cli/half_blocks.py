@@ -57,16 +57,11 @@ def fits(columns: int, rows: int) -> bool:
     return columns >= _LEAST[0] and rows >= _LEAST[1]
 
 
-def colour_of(label: str, labels: list[str]) -> tuple[int, int, int]:
-    """Return the drawing's colour of a label, by order of appearance."""
-    return PALETTE[labels.index(label) % len(PALETTE)]
-
-
 def _draw(image: Image.Image, marks: list[Mark], labels: list[str]) -> None:
     pen = ImageDraw.Draw(image)
     right, bottom = image.width - 1, image.height - 1
     for mark in marks:
-        colour = colour_of(mark.label, labels)
+        colour = PALETTE[labels.index(mark.label) % len(PALETTE)]
         match mark:
             case Detection() | Outline():
                 pen.rectangle(mark.box.to_pixels(right, bottom), outline=colour)

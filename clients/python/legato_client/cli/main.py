@@ -46,7 +46,7 @@ def _run(words: Sequence[str], terminal: Terminal) -> None:
 
         _report_unknown_variables(terminal)
         command, parser = commands.find(commands.make_parser(), words)
-        if commands.has_commands(parser):
+        if commands.below(parser):
             parser.parse_args(words[len(command) :])  # help, the version, or an error
         else:
             _run_here(command, parser, words[len(command) :], terminal)
@@ -108,7 +108,9 @@ def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
     _report_unknown_variables(terminal, parser)
     settings.add_options(parser)
     resolved = settings.resolve((name,), parser, words, _tables)
-    own, theirs = _own_options(resolved.words)
+    ours = argparse.ArgumentParser(prog="legato", add_help=False, allow_abbrev=False)
+    settings.add_options(ours)
+    own, theirs = ours.parse_known_args(resolved.words)
     args = parser.parse_args(resolved.words)
     if own.print_config:
         _print_config((name,), parser, args, resolved, terminal)
@@ -120,13 +122,7 @@ def _tables() -> frozenset[str]:
     """Return the tables that a settings file may have: one for each command."""
     from legato_client.cli import commands
 
-    return commands.tables(commands.make_parser())
-
-
-def _own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    own = argparse.ArgumentParser(prog="legato", add_help=False, allow_abbrev=False)
-    settings.add_options(own)
-    return own.parse_known_args(words)
+    return frozenset(commands.below(commands.make_parser()))
 
 
 def _print_config(

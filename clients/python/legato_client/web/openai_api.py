@@ -307,24 +307,10 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RejectedRequest("max_tokens and max_completion_tokens differ", field="max_tokens")
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Return whether the stream ends with a usage event."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def asked(self) -> Conversation:
         """Return the request. Raises RejectedRequest for what is not served."""
         self.check()
+        stop, most = () if self.stop is None else self.stop, self.max_completion_tokens
         return Conversation(
             turns=[_turn(each, f"messages[{i}]") for i, each in enumerate(self.messages)],
             model=self.model,
@@ -332,9 +318,9 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
-                max_tokens=self.most_tokens,
+                max_tokens=self.max_tokens if most is None else most,
                 seed=self.seed,
-                stop=self.stop_strings,
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
             ),
             reasoning=bool(self.reasoning),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -345,7 +331,8 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def form(self, created: int) -> ChatForm:
-        return ChatForm(created, logprobs=bool(self.logprobs), usage=self.includes_usage)
+        usage = bool(self.stream_options and self.stream_options.include_usage)
+        return ChatForm(created, logprobs=bool(self.logprobs), usage=usage)
 
 
 def _turn(message: ChatMessage, where: str) -> ChatTurn:
@@ -563,24 +550,6 @@ def logprobs_of(tokens: Iterable[results.Token]) -> Logprobs:
     return Logprobs([_token(each) for each in tokens])
 
 
-def completion(
-    result: results.QueryResult, tokens: Iterable[results.Token] | None, created: int
-) -> ChatCompletion:
-    """Build the completion; `tokens` are the answer's, None if they were not requested."""
-    said = ChatAnswer(content=result.answer)
-    if result.reasoning is not None:
-        said.reasoning = result.reasoning.text
-        said.reasoning_details = ReasoningDetails(spans_of(result.reasoning))
-    logprobs = None if tokens is None else logprobs_of(tokens)
-    return ChatCompletion(
-        id=completion_id(result.info.request_id),
-        created=created,
-        model=result.info.model,
-        choices=[Choice(said, finish_reason(result.info), logprobs)],
-        usage=usage_of(result.info),
-    )
-
-
 def _token(token: results.Token) -> TokenLogprob:
     logprob = 0.0 if token.logprob is None else token.logprob
     likeliest = [
@@ -640,7 +609,18 @@ class ChatForm:
         self._tokens = AnswerTokens()
 
     def answer(self, result: QueryResult, tokens: Iterable[Token] | None) -> ChatCompletion:
-        return completion(result, tokens, self._created)
+        said = ChatAnswer(content=result.answer)
+        if result.reasoning is not None:
+            said.reasoning = result.reasoning.text
+            said.reasoning_details = ReasoningDetails(spans_of(result.reasoning))
+        logprobs = None if tokens is None else logprobs_of(tokens)
+        return ChatCompletion(
+            id=completion_id(result.info.request_id),
+            created=self._created,
+            model=result.info.model,
+            choices=[Choice(said, finish_reason(result.info), logprobs)],
+            usage=usage_of(result.info),
+        )
 
     def frames(self, event: Event) -> Iterator[bytes]:
         for chunk in self._chunks(event):

@@ -23,6 +23,7 @@ Kind = type | UnionType
 _REFERENCES = "#/components/schemas/{name}"
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
+_TEXT = {"type": "string"}
 _HEADERS = {
     "X-Request-Id": "names the request in logs; the answer has it, too",
     TIMEOUT.title(): "seconds that the caller waits",
@@ -74,7 +75,16 @@ def _entry(route: OperationRoute, schemas: dict[Kind, dict[str, Any]]) -> dict[s
         "tags": [route.tag],
         "summary": route.summary,
         "operationId": route.name,
-        "parameters": [*_in_path(route), *_in_headers()],
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": _TEXT}
+                for name in route.param_convertors
+            ),
+            *(
+                {"name": name, "in": "header", "description": text, "schema": _TEXT}
+                for name, text in _HEADERS.items()
+            ),
+        ],
         "responses": {
             "200": {"description": "The answer", "content": answer},
             "default": {
@@ -87,21 +97,6 @@ def _entry(route: OperationRoute, schemas: dict[Kind, dict[str, Any]]) -> dict[s
         content = {_JSON: {"schema": schemas[route.body]}}
         entry["requestBody"] = {"required": True, "content": content}
     return entry
-
-
-def _in_path(route: OperationRoute) -> list[dict[str, Any]]:
-    names = route.param_convertors
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in names
-    ]
-
-
-def _in_headers() -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
-        for name, text in _HEADERS.items()
-    ]
 
 
 _READY_TIMEOUT = 5.0  # seconds

@@ -184,7 +184,7 @@ def test_print_config_as_json(capsys):
 def test_every_option_has_a_variable_of_its_own():
     """No two options of a command share one; every command can be configured."""
     tree = commands.make_parser(complete=True)
-    for name, parser in commands._below(tree).items():
+    for name, parser in commands.below(tree).items():
         options = [each for leaf in commands.leaves(parser) for each in settings.options_of(leaf)]
         variables = {settings.variable(each) for each in options}
         assert len(variables) == len(set(options)), name
@@ -260,7 +260,7 @@ def test_every_command_is_listed_in_one_group():
     tree = commands.make_parser()
     listed = [name for group in commands.GROUPS for name in group.commands]
     assert len(listed) == len(set(listed))
-    assert set(commands._below(tree)) <= set(listed)
+    assert set(commands.below(tree)) <= set(listed)
     shown = tree.format_help()
     for group in commands.GROUPS:
         assert f"{group.title}: {group.purpose}" in shown

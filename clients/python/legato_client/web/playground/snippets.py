@@ -45,14 +45,14 @@ _WIDTH = 88
 
 def python_program(connection: Connection, image: str | None, task: Task, options: Options) -> str:
     """Write a Python program that prints every event of one task as it comes."""
-    names = sorted({"Client", *_names(task), *_names(options)} - _unused(options))
-    files = _shown(task)
+    names, files = {"Client", *_names(task)}, _shown(task)
     asked = ["None" if files else expression(image), "task"]
     if options != Options():
+        names |= {*_names(options)}
         asked.append(f"options={expression(options)}")
     lines = [
         *(("from pathlib import Path", "") if files else ()),
-        f"from legato_client import {', '.join(names)}",
+        f"from legato_client import {', '.join(sorted(names))}",
         "",
         f"task = {expression(task)}",
         f"with Client({', '.join(_arguments(connection))}) as client:",
@@ -111,10 +111,6 @@ def _names(value: object) -> Iterator[str]:
         for field in dataclasses.fields(value):
             if getattr(value, field.name) != field.default:
                 yield from _names(getattr(value, field.name))
-
-
-def _unused(options: Options) -> set[str]:
-    return {"Options"} if options == Options() else set()
 
 
 def _shown(task: Task) -> list[str]:
