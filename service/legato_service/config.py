@@ -111,14 +111,10 @@ def _check_listeners(config: ServiceConfig) -> None:
     if config.insecure and config.admin_listen != ADMIN_SAME:
         return
     for address in listeners:
-        if not addresses.is_local(address) and not is_protected(config):
+        is_protected = config.tls_cert and config.has_credentials
+        if not (addresses.is_local(address) or is_protected):
             allow = "" if config.admin_listen == ADMIN_SAME else ", or allow it with --insecure"
             raise ValueError(
                 f"{addresses.host_of(address)} is reachable from other machines: that needs "
                 f"--tls-cert, --tls-key, and --tokens or --tls-client-ca{allow}"
             )
-
-
-def is_protected(config: ServiceConfig) -> bool:
-    """Return whether listeners reachable from other machines require TLS and credentials."""
-    return bool(config.tls_cert) and config.has_credentials

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-from google.rpc import status_pb2
 from legato.v1 import admin_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine.ipc.messages import (
     Done,
@@ -144,10 +143,6 @@ def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
     own.SetInParent()  # an empty result is sent too: it names its skill
     skill.fill(own, done.result)
     return message
-
-
-def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
-    return task_pb2.TaskResult(task_id=task_id, error=status)
 
 
 # ---------------------------------------------------------------- the engine

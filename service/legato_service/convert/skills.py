@@ -232,7 +232,7 @@ def grounding(value: GroundedText) -> task_pb2.Grounding:
     return task_pb2.Grounding(
         start_index=value.start_index,
         end_index=value.end_index,
-        points=[_point_message(each) for each in value.points],
+        points=[geometry_pb2.Point(x=each.x, y=each.y) for each in value.points],
     )
 
 
@@ -259,10 +259,6 @@ def outline(value: MaskOutline) -> geometry_pb2.Outline:
         confidence=value.confidence,
         coarse=value.coarse,
     )
-
-
-def _point_message(value: ImagePoint) -> geometry_pb2.Point:
-    return geometry_pb2.Point(x=value.x, y=value.y)
 
 
 def box(value: ImageBox) -> geometry_pb2.Box:

@@ -70,9 +70,9 @@ def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits)
             limit=32,
             actual=len(header.sha256),
         )
-    return UploadHeader(
-        header.mime_type, layout, header.size_bytes, header.sha256.hex(), _ttl(header, limits)
-    )
+    asked = skills.seconds(header.ttl) if header.HasField("ttl") else limits.ttl
+    ttl = min(asked, limits.max_ttl)
+    return UploadHeader(header.mime_type, layout, header.size_bytes, header.sha256.hex(), ttl)
 
 
 def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
@@ -81,12 +81,6 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
     check_size(layout.num_bytes, limits.max_bytes, "bytes", "header.layout")
     take_pixels(layout.width, layout.height)
     return layout
-
-
-def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
-    if not header.HasField("ttl"):
-        return limits.ttl
-    return min(skills.seconds(header.ttl), limits.max_ttl)
 
 
 class PartialUpload:

@@ -243,7 +243,8 @@ class Collector:
             self._calls.write(snapshot, self._call_log.starts or {})
         self._write_process(snapshot)
         if self._number == 0:
-            self._write_build(snapshot)
+            processes = str(self._config.processes)
+            snapshot.add("legato_build", 1, version(), platform.python_version(), processes)
             for each in self._engines.members:
                 write_engine(snapshot, each)
                 if each.pid:
@@ -288,7 +289,3 @@ class Collector:
         ages = self._sessions.totals.ages
         while ages:
             self._frame_ages.add(ages.popleft())
-
-    def _write_build(self, snapshot: Snapshot) -> None:
-        processes = str(self._config.processes)
-        snapshot.add("legato_build", 1, version(), platform.python_version(), processes)

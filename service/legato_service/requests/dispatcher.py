@@ -391,4 +391,4 @@ def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> t
         return responses.task_result(task_id, outcome)
     if isinstance(outcome, InternalError):
         log.error("internal_error", request_id=request_id, exc_info=outcome)
-    return responses.task_error(task_id, failure(outcome, request_id).status)
+    return task_pb2.TaskResult(task_id=task_id, error=failure(outcome, request_id).status)

@@ -194,7 +194,8 @@ class ReceiveLimit:
                 self.give_back(sender)
             elif waiting := self._waiting.get(sender):
                 waiting.remove(place)
-                self._forget_if_idle(sender)
+                if not waiting:
+                    del self._waiting[sender]
             raise
 
     def give_back(self, sender: str) -> None:
@@ -239,10 +240,6 @@ class ReceiveLimit:
             if not place.done():
                 self._take(sender)
                 place.set_result(None)
-
-    def _forget_if_idle(self, sender: str) -> None:
-        if not self._waiting[sender]:
-            del self._waiting[sender]
 
 
 # ---------------------------------------------------------------- later messages of a stream

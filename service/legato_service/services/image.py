@@ -107,7 +107,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         self, key: RequestKey, upload: PartialUpload, header: UploadHeader, owner: str
     ) -> ImageHeld:
         image_format = upload.finish()
-        quota_bytes = _quota_bytes()
+        principal = call.current().principal
+        quota_bytes = 0 if principal is None else principal.quotas.image_bytes  # 0: the server's
 
         def make(blobs: BlobStore) -> HoldImage:
             return HoldImage(
@@ -177,12 +178,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 def _end_now(timeout: asyncio.Timeout) -> None:
     with suppress(RuntimeError):  # it has ended
         timeout.reschedule(asyncio.get_running_loop().time())
-
-
-def _quota_bytes() -> int:
-    """Return the quota for held images of the call's credential; 0 means the server's default."""
-    principal = call.current().principal
-    return 0 if principal is None else principal.quotas.image_bytes
 
 
 def _wall_time(monotonic: float) -> timestamp_pb2.Timestamp:

@@ -48,14 +48,16 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """Describe the server; the model's limits are 0 until it is loaded."""
+        model = self._engines.model
+        adapters = ("adapters",) if model is not None and model.adapters else ()
         return pb.GetServerInfoResponse(
             name="legato",
             version=version(),
             instance_id=self._instance_id,
             contract_revision=CONTRACT_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
-            limits=self._limits(self._engines.model),
-            capabilities=self._capabilities_of(self._engines.model),
+            limits=self._limits(model),
+            capabilities=(*self._capabilities, *adapters),
             shm_namespace=self._namespace,
         )
 
@@ -68,10 +70,6 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)
         more = str(end) if end < len(models) else ""
         return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
-
-    def _capabilities_of(self, model: ServedModel | None) -> tuple[str, ...]:
-        adapters = ("adapters",) if model is not None and model.adapters else ()
-        return (*self._capabilities, *adapters)
 
     def _models(self) -> list[pb.Model]:
         model = self._engines.model
