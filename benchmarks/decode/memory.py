@@ -16,10 +16,11 @@ import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.runtime import model_runner
 
 from benchmarks import record, shared_options
+from benchmarks.speculation.run import with_settings
 
 _MIB = 2**20
 _SLOTS = (2, 6)

@@ -14,14 +14,14 @@ from functools import partial
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.assembly import Assembly, with_settings
+from legato_engine.core.assembly import Assembly
 from legato_engine.core.process import freeze_loaded
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.proposer import UNKNOWN, Proposer
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks.speculation.oracle import OracleProposer, known_history
-from benchmarks.speculation.run import Figures, Run
+from benchmarks.speculation.run import Figures, Run, with_settings
 from benchmarks.speculation.workloads import (
     FEWEST,
     PROFILES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core.assembly import Assembly, with_settings
+from legato_engine.core.assembly import Assembly
 from legato_engine.kernels.proposer import Proposer
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculation import TokenBudgetPolicy
@@ -14,7 +14,7 @@ from legato_engine.speculation import TokenBudgetPolicy
 from benchmarks.decode.loops import Decodes, recorded
 from benchmarks.speculation.comparison import oracle_for
 from benchmarks.speculation.oracle import OracleProposer, known_history
-from benchmarks.speculation.run import RecordedTask
+from benchmarks.speculation.run import RecordedTask, with_settings
 
 PATHS = ("graph", "loop")
 

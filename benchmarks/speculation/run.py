@@ -8,8 +8,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+from legato_engine.config import check
 from legato_engine.core.assembly import Assembly
+from legato_engine.kernels.proposer import Proposer
+from legato_engine.runtime.warm_up import warm_runner
 from legato_engine.scheduler.batch import LaunchKind, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
 from legato_engine.scheduler.output import SilentSink
@@ -22,6 +26,31 @@ _MS = 1e3
 _NS_PER_US, _NS_PER_MS = 1e3, 1e6
 _SETTLED = 4  # a request is settled in its last quarter
 _SURE = 1.96  # standard errors of a 95 % interval
+
+
+def with_settings(
+    assembly: Assembly, proposer: Proposer | None = None, **settings: str
+) -> Assembly:
+    """Return the same model and KV cache with another `speculation` or `decode_path`.
+
+    Never use both at once.
+
+    Raises:
+        InvalidField: a setting is unknown or excluded by another, or the draft cannot be used.
+    """
+    config = msgspec.structs.replace(assembly.config, **settings)
+    check(config)
+    runner = warm_runner(
+        config,
+        assembly.model,
+        assembly.device,
+        assembly.kv,
+        bank=assembly.bank,
+        refiner=assembly.refiner,
+        draft=assembly.draft,
+        proposer=proposer,
+    )
+    return dataclasses.replace(assembly, config=config, runner=runner)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

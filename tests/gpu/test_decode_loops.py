@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import LOOP_PATHS, RESIDENT_PATH, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -31,6 +31,7 @@ from legato_engine.types import RequestKey
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach
+from benchmarks.speculation.run import with_settings
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models import hub_folder
 from tests.gpu.guard import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_settings
+from legato_engine.core.assembly import assemble
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.kernels.cuda.drafting import LookupKernel
@@ -38,6 +38,7 @@ from torch import nn
 
 from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.oracle_kernel import OracleKernel
+from benchmarks.speculation.run import with_settings
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.runtime.test_draft_model import asked as asked_in_text

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.decode_loop import BatchKind as Launches
 from legato_engine.kernels.megakernel.program import FIELDS, WORDS, CounterKind, counter
 from legato_engine.runtime.autotune import ALL
@@ -19,6 +19,7 @@ from legato_engine.runtime.graphs import Work
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
 from benchmarks.speculation.decode_paths import Answers, answer
+from benchmarks.speculation.run import with_settings
 from tests.gpu.inputs import HOPPER
 from tests.loop_answers import Ask, results
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.models.moondream.refiner import Crop
 from legato_engine.scheduler.batch import LaunchKind, Refinement
@@ -22,6 +22,7 @@ from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
 from benchmarks.decode.loops import picture, recorded, skilled, values_of
 from benchmarks.decode.loops.decodes import NUM_SKILLS
 from benchmarks.decode.parts import prompts
+from benchmarks.speculation.run import with_settings
 from tests.engine.models.moondream.refiner import scripted
 from tests.gpu.guard import GRAPHS, KERNELS, ROWS, Decodes, close, decoding, guarded
 

@@ -25,13 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 from legato_engine.config import LOOKUP_DRAFT, SPECULATION_OFF, EngineConfig
-from legato_engine.core.assembly import assemble, with_settings
+from legato_engine.core.assembly import assemble
 from legato_engine.kernels.cuda import attention, draft_layer, module, skinny_gemm
 from legato_engine.models.moondream import decode_step
 from legato_engine.models.moondream import draft as moondream_draft
 from legato_engine.runtime import graphs
 
-from benchmarks.speculation.run import Run
+from benchmarks.speculation.run import Run, with_settings
 from benchmarks.speculation.workloads import real_requests, sample_images
 
 STREAMS, SETTING = 8, "fixed:8"  # steps of 72 tokens: passes of 32, 32 and 8

@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.kernels.cuda.capability import HOPPER, Gpu
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
@@ -31,6 +31,7 @@ from legato_engine.scheduler.batch import Plan, StepRecord
 from legato_engine.scheduler.output import OutputProcessor
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
+from benchmarks.speculation.run import with_settings
 from tests.loop_answers import Ask, results
 
 

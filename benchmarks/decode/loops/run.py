@@ -27,12 +27,13 @@ from unittest import mock
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.process import freeze_loaded
 
 from benchmarks import record, shared_options
 from benchmarks.decode.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
 from benchmarks.decode.loops.steps import lists_of, steps_of
+from benchmarks.speculation.run import with_settings
 
 PATHS = ("graph", "loop", "resident")
 """The last one only where the kernel runs."""

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import structlog
 import torch
@@ -29,7 +28,6 @@ from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_qu
 from legato_engine.ipc.messages import EngineOutput, ServedModel
 from legato_engine.kernels.accelerated import missing_kernels
 from legato_engine.kernels.cpu.library import take_threads
-from legato_engine.kernels.proposer import Proposer
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
@@ -294,31 +292,6 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     )
     progress("ready", 1.0)
     return assembly
-
-
-def with_settings(
-    assembly: Assembly, proposer: Proposer | None = None, **settings: str
-) -> Assembly:
-    """Return the same model and KV cache with another `speculation` or `decode_path`.
-
-    Never use both at once.
-
-    Raises:
-        InvalidField: a setting is unknown or excluded by another, or the draft cannot be used.
-    """
-    config = msgspec.structs.replace(assembly.config, **settings)
-    check(config)
-    runner = warm_runner(
-        config,
-        assembly.model,
-        assembly.device,
-        assembly.kv,
-        bank=assembly.bank,
-        refiner=assembly.refiner,
-        draft=assembly.draft,
-        proposer=proposer,
-    )
-    return dataclasses.replace(assembly, config=config, runner=runner)
 
 
 def _with_runner(

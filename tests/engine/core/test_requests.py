@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from legato_engine.core.assembly import Assembly, with_settings
+from legato_engine.core.assembly import Assembly
 from legato_engine.errors import ImageTooLarge, PromptTooLong
 from legato_engine.ipc.messages import Done, Failed, OutputDelta, PrefillStarted, QueuePosition
 from legato_engine.types import (
@@ -32,6 +32,7 @@ from legato_engine.types import (
     Turn,
 )
 
+from benchmarks.speculation.run import with_settings
 from tests.engine.core.world import EITHER_KIND, LONG, World, png
 
 # ---------------------------------------------------------------- tasks

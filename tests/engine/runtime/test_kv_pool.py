@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_settings
+from legato_engine.core.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
@@ -19,6 +19,7 @@ from legato_engine.runtime import kv_pool
 from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for, token_bytes
 from safetensors.torch import save_file
 
+from benchmarks.speculation.run import with_settings
 from tests.engine.core.test_memory import Alone, run_all, shared
 from tests.engine.models.moondream.published import layout_b
 

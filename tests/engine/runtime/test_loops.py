@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, check
-from legato_engine.core.assembly import Assembly, assemble, with_settings
+from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import (
     DONE,
@@ -38,6 +38,7 @@ from benchmarks.decode.loops import Decodes, picture, question, randomly, record
 from benchmarks.speculation.decode_paths import Answers as DraftedAnswers
 from benchmarks.speculation.decode_paths import Paths, answer, both_paths, oracle, teach
 from benchmarks.speculation.oracle import OracleProposer
+from benchmarks.speculation.run import with_settings
 from tests.fakes import successor
 from tests.loop_answers import Ask, EndsAtOnce, Tolerant, results
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core.assembly import assemble, with_settings
+from legato_engine.core.assembly import assemble
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.runtime import calibration
@@ -27,6 +27,8 @@ from legato_engine.runtime.staging import (
     stage_step,
 )
 from legato_engine.scheduler.batch import ScheduledSequence
+
+from benchmarks.speculation.run import with_settings
 
 # ---------------------------------------------------------------- passes
 # The cut of a launch into passes, and their staging.

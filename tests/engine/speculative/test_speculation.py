@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.core.assembly import assemble, with_settings
+from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.scheduler.batch import LaunchKind
@@ -30,6 +30,7 @@ from PIL import Image
 
 from benchmarks.speculation.oracle import OracleProposer, known_history
 from benchmarks.speculation.run import Run as BenchmarkRun
+from benchmarks.speculation.run import with_settings
 from benchmarks.speculation.workloads import real_requests, sample_images
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models.moondream.test_draft import draft_file, random_draft
