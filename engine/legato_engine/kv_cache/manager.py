@@ -54,10 +54,6 @@ class KVCacheCounters:
         self.found_positions += num_found
         self.computed_positions += sequence.length - num_found
 
-    def count_preemption(self, sequence: Sequence) -> None:
-        self.preemptions += 1
-        sequence.pages.num_preemptions += 1
-
     def stats(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
         prompt = self.found_positions + self.computed_positions
         return KVCacheStats(
@@ -346,7 +342,8 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence) -> None:
         self.release(sequence)
-        self._counters.count_preemption(sequence)
+        self._counters.preemptions += 1
+        sequence.pages.num_preemptions += 1
 
     def check(self) -> None:
         check_ownership(self._pool, self._tree, self._owned, self._page_size)

@@ -112,7 +112,9 @@ class Linear(Coded, nn.Linear):
             counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
             if counted is not None:
                 return counted
-        if self.packed is not None or not self._fuses_gelu(x):
+        # Torch's fused gelu is the tanh form on CUDA only.
+        fuses_gelu = _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
+        if self.packed is not None or not fuses_gelu:
             return activations.gelu(self(x))
         rows = x.reshape(-1, self.in_features)
         out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
@@ -132,10 +134,6 @@ class Linear(Coded, nn.Linear):
         if self.packed is not None:
             return to, self(x)
         return ops.linear_onto(to, x, self.weight, self.bias)
-
-    def _fuses_gelu(self, x: torch.Tensor) -> bool:
-        """Torch's fused gelu is the tanh form on CUDA only."""
-        return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
 class TileCounters:

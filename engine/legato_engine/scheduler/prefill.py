@@ -75,11 +75,6 @@ class _Admitted:
         return self.sequence.length - self.position + self.num_bos
 
     @property
-    def num_prompt_left(self) -> int:
-        """Return the prompt tokens to compute, without an answer from before a preemption."""
-        return self.num_left - self.sequence.num_committed
-
-    @property
     def num_bos(self) -> int:
         """Return 1 if BOS must be computed, which is not a token of the prompt."""
         return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
@@ -245,7 +240,8 @@ class PrefillPlanner:
     def _long_chunk(self, first: _Admitted) -> int:
         """Return the tokens of a long prompt's next chunk, 0 for its last or a short prompt."""
         size = self._limits.long_chunk_tokens
-        is_chunked = self._limits.is_long(first.sequence) and size < first.num_prompt_left
+        num_prompt_left = first.num_left - first.sequence.num_committed
+        is_chunked = self._limits.is_long(first.sequence) and size < num_prompt_left
         return size if is_chunked else 0
 
     def _plan_shared_chunk(

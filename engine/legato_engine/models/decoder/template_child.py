@@ -89,17 +89,13 @@ def _warm_up(render: Render) -> None:
 
 
 def _limit() -> None:
-    size = int(_first_word("/proc/self/statm")) * resource.getpagesize()
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = size + MEMORY_BYTES
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     sandbox.confine(max_files=3)
-
-
-def _first_word(path: str) -> str:
-    with open(path) as file:
-        return file.read().split()[0]
 
 
 def _work(render: Render, rendering: mmap.mmap) -> None:
