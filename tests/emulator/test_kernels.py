@@ -82,6 +82,13 @@ def test_products_of_blocks_are_those_of_their_values(
     check_products(skinny_gemm.pack_codes(codes))
 
 
+@pytest.mark.usefixtures("portable_gpu")
+def test_products_of_blocks_without_hoppers_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies of 16 bytes, which scales and minima of every kind of block divide into."""
+    for name in ("Q8_0", "Q4_0", "Q4_1"):
+        test_products_of_blocks_are_those_of_their_values(monkeypatch, name)
+
+
 def check_products(packed: skinny_gemm.PackedMap) -> None:
     """A row has the same bits in any batch, and is near the product in float64."""
     kernels = skinny_gemm.LinearKernels(packed.inputs, packed.kind)
