@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.kernels import pages
-from legato_engine.kernels.cuda import fused_attention, skinny_gemm
+from legato_engine.kernels import ops, pages
+from legato_engine.kernels.cuda import fused_attention, skinny_gemm, token_rows
 from legato_engine.kernels.cuda.attention import (
-    HEAD_DIM,
     MAX_TOKENS,
     SPLITS,
     AttentionSizes,
@@ -24,6 +23,7 @@ from legato_engine.kernels.cuda.attention import (
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MOST_TOKENS, LayerBoundary
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
 from legato_engine.kernels.map_codes import WeightKind
+from legato_engine.kernels.pages import AttentionMetadata
 from legato_engine.kernels.proposer import UNKNOWN, LookupProposer
 from legato_engine.models.moondream.presets import legato_tiny_config
 from legato_engine.speculation import TokenBudgetPolicy
@@ -97,6 +97,56 @@ def check_products(packed: skinny_gemm.PackedMap) -> None:
     whole_BO = kernels.run(x_BI, packed, bias_O)
     assert (whole_BO.double() - truth_BO).norm() < 0.005 * truth_BO.norm()
     assert torch.equal(kernels.run(x_BI[:3].contiguous(), packed, bias_O), whole_BO[:3])
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "half", "normed"),
+    [
+        ((6, 2), 128, 64, True),
+        ((2, 1), 16, 8, True),
+        ((5, 2), 64, 32, True),
+        ((3, 3), 80, 16, False),
+    ],
+)
+def test_heads_are_normed_and_rotated_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int],
+    head_dim: int,
+    half: int,
+    normed: bool,
+) -> None:
+    """Queries, keys, and every slot of the caches; others stay as they are."""
+    monkeypatch.setattr(token_rows, "Module", EmulatedModule)
+    monkeypatch.setattr(token_rows, "made_on", lambda _, make, *constants: make(*constants))
+    torch.manual_seed(0)
+    num_heads, num_kv = heads
+    qkv_TGE = torch.randn(3, num_heads + 2 * num_kv, head_dim).bfloat16()
+    angle_T1R, place_T = torch.rand(3, 1, half) * 6, torch.tensor([5, 16, 31])
+    where = AttentionMetadata(angle_T1R.cos(), angle_T1R.sin(), place_T // 16, place_T % 16)
+    norms = None
+    if normed:
+        norms = torch.nn.RMSNorm(head_dim, eps=1e-6), torch.nn.RMSNorm(head_dim, eps=1e-6)
+        for norm in norms:
+            norm.bfloat16().requires_grad_(requires_grad=False).weight.copy_(torch.randn(head_dim))
+    caches = [torch.randn(2, num_kv, 16, head_dim).bfloat16() for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    heads_THE = ops.rotate_and_cache(qkv_TGE.clone(), where, *expected, norms=norms)
+    angles, places = (where.cos_T1R, where.sin_T1R), (where.page_T, where.slot_T)
+    token_rows.rotate_and_cache(qkv_TGE, angles, places, *caches, norms)
+    for ours, theirs in ((qkv_TGE, torch.cat(heads_THE, 1)), *zip(caches, expected, strict=True)):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-6 * normed, atol=2.0**-6 * normed)
+        assert (ours == theirs).float().mean() > 0.95
+
+
+def test_the_gate_is_a_silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one rounding of float64."""
+    monkeypatch.setattr(token_rows, "Module", EmulatedModule)
+    monkeypatch.setattr(token_rows, "made_on", lambda _, make, *constants: make(*constants))
+    both_T2F = (torch.randn(3, 2 * 264, generator=torch.Generator().manual_seed(0)) * 4).bfloat16()
+    gate_TF, up_TF = both_T2F.double().chunk(2, dim=-1)
+    exact_TF = torch.nn.functional.silu(gate_TF) * up_TF
+    found_TF = token_rows.gate(both_T2F).double()
+    torch.testing.assert_close(found_TF, exact_TF, rtol=1.1 * 2.0**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -181,20 +231,21 @@ class Cached:
     scale_2: torch.Tensor | None
 
     @classmethod
-    def random(cls, size: int, dtype: torch.dtype) -> Cached:
+    def random(cls, size: int, dtype: torch.dtype, head_dim: int) -> Cached:
         torch.manual_seed(size)
         count = CONTEXT // size
         scale_2 = torch.tensor([0.0125, 0.007]) if dtype is pages.E4M3 else None
         caches = []
         for scale in pages.units(scale_2):
-            random_NHSE = torch.randn(TABLES * count + 1, HEADS, size, HEAD_DIM).bfloat16()
+            random_NHSE = torch.randn(TABLES * count + 1, HEADS, size, head_dim).bfloat16()
             caches.append(pages.indexable(pages.quantise(random_NHSE, scale)).view(dtype))
         sizes = AttentionSizes(
             num_heads=HEADS,
             page_size=size,
             max_pages=count,
-            out_stride=HEADS * HEAD_DIM + 24,
+            out_stride=HEADS * head_dim + 24,
             kv_bytes=dtype.itemsize,
+            head_dim=head_dim,
         )
         attention = PagedAttention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
         k_NHSE, v_NHSE = caches
@@ -244,26 +295,29 @@ class Cached:
                     (self.k_NHSE, self.v_NHSE), pages.units(self.scale_2), strict=True
                 )
             )
-            q_H1E = q_D.view(HEADS, 1, HEAD_DIM).double()
-            out.append(((q_H1E @ k_HPE.mT / HEAD_DIM**0.5).softmax(-1) @ v_HPE).flatten())
+            q_H1E = q_D.view(HEADS, 1, -1).double()
+            out.append(((q_H1E @ k_HPE.mT / q_H1E.shape[2] ** 0.5).softmax(-1) @ v_HPE).flatten())
         return torch.stack(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [(16, torch.bfloat16), (32, torch.bfloat16), (16, pages.E4M3)],
+    ("size", "dtype", "head_dim"),
+    [
+        *((16, torch.bfloat16, 64), (32, torch.bfloat16, 64), (16, pages.E4M3, 64)),
+        *((16, torch.bfloat16, 128), (16, pages.E4M3, 128)),
+    ],
     ids=str,
 )
 def test_attention_is_exact_and_a_token_has_the_same_bits_in_any_group(
-    size: int, dtype: torch.dtype
+    size: int, dtype: torch.dtype, head_dim: int
 ) -> None:
     """Alone or with others of its row, by one thread block or by clusters of two and four."""
     assert {splits_for(groups * HEADS) for groups in GROUPS} == set(SPLITS)
-    cached = Cached.random(size, dtype)
+    cached = Cached.random(size, dtype, head_dim)
     for tokens in ((1,), (3, 1), (1, 9, 2)):
         positions = cached.positions(tokens)
-        q_BD = torch.randn(sum(tokens), HEADS * HEAD_DIM).bfloat16()
+        q_BD = torch.randn(sum(tokens), HEADS * head_dim).bfloat16()
         alone_BD = torch.cat(
             [
                 cached.attend(

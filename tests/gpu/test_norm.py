@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import fused_attention, token_rows
+from legato_engine.kernels.cuda.attention import HEAD_DIMS
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
@@ -225,6 +226,32 @@ def test_rotation_and_its_write_to_pages_have_torchs_bits(heads, head_dim, half,
     assert all(map(torch.equal, caches, expected))
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 8), 128), ((4, 2), 16), ((6, 2), 64)])
+@pytest.mark.parametrize("count", [1, 40])
+def test_heads_are_normed_before_they_turn(heads, head_dim, count):
+    """As by torch but for roundings to a neighbour; values, and what pages hold, are exact."""
+    num_heads, num_kv = heads
+    qkv_TGE = noise(count, num_heads + 2 * num_kv, head_dim)
+    angle_T1R = torch.rand(count, 1, head_dim // 2, device=CUDA) * 6
+    place_T = torch.randperm(8 * PAGE, device=CUDA)[:count]
+    where = AttentionMetadata(angle_T1R.cos(), angle_T1R.sin(), place_T // PAGE, place_T % PAGE)
+    norms = tuple(torch.nn.RMSNorm(head_dim, eps=1e-6).to(CUDA, torch.bfloat16) for _ in range(2))
+    for norm in norms:
+        norm.weight.copy_(torch.randn(head_dim))
+    assert token_rows.can_norm(norms, head_dim // 2)
+    caches = [noise(8, num_kv, PAGE, head_dim) for _ in range(2)]
+    given_TGE = qkv_TGE.clone()
+    q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *caches, norms=norms)
+    parts = given_TGE.split((num_heads, num_kv, num_kv), dim=1)
+    for norm, found_THE, given_THE in zip(norms, (q_THE, k_THE), parts, strict=False):
+        normed_THE = copy.deepcopy(norm).float()(given_THE.float())
+        turned_THE = reference.rotate(normed_THE, where.cos_T1R, where.sin_T1R)
+        assert error(found_THE, turned_THE.double()) < ROUNDED
+    assert torch.equal(v_THE, parts[2])
+    for cache_NHSE, new_THE in zip(caches, (k_THE, v_THE), strict=True):
+        assert torch.equal(cache_NHSE[where.page_T, :, where.slot_T], new_THE)
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (7, 8), (300, 8192)])
 def test_the_gate_is_a_silu(rows, inner):
     """Within one rounding of float64."""
@@ -254,15 +281,15 @@ def test_a_sum_and_its_rms_norm_are_torchs(dim):
 class Rows:
     """Rows at random positions, with pages in random order, and their queries within qkv."""
 
-    def __init__(self, heads: tuple[int, int], count: int) -> None:
+    def __init__(self, heads: tuple[int, int], count: int, head_dim: int = 64) -> None:
         num_heads, self.num_kv = heads
         pages = CONTEXT // PAGE
         self.position_B = torch.randint(CONTEXT, (count,), device=CUDA)
         self.position_B[0] = CONTEXT - 1
         self.table_BM = torch.randperm(count * pages, device=CUDA).view(count, pages) + 1
-        shape = count * pages + 1, self.num_kv, PAGE, 64
+        shape = count * pages + 1, self.num_kv, PAGE, head_dim
         self.cache = LayerCache(noise(*shape), noise(*shape), None)
-        self.q_BHE = noise(count, num_heads + 2 * self.num_kv, 64)[:, :num_heads]
+        self.q_BHE = noise(count, num_heads + 2 * self.num_kv, head_dim)[:, :num_heads]
 
     def attend(self, rows: slice = slice(None)) -> torch.Tensor:
         table_BM, q_BHE = self.table_BM[rows], self.q_BHE[rows]
@@ -280,18 +307,20 @@ def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours.double() - truth).norm() / truth.norm())
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("count", [1, 3, 17, 40])
-def test_attention_is_as_exact_as_torchs(heads, count):
+def test_attention_is_as_exact_as_torchs(heads, count, head_dim):
     """Also where rows and their query heads take several launches."""
-    rows = Rows(heads, count)
+    rows = Rows(heads, count, head_dim)
     truth_BHE = rows.torchs(torch.float64)
     assert error(rows.attend(), truth_BHE) < 1.1 * error(rows.torchs(torch.bfloat16), truth_BHE)
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_a_row_has_the_same_bits_in_any_batch(heads):
-    rows = Rows(heads, 40)
+def test_a_row_has_the_same_bits_in_any_batch(heads, head_dim):
+    rows = Rows(heads, 40, head_dim)
     together_BHE = rows.attend()
     for first, count in ((0, 1), (7, 1), (5, 9), (39, 1)):
         part = slice(first, first + count)

@@ -118,8 +118,9 @@ def rotate_and_cache(
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
+    norms: token_rows.Norms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys, and write keys and values to their slots.
+    """Rotate queries and keys, normed if there are `norms`, and write keys and values.
 
     `qkv_TGE` has the heads of queries, keys and values. Both caches have one dtype. All three
     results [T, H, E] may be views of `qkv_TGE`, changed in place.
@@ -127,6 +128,15 @@ def rotate_and_cache(
     num_kv = k_NHSE.shape[1]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
     q_THE, k_THE, v_THE = torch.split(qkv_TGE, [num_heads, num_kv, num_kv], dim=1)
+    if norms is not None:
+        if not isinstance(where, AttentionMetadata):
+            where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
+        cos_T1R = where.cos_T1R
+        by_kernel = token_rows.can_rotate(qkv_TGE, cos_T1R, k_NHSE)
+        if not by_kernel or not token_rows.can_norm(norms, cos_T1R.shape[-1]):
+            q_THE.copy_(norms[0](q_THE))
+            k_THE.copy_(norms[1](k_THE))
+            norms = None
     if not isinstance(where, AttentionMetadata):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
@@ -136,7 +146,7 @@ def rotate_and_cache(
         where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
     if token_rows.can_rotate(qkv_TGE, where.cos_T1R, k_NHSE):
         angles, places = (where.cos_T1R, where.sin_T1R), (where.page_T, where.slot_T)
-        token_rows.rotate_and_cache(qkv_TGE, angles, places, k_NHSE, v_NHSE)
+        token_rows.rotate_and_cache(qkv_TGE, angles, places, k_NHSE, v_NHSE, norms)
         return q_THE, k_THE, v_THE
     turned_TGE = reference.rotate(qkv_TGE[:, :-num_kv], where.cos_T1R, where.sin_T1R)
     q_THE, k_THE = torch.split(turned_TGE, [num_heads, num_kv], dim=1)

@@ -172,15 +172,8 @@ class GroupedAttention(nn.Module):
         if adapters is not None:
             qkv = adapters.add(qkv, x_TD, *self.qkv.parts)
         qkv_TGE = qkv.view(x_TD.shape[0], -1, self._heads.head_dim)
-        if self._heads.norm_eps is not None:
-            self._norm(qkv_TGE)
-        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache)
+        norms = (self.q_norm, self.k_norm) if self.norms_heads else None
+        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache, norms=norms)
         heads = attend(q_THE, k_THE, v_THE, cache).flatten(-2)
         out: torch.Tensor = self.o_proj(heads)
         return out if adapters is None else adapters.add(out, heads, "o_proj")
-
-    def _norm(self, qkv_TGE: torch.Tensor) -> None:
-        num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads
-        q_THE, k_THE = qkv_TGE[:, :num_heads], qkv_TGE[:, num_heads : num_heads + num_kv]
-        q_THE.copy_(self.q_norm(q_THE))
-        k_THE.copy_(self.k_norm(k_THE))

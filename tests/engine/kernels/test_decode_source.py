@@ -19,7 +19,6 @@ from legato_engine.kernels.cuda import (
 )
 from legato_engine.kernels.cuda import decoder as layer_boundary
 from legato_engine.kernels.cuda.attention import (
-    HEAD_DIM,
     MAX_CONTEXT,
     MAX_TOKENS,
     AttentionSizes,
@@ -317,30 +316,35 @@ def test_attention_compiles_without_spills(cache, context, kv_bytes, arch):
 
 def attention_fits(sizes, arch):
     """Every form of the architecture stays in registers."""
-    for form in attention_forms(DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split):
+    stages = DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split
+    for form in attention_forms(*stages, sizes.head_dim):
         defines = attend_defines(sizes, form.splits, form.line_warps)
         found = usages(module.compile_source("paged_attention.cu", defines, arch))
         assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
 
 
-@pytest.mark.parametrize(("num_heads", "share"), [(3, 3), (8, 4)])
-def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, arch):
+@pytest.mark.parametrize(("num_heads", "share", "head_dim"), [(3, 3, 64), (8, 4, 64), (8, 2, 128)])
+def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, head_dim, arch):
     """As text models have them, within the rows of all heads."""
     sizes = AttentionSizes(
         num_heads=num_heads,
         page_size=PAGE,
         max_pages=MAX_CONTEXT // PAGE,
-        out_stride=num_heads * share * HEAD_DIM,
+        out_stride=num_heads * share * head_dim,
         share=share,
-        in_stride=num_heads * (share + 2) * HEAD_DIM,
+        in_stride=num_heads * (share + 2) * head_dim,
+        head_dim=head_dim,
     )
     attention_fits(sizes, arch)
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "half"), [((9, 3), 64, 32), ((32, 32), 80, 16)])
-def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
-    """With whole and with partly rotated heads."""
-    defines = token_rows.defines(heads[0], heads[1], head_dim, half, PAGE)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "half", "normed"),
+    [((9, 3), 64, 32, False), ((32, 32), 80, 16, False), ((16, 8), 128, 64, True)],
+)
+def test_token_rows_compile_without_spills(cache, heads, head_dim, half, normed, arch):
+    """With whole and with partly rotated heads, and with norms."""
+    defines = token_rows.defines(heads[0], heads[1], head_dim, half, PAGE, normed=normed)
     found = usages(module.compile_source(token_rows.SOURCE, defines, arch))
     assert set(found) == {"rotate_and_cache", "gate"}
     assert all(u.stack == 0 for u in found.values())

@@ -18,6 +18,9 @@ from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 HEAD_DIM = 64
+"""Dimensions of a head in all decoders but text models'."""
+HEAD_DIMS = (64, 128)
+"""Those that the kernel is compiled for."""
 GROUP = 8
 """Maximum tokens of a group."""
 TILE = 16
@@ -36,11 +39,7 @@ _LINES = 8
 """Lines of a head, whose warps a thread block has."""
 _LINE_WARPS = {1: 2, 2: 1, 4: 1}
 """Warps of a line, by splits, where shared memory holds their rings."""
-_STAGE = 2 * TILE * HEAD_DIM * 2 + 8
-"""Bytes of a step's keys and values (one tile of bf16, two of e4m3) and a barrier."""
-
 _MOST_STAGES = 3  # where they fill shared memory
-_PART = (HEAD_DIM + 4) * 4  # bytes of a token's softmax over some positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ class AttentionSizes:
     kv_bytes: int = 2
     share: int = 1
     in_stride: int = 0
+    head_dim: int = HEAD_DIM
 
 
 class AttentionForm(NamedTuple):
@@ -94,7 +94,8 @@ class PagedAttention:
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
         """`stages` is the ring's depth in steps per warp, `split_stages` that of a cluster."""
         self._sizes = sizes
-        self._forms = {form.splits: form for form in attention_forms(stages, split_stages)}
+        forms = attention_forms(stages, split_stages, sizes.head_dim)
+        self._forms = {form.splits: form for form in forms}
         self._kernels = {splits: self._kernel(form) for splits, form in self._forms.items()}
 
     def launch(
@@ -127,27 +128,36 @@ class PagedAttention:
                 *(positions.row_B, positions.position_B, positions.fresh_B, positions.table_RM),
                 *(out_BF, batch, form.stages),
             ),
-            shared=shared_bytes(splits, form.stages, batch, form.line_warps),
+            shared=self._shared(form, batch),
             cluster=splits,
             overlap=True,
         )
 
     def _kernel(self, form: AttentionForm) -> Kernel:
         defines = attend_defines(self._sizes, form.splits, form.line_warps)
-        shared = shared_bytes(form.splits, form.stages, GROUP, form.line_warps)
+        shared = self._shared(form, GROUP)
         return Module("paged_attention.cu", defines).kernel("attend", shared=shared)
 
+    def _shared(self, form: AttentionForm, batch: int) -> int:
+        head_dim = self._sizes.head_dim
+        return shared_bytes(form.splits, form.stages, batch, form.line_warps, head_dim)
 
-def attention_forms(stages: int, split_stages: int) -> list[AttentionForm]:
-    """Return the forms that fit the current GPU.
+
+def attention_forms(
+    stages: int, split_stages: int, head_dim: int = HEAD_DIM
+) -> list[AttentionForm]:
+    """Return the forms that fit the current GPU; none if shared memory holds no ring.
 
     Without clusters a head has one block; with little shared memory a line has one warp.
     """
     gpu = capability.current_gpu()
     whole = AttentionForm(1, _LINE_WARPS[1], stages)
-    if shared_bytes(1, stages, GROUP) > gpu.shared:
+    if shared_bytes(1, stages, GROUP, head_dim=head_dim) > gpu.shared:
         depths = range(_MOST_STAGES, 0, -1)
-        depth = next(each for each in depths if shared_bytes(1, each, GROUP, 1) <= gpu.shared)
+        fitting = (d for d in depths if shared_bytes(1, d, GROUP, 1, head_dim) <= gpu.shared)
+        depth = next(fitting, 0)
+        if depth == 0:
+            return []
         whole = AttentionForm(1, 1, depth)
     if not gpu.has(Feature.CLUSTERS):
         return [whole]
@@ -164,13 +174,22 @@ def splits_for(pairs: int) -> int:
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
-def shared_bytes(splits: int, stages: int, batch: int, line_warps: int | None = None) -> int:
+def shared_bytes(
+    splits: int,
+    stages: int,
+    batch: int,
+    line_warps: int | None = None,
+    head_dim: int = HEAD_DIM,
+) -> int:
     """Return the bytes of shared memory with rings of `stages` steps per warp.
 
-    Warps' results have memory of their own, twice; with splits they reuse the rings.
+    A step has keys and values (one tile of bf16, two of e4m3) and a barrier. Warps' results have
+    memory of their own, twice; with splits they reuse the rings.
     """
-    parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
-    return _LINES * (line_warps or _LINE_WARPS[splits]) * (stages * _STAGE + parts)
+    stage = 2 * TILE * head_dim * 2 + 8
+    part = (head_dim + 4) * 4  # a token's softmax over some positions
+    parts = 2 * min(batch, GROUP) * part if splits == 1 else 0
+    return _LINES * (line_warps or _LINE_WARPS[splits]) * (stages * stage + parts)
 
 
 def attend_defines(
@@ -178,7 +197,8 @@ def attend_defines(
 ) -> dict[str, int]:
     return {
         "LINE_WARPS": line_warps or _LINE_WARPS[splits],
-        "DIM": sizes.in_stride or sizes.num_heads * sizes.share * HEAD_DIM,
+        "HEAD": sizes.head_dim,
+        "DIM": sizes.in_stride or sizes.num_heads * sizes.share * sizes.head_dim,
         "MIXED": sizes.out_stride,
         "HEADS": sizes.num_heads,
         "PAGE": sizes.page_size,

@@ -6,15 +6,17 @@ Shape legend as in `kernels.ops`, but G heads of queries, keys and values, F inn
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from legato_engine.kernels.cuda.attention import (
-    HEAD_DIM,
+    HEAD_DIMS,
     MAX_CONTEXT,
     MAX_TOKENS,
     TILE,
     AttentionSizes,
     PagedAttention,
     StepPositions,
+    attention_forms,
 )
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import Kernel, Module, made_on
@@ -29,9 +31,22 @@ _MAX_ROWS = 65535  # of a grid
 _STAGES = 2  # steps of a warp's ring
 
 
-def defines(num_heads: int, num_kv: int, head_dim: int, half: int, page: int) -> dict[str, int]:
+Norms = tuple[nn.RMSNorm, nn.RMSNorm]
+"""Of each head of queries, and of keys."""
+
+
+def defines(
+    num_heads: int, num_kv: int, head_dim: int, half: int, page: int, *, normed: bool = False
+) -> dict[str, int]:
     """`half` is the number of rotated pairs of a head."""
-    return {"HEADS": num_heads, "KV_HEADS": num_kv, "HEAD": head_dim, "HALF": half, "PAGE": page}
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv,
+        "HEAD": head_dim,
+        "HALF": half,
+        "PAGE": page,
+        "NORMED": int(normed),
+    }
 
 
 def can_rotate(qkv_TGE: torch.Tensor, cos_T1R: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
@@ -46,22 +61,42 @@ def can_rotate(qkv_TGE: torch.Tensor, cos_T1R: torch.Tensor, k_NHSE: torch.Tenso
     )
 
 
+def can_norm(norms: Norms, half: int) -> bool:
+    """Return whether `rotate_and_cache` applies these norms, for which threads share a head."""
+    first, second = norms
+    threads = half // _VALUES_PER_LOAD
+    return (
+        first.weight.shape == second.weight.shape == (2 * half,)
+        and is_plain(first.weight)
+        and is_plain(second.weight)
+        and first.eps is not None
+        and first.eps == second.eps
+        and threads <= 32
+        and threads.bit_count() == 1
+    )
+
+
 def rotate_and_cache(
     qkv_TGE: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor],
     places: tuple[torch.Tensor, torch.Tensor],
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
+    norms: Norms | None = None,
 ) -> None:
     """Rotate queries and keys in place by cosines and sines [T, 1, R/2]; write keys and values.
 
-    `places`: the tokens' pages and slots, int64. The bits are those of `reference.rotate`.
+    `places`: the tokens' pages and slots, int64. The bits are those of `reference.rotate`, of what
+    `norms` leave.
     """
     num_kv, page_size = k_NHSE.shape[1:3]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
     sizes = num_heads, num_kv, qkv_TGE.shape[2], angles[0].shape[-1], page_size
-    kernel = made_on(qkv_TGE.device, _rotation, *sizes)
-    operands = (qkv_TGE, *angles, *places, k_NHSE, v_NHSE)
+    kernel = made_on(qkv_TGE.device, _rotation, *sizes, norms is not None)
+    of_norms: tuple[torch.Tensor | float | None, ...] = (None, None, 0.0)
+    if norms is not None:
+        of_norms = norms[0].weight, norms[1].weight, norms[0].eps
+    operands = (qkv_TGE, *angles, *places, k_NHSE, v_NHSE, *of_norms)
     kernel.launch((len(qkv_TGE), 1, 1), _THREADS, operands, overlap=True)
 
 
@@ -97,10 +132,11 @@ def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
     page_size, head_dim = k_NHSE.shape[2:]
     return (
         is_plain(k_NHSE)
-        and head_dim == HEAD_DIM
+        and head_dim in HEAD_DIMS
         and page_size % TILE == 0
         and page_table_BM.shape[1] * page_size <= MAX_CONTEXT
         and runs(Kernels.STEPS, k_NHSE.device)
+        and bool(attention_forms(_STAGES, _STAGES, head_dim))
     )
 
 
@@ -129,15 +165,16 @@ class RowAttention:
         self._table_BM = page_table_BM.contiguous()
 
     def __call__(self, q_BHE: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        num_kv, page_size = cache.k_NHSE.shape[1:3]
+        num_kv, page_size, head_dim = cache.k_NHSE.shape[1:]
         num_heads, share = q_BHE.shape[1], q_BHE.shape[1] // num_kv
         sizes = AttentionSizes(
             num_heads=num_kv,
             page_size=page_size,
             max_pages=self._table_BM.shape[1],
-            out_stride=num_heads * HEAD_DIM,
+            out_stride=num_heads * head_dim,
             share=share,
             in_stride=q_BHE.stride(0),
+            head_dim=head_dim,
         )
         kernel = made_on(q_BHE.device, PagedAttention, sizes, _STAGES, _STAGES)
         out_BHE = q_BHE.new_empty(q_BHE.shape)
@@ -150,8 +187,11 @@ class RowAttention:
         return out_BHE
 
 
-def _rotation(*sizes: int) -> Kernel:
-    return Module(SOURCE, defines(*sizes)).kernel("rotate_and_cache")
+def _rotation(
+    num_heads: int, num_kv: int, head_dim: int, half: int, page: int, normed: bool
+) -> Kernel:
+    constants = defines(num_heads, num_kv, head_dim, half, page, normed=normed)
+    return Module(SOURCE, constants).kernel("rotate_and_cache")
 
 
 def _gate() -> Kernel:

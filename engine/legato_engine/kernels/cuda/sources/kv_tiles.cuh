@@ -1,9 +1,10 @@
 // A step's keys and values, from pages to shared memory to tensor cores' layouts: bf16, or e4m3 in units of a layer's
-// scale, widened to fp16. In a warp lane = 4g + t.
+// scale, widened to fp16. HEAD is 64 or 128. In a warp lane = 4g + t.
 #pragma once
 #include "kv_element.cuh"
 
-constexpr int HEAD = 64;
+static_assert(HEAD == 64 || HEAD == 128, "unsupported sizes");
+constexpr int HALVES = HEAD / 64;  // of 64 dimensions
 constexpr int TILE = 16;  // positions of a product
 constexpr bool NARROW = KV_BYTES == 1;
 constexpr int STEP_TILES = NARROW ? 2 : 1;  // as many bytes of either kind
@@ -13,12 +14,12 @@ static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 constexpr int RUN = 16 / KV_BYTES;  // elements copied at once
 constexpr int RUNS = HEAD / RUN;    // of a position
 
-// Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) of four, against bank conflicts.
+// Run c of a position lies at c ^ position, or c ^ (position / 2) of four, modulo the runs, against bank conflicts.
 struct Stage {
   Element keys[STEP * HEAD], values[STEP * HEAD];
 };
 __device__ __forceinline__ int run_at(int position, int run) {
-  return position * HEAD + ((run ^ (NARROW ? position >> 1 : position)) & (RUNS - 1)) * RUN;
+  return position * HEAD + ((run ^ (RUNS == 4 ? position >> 1 : position)) & (RUNS - 1)) * RUN;
 }
 
 __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -48,36 +49,41 @@ __device__ __forceinline__ u32 widened(u32 word, int upper) {
 __device__ __forceinline__ u32 widened(u32 word, int) { return word; }
 #endif
 
-// A lane's dimensions from 16t on of token g. The order of summation is free: product s takes 4s..4s+3 of them.
+// A lane's dimensions from 16t on of each 64 of token g. The order of summation is free: product s takes 4s..4s+3 of them.
 struct Query {
-  uint4 low, high;
+  uint4 low[HALVES], high[HALVES];
 };
 
-// The same dimensions of positions g and g + 8.
+// The same dimensions of positions g and g + 8, of 64.
 struct Keys {
   uint4 of[2][NARROW ? 1 : 2];
-  __device__ __forceinline__ explicit Keys(const Element* keys) {
+  __device__ __forceinline__ Keys(const Element* keys, int part) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr int each = NARROW ? 1 : 2;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int run = 0; run < each; run++)
-        of[half][run] = *reinterpret_cast<const uint4*>(keys + run_at(half * 8 + g, each * t + run));
+        of[half][run] = *reinterpret_cast<const uint4*>(keys + run_at(half * 8 + g, each * (4 * part + t) + run));
   }
   __device__ __forceinline__ u32 pair(int half, int i) const {
     if (NARROW) return widened((&of[half][0].x)[i / 2], i % 2);
     return (&of[half][i / 4 % (NARROW ? 1 : 2)].x)[i % 4];
   }
-  __device__ __forceinline__ float4 scores(const Query& q) const {
-    float4 a = {0.f, 0.f, 0.f, 0.f}, b = {0.f, 0.f, 0.f, 0.f};
-    multiply_cached(a, pair(0, 0), pair(1, 0), pair(0, 1), pair(1, 1), q.low.x, q.low.y);
-    multiply_cached(b, pair(0, 4), pair(1, 4), pair(0, 5), pair(1, 5), q.high.x, q.high.y);
-    multiply_cached(a, pair(0, 2), pair(1, 2), pair(0, 3), pair(1, 3), q.low.z, q.low.w);
-    multiply_cached(b, pair(0, 6), pair(1, 6), pair(0, 7), pair(1, 7), q.high.z, q.high.w);
-    return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+  __device__ __forceinline__ void multiply(float4& a, float4& b, const uint4& low, const uint4& high) const {
+    multiply_cached(a, pair(0, 0), pair(1, 0), pair(0, 1), pair(1, 1), low.x, low.y);
+    multiply_cached(b, pair(0, 4), pair(1, 4), pair(0, 5), pair(1, 5), high.x, high.y);
+    multiply_cached(a, pair(0, 2), pair(1, 2), pair(0, 3), pair(1, 3), low.z, low.w);
+    multiply_cached(b, pair(0, 6), pair(1, 6), pair(0, 7), pair(1, 7), high.z, high.w);
   }
 };
+
+__device__ __forceinline__ float4 scores_of(const Element* keys, const Query& q) {
+  float4 a = {0.f, 0.f, 0.f, 0.f}, b = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < HALVES; i++) Keys(keys, i).multiply(a, b, q.low[i], q.high[i]);
+  return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
 
 __device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
 

@@ -21,6 +21,7 @@ static_assert(LINE_WARPS == 1 || SPLITS == 1 && LINE_WARPS == 2, "a line has one
 static_assert(PAGE % TILE == 0 && HEADS * SHARE * HEAD <= DIM, "unsupported sizes");
 constexpr int KNOWN = 32 / STEP_TILES;  // steps whose pages a warp knows
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
+constexpr int AT_ONCE = HEAD == 64 && (SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW))) ? 2 : 1;  // blocks of a multiprocessor
 
 // At positions `least` to `last`; the step itself writes from `old` on.
 struct Group {
@@ -92,11 +93,10 @@ __device__ __forceinline__ i64 place(int token, int head, int stride) {
   return (i64)(token / SHARE) * stride + (head * SHARE + token % SHARE) * HEAD;
 }
 
-// q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`; table [rows, PAGES]; out [B,
+// q [B, DIM]; keys and values [pages, HEADS, PAGE, HEAD], of e4m3 in units of `scales`; table [rows, PAGES]; out [B,
 // MIXED]. `fresh` [B]: the step writes keys and values from this position on; beyond the token's own it marks
 // padding, whose output is zeros. `tokens` is B * SHARE, at most 32.
-extern "C" __global__ void __launch_bounds__(
-    WARPS * 32, SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW)) ? 2 : 1) attend(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, AT_ONCE) attend(
     const bf16* q, const Element* keys, const Element* values, const float* scales, const i64* rows,
     const i64* position, const i64* fresh, const i64* table, bf16* out, int tokens, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(
   const int begin = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
   const Batch batch(rows, position, fresh, tokens);
   const u64 policy = stream_policy();
-  const float unit = NARROW ? SCALE * scales[0] : SCALE, value_unit = NARROW ? scales[1] : 1.f;
+  const float unit = NARROW ? scale_of(HEAD) * scales[0] : scale_of(HEAD), value_unit = NARROW ? scales[1] : 1.f;
 
   // The producer's place.
   Pair ahead = batch.pair(begin, table), following;
@@ -183,15 +183,19 @@ extern "C" __global__ void __launch_bounds__(
   const u32 padding = __ballot_sync(~0u, lane < tokens && !batch.real);
   for (u32 left = warp == 0 ? padding : 0u; left; left &= left - 1)
     for (int head = blockIdx.x; head < HEADS; head += gridDim.x)
-      *reinterpret_cast<u32*>(out + place(__ffs(left) - 1, head, MIXED) + lane * 2) = 0u;
+      for (int dim = lane * 2; dim < HEAD; dim += 64)
+        *reinterpret_cast<u32*>(out + place(__ffs(left) - 1, head, MIXED) + dim) = 0u;
 
   auto group_of = [&](int index) { return batch.group(min(index, batch.pairs - 1) / HEADS); };
   auto load_query = [&](int index, const Group& group) {
     Query query = {};
     if (index < batch.pairs && g < group.size) {
       const bf16* from = q + place(group.first + g, index % HEADS, DIM) + t * 16;
-      query.low = as_cached(load_fresh(from));
-      query.high = as_cached(load_fresh(from + 8));
+#pragma unroll
+      for (int i = 0; i < HALVES; i++) {
+        query.low[i] = as_cached(load_fresh(from + i * 64));
+        query.high[i] = as_cached(load_fresh(from + i * 64 + 8));
+      }
     }
     return query;
   };
@@ -232,14 +236,17 @@ extern "C" __global__ void __launch_bounds__(
       const int l = lane % 16;
       for (int token = lane / 16 * SPLITS + rank; token < group.size; token += 2 * SPLITS) {
         const Part& part = parts(warp, 0)[token];
-        Quad of[SPLITS];
-#pragma unroll
-        for (int i = 0; i < SPLITS; i++) of[i] = Quad{load_peer(part.out + l * 4, i), load_peer2(&part.top, i)};
-        Quad sum = merged(of[0], of[1]);
-        if constexpr (SPLITS == 4) sum = merged(sum, merged(of[2], of[3]));
         Part& whole = parts(warp, 1)[token / SPLITS];
-        *reinterpret_cast<float4*>(whole.out + l * 4) = sum.out;
-        if (l == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
+#pragma unroll
+        for (int dim = l * 4; dim < HEAD; dim += 64) {
+          Quad of[SPLITS];
+#pragma unroll
+          for (int i = 0; i < SPLITS; i++) of[i] = Quad{load_peer(part.out + dim, i), load_peer2(&part.top, i)};
+          Quad sum = merged(of[0], of[1]);
+          if constexpr (SPLITS == 4) sum = merged(sum, merged(of[2], of[3]));
+          *reinterpret_cast<float4*>(whole.out + dim) = sum.out;
+          if (dim == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
+        }
       }
       __syncwarp();
       cluster_arrive();  // the peers' results have been read
@@ -250,17 +257,19 @@ extern "C" __global__ void __launch_bounds__(
     // A warp per token, another each time.
     const int token = (warp + round) % WARPS * SPLITS + rank;
     if (token < group.size) {
-      auto slice = [&](int of) {
-        const Part& part = SPLITS > 1 ? parts(of, 1)[token / SPLITS] : parts(of, buffer)[token];
-        return Slice{*reinterpret_cast<const float2*>(part.out + lane * 2),
-                     *reinterpret_cast<const float2*>(&part.top)};
-      };
-      Slice lines[LINES];
 #pragma unroll
-      for (int i = 0; i < LINES; i++) lines[i] = LINE_WARPS == 1 ? slice(i) : merged(slice(i), slice(i + LINES));
-      const float2 value = result_of(lines);
-      bf16* target = out + place(group.first + token, index % HEADS, MIXED) + lane * 2;
-      *reinterpret_cast<u32*>(target) = pack(value.x * value_unit, value.y * value_unit);
+      for (int dim = lane * 2; dim < HEAD; dim += 64) {
+        auto slice = [&](int of) {
+          const Part& part = SPLITS > 1 ? parts(of, 1)[token / SPLITS] : parts(of, buffer)[token];
+          return Slice{*reinterpret_cast<const float2*>(part.out + dim), *reinterpret_cast<const float2*>(&part.top)};
+        };
+        Slice lines[LINES];
+#pragma unroll
+        for (int i = 0; i < LINES; i++) lines[i] = LINE_WARPS == 1 ? slice(i) : merged(slice(i), slice(i + LINES));
+        const float2 value = result_of(lines);
+        bf16* target = out + place(group.first + token, index % HEADS, MIXED) + dim;
+        *reinterpret_cast<u32*>(target) = pack(value.x * value_unit, value.y * value_unit);
+      }
     }
     group = later;
     if (SPLITS == 1) {

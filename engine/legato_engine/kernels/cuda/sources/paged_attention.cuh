@@ -79,7 +79,7 @@ __device__ __forceinline__ void attend_step(
 #pragma unroll
   for (int tile = 0; tile < STEP_TILES; tile++) {
     float4& score = scores[tile];
-    score = Keys(stage.keys + tile * TILE * HEAD).scores(query);
+    score = scores_of(stage.keys + tile * TILE * HEAD, query);
     const int low = tile * TILE + g, high = low + 8;
     score.x = low < left ? score.x : -INFINITY;
     score.y = low < right ? score.y : -INFINITY;

@@ -5,7 +5,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
+// 1 / sqrt(dimensions of a head), for powers of two.
+constexpr float scale_of(int head) { return (head == 64 ? 0.125f : 0.08838834764831845f) * 1.4426950408889634f; }
 constexpr int LINES = 8;
 constexpr int TURNS = 4;  // tracks of a line
 

@@ -87,13 +87,13 @@ struct Softmax {
     }
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-    highest = fmaxf(top, highest * SCALE);
+    highest = fmaxf(top, highest * scale_of(HEAD_DIM));
     const float base = base_of(highest), scale = power_of_two(top - base);
     top = highest;
     u32 weights[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      weights[i] = pack(weight_of(scores[2 * i], SCALE, base), weight_of(scores[2 * i + 1], SCALE, base));
+      weights[i] = pack(weight_of(scores[2 * i], scale_of(HEAD_DIM), base), weight_of(scores[2 * i + 1], scale_of(HEAD_DIM), base));
     const float left = __shfl_sync(~0u, scale, t * 8), right = __shfl_sync(~0u, scale, t * 8 + 4);
     // The sum is one more dimension, whose values are all 1.
     constexpr u32 ONES = 0x3f803f80u;
