@@ -3,7 +3,8 @@
 Random weights in the shapes of published models, one token a stream at the same position. Legato's
 step is a captured graph; transformers has a static cache and torch.compile with CUDA graphs. Both
 end in logits; neither waits for the host. Contenders take turns: with several `--weights` all of
-these, but transformers only has bf16.
+these, but transformers only has bf16. Memory is that of a contender's weights, packed copies among
+them.
 
 Shape legend: B streams, V vocabulary, M pages of a stream.
 """
@@ -41,16 +42,37 @@ _BASE = DecoderConfig(
     rope_scaling=None,
     tied_head=True,
 )
+_QWEN3 = dataclasses.replace(
+    _BASE,
+    dim=2048,
+    ff_dim=6144,
+    num_layers=28,
+    vocab_size=151_936,
+    norm_eps=1e-6,
+    heads=HeadPlan(16, 8, 128, norm_eps=1e-6),
+    rope_theta=5e6,
+    rotary_dim=128,
+)
 MODELS: Mapping[str, DecoderConfig] = {
     "SmolLM2-135M": _BASE,
     "Llama-3.2-1B": dataclasses.replace(
         _BASE, dim=2048, ff_dim=8192, num_layers=16, vocab_size=128256, heads=HeadPlan(32, 8, 64)
     ),
+    "Qwen3-0.6B": dataclasses.replace(_QWEN3, dim=1024, ff_dim=3072, rope_theta=1e6),
+    "Qwen3-1.7B": _QWEN3,  # the text model of Qwen3-VL 2B
 }
 PAGE = 16
 DEVICE = torch.device("cuda")
 WEIGHTS = ("bf16", *KINDS, *GGUF_FORMATS)
 Step = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contender:
+    """A step, and the bytes of memory that its weights take."""
+
+    step: Step
+    weights: int
 
 
 def random_network(config: DecoderConfig, weights: str) -> DecoderNetwork:
@@ -76,9 +98,12 @@ def random_network(config: DecoderConfig, weights: str) -> DecoderNetwork:
 
 def legato(
     config: DecoderConfig, streams: int, position: int, device: CudaDevice, weights: str = "bf16"
-) -> Step:
+) -> Contender:
     """Return a replay of the captured step."""
-    model = DecoderModel(random_network(config, weights))
+    before = torch.cuda.memory_allocated()
+    network = random_network(config, weights)
+    taken = torch.cuda.memory_allocated() - before
+    model = DecoderModel(network)
     pages = config.max_context // PAGE
     shape = config.num_layers, streams * pages + 1, config.heads.num_kv_heads, PAGE
     kv = KVCache(
@@ -103,30 +128,44 @@ def legato(
         replay()
         return step  # whose tensors the graph reads
 
-    return run
+    return Contender(run, taken)
 
 
-def transformers_step(config: DecoderConfig, streams: int, position: int) -> Step:
-    """Return a compiled step that samples nothing; its cache is as long as Legato's context."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+def transformers_model(config: DecoderConfig) -> Any:
+    """Return the same shape as transformers has it, on the default device."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    theirs = LlamaConfig(
+    normed = config.heads.norm_eps is not None
+    make_config, make = (
+        (Qwen3Config, Qwen3ForCausalLM) if normed else (LlamaConfig, LlamaForCausalLM)
+    )
+    theirs = make_config(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
         intermediate_size=config.ff_dim,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.heads.num_heads,
         num_key_value_heads=config.heads.num_kv_heads,
+        head_dim=config.heads.head_dim,
         max_position_embeddings=config.max_context,
         tie_word_embeddings=config.tied_head,
     )
     torch.set_default_dtype(torch.bfloat16)
-    with DEVICE:
-        model: Any = LlamaForCausalLM(theirs)
-    model.eval()
+    model = make(theirs)
     torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def transformers_step(config: DecoderConfig, streams: int, position: int) -> Contender:
+    """Return a compiled step that samples nothing; its cache is as long as Legato's context."""
+    from transformers import StaticCache
+
+    before = torch.cuda.memory_allocated()
+    with DEVICE:
+        model = transformers_model(config)
+    taken = torch.cuda.memory_allocated() - before
     cache = StaticCache(
-        config=theirs,
+        config=model.config,
         max_cache_len=config.max_context,
         max_batch_size=streams,
         device=DEVICE,
@@ -157,7 +196,7 @@ def transformers_step(config: DecoderConfig, streams: int, position: int) -> Ste
 
     for _ in range(5):
         step()
-    return step
+    return Contender(step, taken)
 
 
 def times(steps: Mapping[str, Step], stream: torch.cuda.Stream, rounds: int) -> dict[str, float]:
@@ -178,7 +217,7 @@ def times(steps: Mapping[str, Step], stream: torch.cuda.Stream, rounds: int) -> 
 
 
 def floor_ms(config: DecoderConfig, streams: int, position: int) -> float:
-    """Milliseconds to read the weights once, and the keys and values, on an H200."""
+    """Milliseconds to read the weights once in bf16, and the keys and values, on an H200."""
     with torch.device("meta"):
         weights = sum(each.numel() for each in DecoderNetwork(config).parameters())
     kv = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim
@@ -199,24 +238,30 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.models:
         for streams in options.streams:
             place = MODELS[name], streams, options.position
-            steps: dict[str, Step] = {}
+            contenders: dict[str, Contender] = {}
             if not options.alone:  # first: its compiler frees the memory that libraries work in
                 with torch.no_grad():
-                    steps["transformers"] = transformers_step(*place)
+                    contenders["transformers"] = transformers_step(*place)
             with torch.inference_mode():
                 for weights in options.weights:
-                    steps[weights] = legato(*place, device, weights)
+                    contenders[weights] = legato(*place, device, weights)
+            steps = {each: contender.step for each, contender in contenders.items()}
             with torch.no_grad():
                 found = times(steps, device.compute.stream, options.rounds)
-            floor = floor_ms(*place)
-            figures.append({"model": name, "streams": streams, "ms": found, "floor_ms": floor})
-            times_of = [f"{found[each]:.3f}" for each in steps]
-            rows.append((name, str(streams), f"{floor:.3f}", *times_of))
-            print(*rows[-1], flush=True)
-            del steps
+            floor, theirs = floor_ms(*place), found.get("transformers")
+            for each, ms in found.items():
+                gib = contenders[each].weights / 2**30
+                figures.append(
+                    {"model": name, "streams": streams, "contender": each, "ms": ms, "gib": gib}
+                )
+                ratio = "-" if theirs is None else f"{theirs / ms:.2f}"
+                cells = name, streams, each, f"{ms:.3f}", f"{floor:.3f}", f"{gib:.2f}", ratio
+                rows.append(cells)
+                print(*cells, flush=True)
+            del steps, contenders
             torch.cuda.empty_cache()
-    contenders = [*options.weights] if options.alone else ["transformers", *options.weights]
-    table = record.table(("model", "streams", "bf16's bytes, ms", *contenders), rows)
-    title = f"A text decoder's step in ms, {options.position} positions, random weights"
+    heads = "model", "streams", "weights", "ms", "bf16 bytes, ms", "GiB", "transformers / this"
+    table = record.table(heads, rows)
+    title = f"A text decoder's step, {options.position} positions, bfloat16, random weights"
     record.write(options.name, title, {"steps": figures}, [table])
     return 0

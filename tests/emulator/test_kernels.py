@@ -54,12 +54,14 @@ def test_sampled_tokens_are_those_of_the_definition(vocab: int, batch: int, offs
     tokens_are_those_of_the_definition(vocab, batch, offsets, CPU)
 
 
+@pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("kind", [1, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 2))])
-def test_packed_products_are_those_of_the_weights_that_are_read(kind: int) -> None:
-    """Of widths that leave some warps of a stage without inputs."""
+def test_packed_products_are_those_of_the_weights_that_are_read(kind: int, gates: bool) -> None:
+    """Of widths that leave some warps of a stage without inputs, in several blocks of rows each."""
     torch.manual_seed(0)
-    weight_OI = torch.randn(32, 384).bfloat16()
-    check_products(skinny_gemm.packed_map(weight_OI, WeightKind(kind)))
+    order_O = skinny_gemm.gate_order(OUTPUTS, CPU) if gates else None
+    weight_OI = torch.randn(OUTPUTS, 384).bfloat16()
+    check_products(skinny_gemm.packed_map(weight_OI, WeightKind(kind), order_O=order_O))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,11 @@ def test_products_of_blocks_are_those_of_their_values(
         packed = skinny_gemm.pack_codes(codes, order_O=order)
         unpacked_OI = skinny_gemm._unpacked(packed, slice(0, 32), slice(64, 576))
         assert torch.equal(unpacked_OI, codes.dequantised()[:, 64:].bfloat16())
-    check_products(skinny_gemm.pack_codes(codes))
+    check_products(skinny_gemm.pack_codes(random_codes(name, OUTPUTS, 576, of_gpu=True)))
+
+
+OUTPUTS = 16 * 96
+"""Rows of a map of which a thread block has several blocks on the emulated machine."""
 
 
 @pytest.mark.usefixtures("portable_gpu")
@@ -90,13 +96,32 @@ def test_products_of_blocks_without_hoppers_features(monkeypatch: pytest.MonkeyP
 
 
 def check_products(packed: skinny_gemm.PackedMap) -> None:
-    """A row has the same bits in any batch, and is near the product in float64."""
-    kernels = skinny_gemm.LinearKernels(packed.inputs, packed.kind)
-    x_BI, bias_O = torch.randn(11, packed.inputs).bfloat16(), torch.randn(32).bfloat16()
-    truth_BO = x_BI.double() @ packed.dequantised().double().t() + bias_O.double()
+    """A row has the same bits in any batch, and is near the product in float64.
+
+    So it is added to another, and gated where rows are ordered for it.
+    """
+    gates = packed.order_O is not None
+    sizes = skinny_gemm.LinearSizes(packed.inputs, packed.outputs, packed.kind, gates)
+    assert min(sizes.blocks(*each) for each in skinny_gemm.linear_stages(sizes).items()) > 1
+    kernels = skinny_gemm.LinearKernels(sizes)
+    x_BI, bias_O = torch.randn(11, packed.inputs).bfloat16(), torch.randn(OUTPUTS).bfloat16()
+    truth_BO = x_BI.double() @ packed.dequantised().double().t()
     whole_BO = kernels.run(x_BI, packed, bias_O)
-    assert (whole_BO.double() - truth_BO).norm() < 0.005 * truth_BO.norm()
-    assert torch.equal(kernels.run(x_BI[:3].contiguous(), packed, bias_O), whole_BO[:3])
+    for batch in (11, 3):
+        rows_BI, onto_BO = x_BI[:batch].contiguous(), torch.randn(batch, OUTPUTS).bfloat16()
+        plain_BO = kernels.run(rows_BI, packed, bias_O)
+        assert torch.equal(plain_BO, whole_BO[:batch])
+        found = [(plain_BO, truth_BO[:batch] + bias_O.double())]
+        wanted_BO = onto_BO.double() + truth_BO[:batch]
+        added_BO = kernels.run(rows_BI, packed, None, onto_BO=onto_BO)
+        assert added_BO is onto_BO
+        found.append((added_BO, wanted_BO))
+        if gates:
+            gate_BF, up_BF = truth_BO[:batch].chunk(2, dim=1)
+            gated_BF = kernels.run(rows_BI, packed, None, gated=True)
+            found.append((gated_BF, torch.nn.functional.silu(gate_BF) * up_BF))
+        for ours, truth in found:
+            assert (ours.double() - truth).norm() < 0.005 * truth.norm()
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def rotate_and_cache(
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
+    *,
     norms: token_rows.Norms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate queries and keys, normed if there are `norms`, and write keys and values.

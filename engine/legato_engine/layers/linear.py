@@ -14,6 +14,7 @@ from legato_engine.kernels.cpu.decoder import PanelWeight, panel_kind
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.map_codes import CodeFormat, MapCodes
 from legato_engine.kernels.packed_weights import PackedWeight
+from legato_engine.kernels.step import StepMap
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
 
@@ -131,6 +132,9 @@ class Linear(Coded, nn.Linear):
 
         The sum reuses the storage of `to`, which is not to be read again.
         """
+        if isinstance(self.packed, StepMap):
+            total = self.packed.onto(to, x, self.bias)
+            return (to, self(x)) if total is None else (total, None)
         if self.packed is not None:
             return to, self(x)
         return ops.linear_onto(to, x, self.weight, self.bias)
@@ -159,12 +163,21 @@ class TileCounters:
 class PackedLinear(Linear):
     """Layers over one input that run as one and are separate in checkpoints.
 
-    `parts`: numbers of outputs by name, in the order of `weight`'s rows.
+    `parts`: numbers of outputs by name, in the order of `weight`'s rows; `gates`: silu of the first
+    of two is to multiply the second.
     """
 
-    def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:
+    def __init__(
+        self, dim: int, parts: Mapping[str, int], *, bias: bool, gates: bool = False
+    ) -> None:
         super().__init__(dim, sum(parts.values()), bias=bias)
-        self.parts = dict(parts)
+        self.parts, self.gates = dict(parts), gates
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply a layer of two parts, and silu of the first times the second."""
+        if isinstance(self.packed, StepMap) and (gated := self.packed.gate(x)) is not None:
+            return gated
+        return ops.gate(self(x))
 
 
 def pack_linears(network: nn.Module, kind: str, library: Library | None) -> None:

@@ -50,17 +50,17 @@ class GatedMLP(nn.Module):
     def __init__(self, dim: int, inner_dim: int) -> None:
         super().__init__()
         parts = {"gate_proj": inner_dim, "up_proj": inner_dim}
-        self.gate_up = PackedLinear(dim, parts, bias=False)
+        self.gate_up = PackedLinear(dim, parts, bias=False, gates=True)
         self.down_proj = Linear(inner_dim, dim, bias=False)
 
     def onto(
         self, to: torch.Tensor, x: torch.Tensor, adapters: LayerAdapters | None = None
     ) -> torch.Tensor:
         """Add the MLP of x to `to`, whose storage may be reused; with adapters, x is [T, dim]."""
-        both = self.gate_up(x)
-        if adapters is not None:
-            both = adapters.add(both, x, *self.gate_up.parts)
-        hidden = ops.gate(both)
+        if adapters is None:
+            hidden = self.gate_up.gate(x)
+        else:
+            hidden = ops.gate(adapters.add(self.gate_up(x), x, *self.gate_up.parts))
         total, rest = self.down_proj.onto(to, hidden)
         out = total if rest is None else total + rest
         return out if adapters is None else adapters.add(out, hidden, "down_proj")

@@ -12,8 +12,10 @@ from legato_engine.kernels.cuda.decoder import DecoderSizes, HeadWeights
 from legato_engine.kernels.cuda.module import made_on
 from legato_engine.kernels.cuda.skinny_gemm import (
     LinearKernels,
+    LinearSizes,
     PackedMap,
     fold_norm,
+    gate_order,
     num_parts,
     pack,
     pack_codes,
@@ -70,22 +72,45 @@ class MapPart:
 
 
 class StepMap(MapPart):
-    """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own."""
+    """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own.
 
-    def __init__(self, codes: MapCodes) -> None:
-        packed = pack_codes(codes)
+    `gates`: its rows are packed for `gate`.
+    """
+
+    def __init__(self, codes: MapCodes, *, gates: bool = False) -> None:
+        outputs, device = codes.values().shape[0], codes.codes.device
+        packed = pack_codes(codes, order_O=gate_order(outputs, device) if gates else None)
         super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
-        device = packed.data.device
-        self._product = None
+        self._gates, self._product = gates, None
         if device.type == "cuda":
-            self._product = made_on(device, LinearKernels, packed.inputs, packed.kind)
+            sizes = LinearSizes(packed.inputs, packed.outputs, packed.kind, gates)
+            self._product = made_on(device, LinearKernels, sizes)
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        product = self._product
-        few = product is not None and 0 < rows_TI.shape[0] <= product.max_tokens
-        if product is None or not few or rows_TI.dtype is not torch.bfloat16:
+        if (product := self._product_of(rows_TI)) is None:
             return super().multiply(rows_TI, bias_O)
         return product.run(rows_TI, self._packed, bias_O)
+
+    def gate(self, rows_TI: torch.Tensor) -> torch.Tensor | None:
+        """Return silu of the first half of a map without bias times the second; None: by others."""
+        if not self._gates or (product := self._product_of(rows_TI)) is None:
+            return None
+        return product.run(rows_TI, self._packed, None, gated=True)
+
+    def onto(
+        self, to_TO: torch.Tensor, rows_TI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Add the product to `to_TO` in place, rounded once; None: by others."""
+        if (product := self._product_of(rows_TI)) is None or not to_TO.is_contiguous():
+            return None
+        return product.run(rows_TI, self._packed, bias_O, onto_BO=to_TO)
+
+    def _product_of(self, rows_TI: torch.Tensor) -> LinearKernels | None:
+        """Return the kernels of few tokens, if the rows are."""
+        product = self._product
+        few = product is not None and 0 < rows_TI.shape[0] <= product.max_tokens
+        plain = rows_TI.dtype is torch.bfloat16 and rows_TI.is_contiguous()
+        return product if few and plain and rows_TI.dim() == 2 else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -353,51 +353,98 @@ def _unpacker(kind: WeightKind, chunk: int) -> Kernel:
     return Module("unpack.cu", unpack_defines(kind, chunk)).kernel("unpack")
 
 
-LINEAR_STAGES = {1: 6, 2: 6, 3: 5, 4: 4}
-"""Depths of the ring of `packed_linear`, by tiles."""
+LINEAR_STAGES = {1: 4, 2: 6, 3: 5, 4: 4}
+"""Depths of the ring of `packed_linear`, by tiles; of one, two thread blocks fit an H200."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearSizes:
+    """Constants of a map's kernels; `gates`: silu of its first half may multiply its second."""
+
+    inputs: int
+    outputs: int
+    kind: WeightKind
+    gates: bool = False
+
+    def shared(self, batch: int, depth: int) -> int:
+        return parts_shared(self.inputs, 1, batch, depth, self.kind, beside=False)
+
+    def blocks(self, tiles: int, depth: int) -> int:
+        """Return the blocks of a thread block: what makes for the fewest turns, in few launches.
+
+        All their sums fit the ring of weights, and the registers.
+        """
+        count = self.outputs // 16
+        slots = num_processors() * (2 if tiles == 1 else 1)
+        held = weight_ring(self.inputs, depth, self.kind) - _barriers(depth)
+        most = min(WARPS // tiles, max(1, held // (WARPS * tiles * SUM)))
+        each = [blocks for blocks in range(1, most + 1) if count % blocks == 0]
+        return min(each, key=lambda blocks: (-(-count // (blocks * slots)) * blocks, -blocks))
+
+    def defines(self, tiles: int, depth: int) -> dict[str, int]:
+        return {
+            "MAP_INPUTS": self.inputs,
+            "WEIGHTS": int(self.kind),
+            "TILES": tiles,
+            "INPUT_STAGES": INPUT_STAGES[tiles],
+            "MAP_BLOCKS": self.blocks(tiles, depth),
+            "GATE": int(self.gates),
+        }
 
 
 class LinearKernels:
     """The product of a few tokens with a packed map, which their launch reads once."""
 
-    def __init__(self, inputs: int, kind: WeightKind) -> None:
-        def size(tiles: int, depth: int) -> int:
-            return parts_shared(inputs, 1, 8 * tiles, depth, kind, beside=False)
-
-        self._inputs, self._kind = inputs, kind
-        self._stages = stages = fitting(LINEAR_STAGES, size, inputs, kind)
+    def __init__(self, sizes: LinearSizes) -> None:
+        self._sizes = sizes
+        self._stages = stages = linear_stages(sizes)
         self.max_tokens = most_tokens(stages)
         self._kernels = {
-            tiles: Module("packed_linear.cu", linear_defines(inputs, kind, tiles)).kernel(
-                "packed_linear", shared=size(tiles, depth)
+            tiles: Module("packed_linear.cu", sizes.defines(tiles, depth)).kernel(
+                "packed_linear", shared=sizes.shared(8 * tiles, depth)
             )
             for tiles, depth in stages.items()
         }
 
     def run(
-        self, x_BI: torch.Tensor, packed: PackedMap, bias_O: torch.Tensor | None
+        self,
+        x_BI: torch.Tensor,
+        packed: PackedMap,
+        bias_O: torch.Tensor | None,
+        *,
+        gated: bool = False,
+        onto_BO: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        batch = x_BI.shape[0]
+        """Return [B, O], half as wide if `gated`; `onto_BO` is added to, in place."""
+        (batch, _), outputs = x_BI.shape, packed.outputs
         tiles = tiles_for(batch)
-        stages = self._stages[tiles]
-        out_BO = torch.empty(batch, packed.outputs, dtype=x_BI.dtype, device=x_BI.device)
+        stages, width = self._stages[tiles], outputs // 2 if gated else outputs
+        out_BO = x_BI.new_empty(batch, width) if onto_BO is None else onto_BO
         self._kernels[tiles].launch(
-            (packed.outputs // 16, 1, 1),
+            (outputs // 16 // self._sizes.blocks(tiles, stages), 1, 1),
             THREADS,
-            (x_BI, packed.data, packed.scale_O, bias_O, out_BO, packed.outputs, batch, stages),
-            shared=parts_shared(self._inputs, 1, batch, stages, self._kind, beside=False),
+            (
+                *(x_BI, packed.data, packed.scale_O, bias_O, onto_BO, out_BO),
+                *(outputs, int(gated), batch, stages),
+            ),
+            shared=self._sizes.shared(batch, stages),
             overlap=True,
         )
         return out_BO
 
 
-def linear_defines(inputs: int, kind: WeightKind, tiles: int) -> dict[str, int]:
-    return {
-        "MAP_INPUTS": inputs,
-        "WEIGHTS": int(kind),
-        "TILES": tiles,
-        "INPUT_STAGES": INPUT_STAGES[tiles],
-    }
+def linear_stages(sizes: LinearSizes) -> dict[int, int]:
+    return fitting(
+        LINEAR_STAGES,
+        lambda tiles, depth: sizes.shared(8 * tiles, depth),
+        sizes.inputs,
+        sizes.kind,
+    )
+
+
+def gate_order(outputs: int, device: torch.device) -> torch.Tensor:
+    """Return the row order of a map that puts rows of both halves 8 apart within a block."""
+    return torch.arange(outputs, device=device).view(2, -1, 8).transpose(0, 1).flatten()
 
 
 def unpack_defines(kind: WeightKind, chunk: int) -> dict[str, int]:

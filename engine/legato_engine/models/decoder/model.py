@@ -405,7 +405,8 @@ class DecoderNetwork(nn.Module):
                     if module.stored
                     else map_codes(module.weight, format_of(own))
                 )
-                module.take(StepMap(codes), module.bias)
+                gates = isinstance(module, PackedLinear) and module.gates
+                module.take(StepMap(codes, gates=gates), module.bias)
 
     @property
     def runs_by_library(self) -> bool:

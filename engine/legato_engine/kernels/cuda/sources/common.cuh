@@ -64,6 +64,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
 // x / (1 + exp(-2u)) is x (1 + tanh(u)) / 2.
 __device__ __forceinline__ float gelu_tanh(float x) {
   // -2u in powers of two; no contraction but this one, so that every kernel has the same bits.

@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     add_rms_norm(bf16* x, const bf16* y, const bf16* weight, float epsilon, bf16* out, int count) {
   __shared__ float shared[WARPS];
+  launch_dependents();  // which may read weights beforehand
   const int index = row_index();
   if (index >= count) return;
   Row row;

@@ -89,8 +89,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 #endif
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
 // out [T, loads * 8] = silu(first half) * second half of both [T, 2 * loads * 8], rounded once.
 extern "C" __global__ void __launch_bounds__(THREADS) gate(const uint4* both, uint4* out, int loads) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
