@@ -36,7 +36,7 @@ from legato_engine.kernels.cuda.decoder import (
 from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
 from legato_engine.kernels.cuda.module import compile_source
 from legato_engine.kernels.cuda.sampling import sampling_defines
-from legato_engine.kernels.cuda.skinny_gemm import linear_defines, unpack_defines
+from legato_engine.kernels.cuda.skinny_gemm import unpack_defines
 from legato_engine.kernels.cuda.tau_decoder import (
     TauRows,
     expert_adapter_defines,
@@ -245,10 +245,17 @@ def test_quantised_weights_compile_without_spills(cache, kind, arch):
 
 
 @pytest.mark.parametrize("tiles", TILES)
-def test_products_of_text_models_compile_without_spills(cache, tiles, arch):
-    """With weights of any kind, GGUF's blocks too, and the copies for products of many tokens."""
+def test_products_of_text_models_compile_without_spills(cache, monkeypatch, tiles, arch):
+    """With weights of any kind, GGUF's blocks too, and the copies for products of many tokens.
+
+    Of a gated map, in as many blocks of rows as a thread block takes.
+    """
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: 132)
     for kind in WeightKind:
-        compiled = [("packed_linear.cu", linear_defines(1536, kind, tiles))]
+        sizes = skinny_gemm.LinearSizes(2048, 12288, kind, gates=True)
+        compiled = []
+        if depth := skinny_gemm.linear_stages(sizes).get(tiles):
+            compiled.append(("packed_linear.cu", sizes.defines(tiles, depth)))
         if tiles == max(skinny_gemm.TILES):
             compiled.append(("unpack.cu", unpack_defines(kind, 512)))
         for source, defines in compiled:

@@ -173,30 +173,35 @@ class Row:
     """A prompt with images in the pages of one row, with an adapter of a bank's first slot."""
 
     def __init__(self, model, task, bank=None):
-        self.model, self.visual = model, task.visual
+        self.model, self.visual, self.device = model, task.visual, model._device
         self.adapters = None
         if bank is not None:
-            self.adapters = bank.rows(torch.tensor([1]), bank.max_rank)
-        self.ids_T = torch.tensor([token.token_id for token in task.prompt])
-        self.pages_M = torch.tensor(list(range(1, 2 + model.max_context // 16)))
-        self.kv = PagedSession(model).kv
+            self.adapters = bank.rows(self.tensor([1]), bank.max_rank)
+        self.ids_T = self.tensor([token.token_id for token in task.prompt])
+        self.pages_M = self.tensor(list(range(1, 2 + model.max_context // 16)))
+        kv = PagedSession(model).kv
+        self.kv = KVCache(kv.k_LNHSE.to(self.device), kv.v_LNHSE.to(self.device))
         images = [] if task.visual is None else task.visual.images
         self.features = [run(model.encode_image(each)) for each in images]
+
+    def tensor(self, values):
+        return torch.tensor(values, device=self.device)
 
     def prefill(self, start, stop):
         """[T, D] of a part of the prompt."""
         rows = None
         if self.visual is not None:
-            indices, features = [torch.zeros(0, dtype=torch.int64)], [self.features[0][:0]]
+            indices, features = [self.tensor([]).long()], [self.features[0][:0]]
             for span in self.visual.prompt.spans:
                 first, last = max(span.start, start), min(span.start + span.length, stop)
                 if first < last:
-                    indices.append(torch.arange(first - start, last - start))
+                    indices.append(self.tensor(list(range(first - start, last - start))))
                     part = slice(first - span.start, last - span.start)
                     features.append(self.features[span.index][part])
-            rope_3T = torch.from_numpy(self.visual.prompt.rope_3P[:, start:stop])
+            rope_3T = torch.from_numpy(self.visual.prompt.rope_3P[:, start:stop]).to(self.device)
             rows = VisualRows(rope_3T, torch.cat(indices), torch.cat(features))
-        x_TD = self.model.embed(self.ids_T[start:stop], torch.zeros(stop - start, 2))
+        payload_T2 = torch.zeros(stop - start, 2, device=self.device)
+        x_TD = self.model.embed(self.ids_T[start:stop], payload_T2)
         span = PrefillSpan(start, self.pages_M, False, self.adapters, rows)
         return self.model.prefill(x_TD, span, self.kv)
 
@@ -204,10 +209,10 @@ class Row:
         """[1, D] of a token; the next row is padding."""
         offset_B = None
         if self.visual is not None:
-            offset_B = torch.tensor([self.visual.prompt.rope_offset, 0])
+            offset_B = self.tensor([self.visual.prompt.rope_offset, 0])
         tables_BM = torch.stack([self.pages_M, torch.zeros_like(self.pages_M)])
-        batch = DecodeBatch(torch.tensor([position, 0]), tables_BM, self.adapters, offset_B)
-        x_BD = self.model.embed(torch.tensor([token_id, 5]), torch.zeros(2, 2))
+        batch = DecodeBatch(self.tensor([position, 0]), tables_BM, self.adapters, offset_B)
+        x_BD = self.model.embed(self.tensor([token_id, 5]), torch.zeros(2, 2, device=self.device))
         return self.model.decode(x_BD, batch, self.kv)[:1]
 
 
