@@ -135,10 +135,10 @@ def transformers_model(config: DecoderConfig) -> Any:
     """Return the same shape as transformers has it, on the default device."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    normed = config.heads.norm_eps is not None
-    make_config, make = (
-        (Qwen3Config, Qwen3ForCausalLM) if normed else (LlamaConfig, LlamaForCausalLM)
-    )
+    made: tuple[Any, Any] = LlamaConfig, LlamaForCausalLM
+    if config.heads.norm_eps is not None:
+        made = Qwen3Config, Qwen3ForCausalLM
+    make_config, make = made
     theirs = make_config(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,

@@ -155,9 +155,10 @@ def test_heads_are_normed_and_rotated_as_torch_does(
             norm.bfloat16().requires_grad_(requires_grad=False).weight.copy_(torch.randn(head_dim))
     caches = [torch.randn(2, num_kv, 16, head_dim).bfloat16() for _ in range(2)]
     expected = [cache.clone() for cache in caches]
-    heads_THE = ops.rotate_and_cache(qkv_TGE.clone(), where, *expected, norms=norms)
+    k_NHSE, v_NHSE = expected
+    heads_THE = ops.rotate_and_cache(qkv_TGE.clone(), where, k_NHSE, v_NHSE, norms=norms)
     angles, places = (where.cos_T1R, where.sin_T1R), (where.page_T, where.slot_T)
-    token_rows.rotate_and_cache(qkv_TGE, angles, places, *caches, norms)
+    token_rows.rotate_and_cache(qkv_TGE, angles, places, caches[0], caches[1], norms)
     for ours, theirs in ((qkv_TGE, torch.cat(heads_THE, 1)), *zip(caches, expected, strict=True)):
         torch.testing.assert_close(ours, theirs, rtol=2.0**-6 * normed, atol=2.0**-6 * normed)
         assert (ours == theirs).float().mean() > 0.95

@@ -235,9 +235,9 @@ def test_heads_are_normed_before_they_turn(heads, head_dim, count):
     angle_T1R = torch.rand(count, 1, head_dim // 2, device=CUDA) * 6
     place_T = torch.randperm(8 * PAGE, device=CUDA)[:count]
     where = AttentionMetadata(angle_T1R.cos(), angle_T1R.sin(), place_T // PAGE, place_T % PAGE)
-    norms = tuple(torch.nn.RMSNorm(head_dim, eps=1e-6).to(CUDA, torch.bfloat16) for _ in range(2))
+    norms = torch.nn.RMSNorm(head_dim, eps=1e-6), torch.nn.RMSNorm(head_dim, eps=1e-6)
     for norm in norms:
-        norm.weight.copy_(torch.randn(head_dim))
+        norm.to(CUDA, torch.bfloat16).weight.copy_(torch.randn(head_dim))
     assert token_rows.can_norm(norms, head_dim // 2)
     caches = [noise(8, num_kv, PAGE, head_dim) for _ in range(2)]
     given_TGE = qkv_TGE.clone()
