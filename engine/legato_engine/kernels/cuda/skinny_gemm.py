@@ -378,6 +378,8 @@ class LinearSizes:
         slots = num_processors() * (2 if tiles == 1 else 1)
         held = weight_ring(self.inputs, depth, self.kind) - _barriers(depth)
         most = min(WARPS // tiles, max(1, held // (WARPS * tiles * SUM)))
+        if self.kind is WeightKind.Q4_1 and tiles > 2:  # whose minima take registers
+            most = 1
         each = [blocks for blocks in range(1, most + 1) if count % blocks == 0]
         return min(each, key=lambda blocks: (-(-count // (blocks * slots)) * blocks, -blocks))
 
