@@ -330,8 +330,8 @@ class BlockSizes:
         stats.learnt = output.learnt
 
 
-def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | None:
-    """Return the policy of a `--speculation` setting; `budget` uses `costs`.
+def block_policy(setting: str) -> BlockPolicy | None:
+    """Return the policy of a `--speculation` setting; `budget` has no costs yet.
 
     Raises:
         InvalidField: the setting is unknown.
@@ -342,7 +342,7 @@ def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | Non
     if setting == "seed":
         return AdaptiveBlockPolicy(max_block=block)
     if setting == "budget":
-        return TokenBudgetPolicy(costs, max_block=block)
+        return TokenBudgetPolicy(NO_COSTS, max_block=block)
     return FixedBlockPolicy(block)
 
 

@@ -50,8 +50,8 @@ class RpcConvention:
     `rpc/dup` both, otherwise the old ones.
     """
 
-    def __init__(self, opt_in: str | None = None) -> None:
-        text = os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "") if opt_in is None else opt_in
+    def __init__(self) -> None:
+        text = os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "")
         chosen = {each.strip() for each in text.split(",")}
         self._new = bool(chosen & {"rpc", "rpc/dup"})
         self._old = "rpc" not in chosen

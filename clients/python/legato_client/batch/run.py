@@ -31,13 +31,10 @@ PATIENCE = 600.0
 class BatchClient:
     """Client that retries while the server is busy; thread-safe, `end` stops the retries."""
 
-    def __init__(
-        self, client: Client, tasks: Sequence[Task], options: Options, patience: float = PATIENCE
-    ) -> None:
+    def __init__(self, client: Client, tasks: Sequence[Task], options: Options) -> None:
         self._client = client
         self._tasks = tuple(tasks)
         self._options = options
-        self._patience = patience
         self._ended = threading.Event()
 
     @property
@@ -52,7 +49,7 @@ class BatchClient:
 
         Raises if all tasks failed alike, or on any failure unrelated to the image.
         """
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + PATIENCE
         while True:
             try:
                 return self._ask_once(image)
@@ -101,11 +98,10 @@ class Run:
         output: Output,
         *,
         parallel: int,
-        patience: float = PATIENCE,
     ) -> None:
         self._client = client
         self._names = tuple(tasks)
-        self._batch_client = BatchClient(client, tuple(tasks.values()), options, patience)
+        self._batch_client = BatchClient(client, tuple(tasks.values()), options)
         self._output = output
         self._parallel = parallel
 

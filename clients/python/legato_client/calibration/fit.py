@@ -64,12 +64,12 @@ def log_loss(fitted: Fit, pairs: Pairs) -> float:
     return -math.fsum(math.log(c if right else 1 - c) for c, right in inside) / max(len(pairs), 1)
 
 
-def reliability(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> list[Bin]:
+def reliability(fitted: Fit, pairs: Pairs) -> list[Bin]:
     """Return bins of equal width, without the empty ones."""
-    members: list[list[tuple[float, bool]]] = [[] for _ in range(num_bins)]
+    members: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]
     for score, right in pairs:
         confidence = fitted(score)
-        members[min(int(confidence * num_bins), num_bins - 1)].append((confidence, right))
+        members[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, right))
     return [
         Bin(len(each), _mean([c for c, _ in each]), _mean([float(right) for _, right in each]))
         for each in members
@@ -77,9 +77,9 @@ def reliability(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> list[Bin
     ]
 
 
-def calibration_error(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> float:
+def calibration_error(fitted: Fit, pairs: Pairs) -> float:
     """Return the ECE: the mean distance of confidence and accuracy over the bins, by counts."""
-    bins = reliability(fitted, pairs, num_bins)
+    bins = reliability(fitted, pairs)
     apart = math.fsum(each.count * abs(each.confidence - each.right) for each in bins)
     return apart / max(len(pairs), 1)
 

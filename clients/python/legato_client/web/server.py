@@ -98,11 +98,11 @@ class TokenCheck:
     """
 
     PERIOD = 10.0  # seconds
+    _TIMEOUT = 10.0  # seconds
     _MAX_KNOWN = 1024
 
-    def __init__(self, client: AsyncClient, *, timeout: float = 10.0) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._timeout = timeout
         self._valid_until: dict[bytes, float] = {}  # by a token's hash, oldest first
 
     async def __call__(self) -> None:
@@ -110,7 +110,7 @@ class TokenCheck:
         key = hashlib.sha256(token().encode()).digest()
         if self._valid_until.get(key, 0.0) > time.monotonic():
             return
-        await self._client.server_info(timeout=self._timeout)
+        await self._client.server_info(timeout=self._TIMEOUT)
         self._valid_until.pop(key, None)
         if len(self._valid_until) >= self._MAX_KNOWN:
             del self._valid_until[next(iter(self._valid_until))]
@@ -273,10 +273,13 @@ def make_app(
     )
 
 
+_GRACE = 10  # seconds
+
+
 class HttpServer(uvicorn.Server):
     """HTTP server that runs in this thread; `ready` gets the URL once connections are accepted.
 
-    `grace`: seconds that running requests have after a signal. A second signal does not wait.
+    Running requests have `_GRACE` after a signal. A second signal does not wait.
 
     Raises:
         OSError: from the constructor: the address cannot be bound, or TLS cannot be set up.
@@ -287,8 +290,6 @@ class HttpServer(uvicorn.Server):
         app: Starlette,
         listen: Listen,
         ready: Callable[[str], None],
-        *,
-        grace: float = 10.0,
         limits: ConnectionLimits | None = None,
     ) -> None:
         config = uvicorn.Config(
@@ -301,7 +302,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=round(grace),
+            timeout_graceful_shutdown=_GRACE,
             ssl_certfile=listen.tls_cert or None,
             ssl_keyfile=listen.tls_key or None,
         )

@@ -376,16 +376,17 @@ class Opening(msgspec.Struct, forbid_unknown_fields=True):
 class Sessions:
     """Handler of a limited number of sessions, each from its `open` until either side ends it."""
 
-    def __init__(self, limit: int = _MAX_SESSIONS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._num_open = 0
 
     async def serve(self, websocket: WebSocket) -> None:
         await websocket.accept()
         self._num_open += 1
         try:
-            if self._num_open > self._limit:
-                raise _errors.Busy(f"the playground has {self._limit} sessions, which is its limit")
+            if self._num_open > _MAX_SESSIONS:
+                raise _errors.Busy(
+                    f"the playground has {_MAX_SESSIONS} sessions, which is its limit"
+                )
             await _session(websocket)
         except _errors.LegatoError as error:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
