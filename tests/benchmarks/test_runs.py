@@ -122,7 +122,7 @@ SIZE = "--width 128 --height 96"
 RUNS = {
     "decode": f"{MODEL} --streams 1 --length 24 --repeats 1",
     "drafting_paths": f"{MODEL} --streams 1 --length 16 --context 40 --repeats 1",
-    "fp8": "--device cpu --crops 2 --repeats 1",
+    "fp8": "--device cpu --crops 2 --repeats 1 --limit 0.2",
     "hop": f"{MODEL} {SIZE} --calls 1 --block 1 --tokens 1",
     "image": f"{MODEL} --sizes 128x96 --repeats 1 --device-stages",
     "intake": f"{SIZE} --calls 1 --block 1",

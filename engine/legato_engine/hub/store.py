@@ -260,7 +260,8 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         description="Round the decoder's weights once, as `legato serve --weight-dtype` does on a "
         "GPU at each start, and write a smaller checkpoint that `legato serve --weights` takes. Of "
         "a text model or Qwen3-VL it is a folder, of a Moondream one file; of Moondream 3 only the "
-        "experts are rounded, as fp8.",
+        "experts are rounded, as fp8. With --images, calibrate the vision tower of a Moondream for "
+        "`legato serve --vision-dtype fp8`.",
     )
     add = parser.add_argument
     add("--model", choices=_QUANTISED, required=True, metavar="NAME", help=", ".join(_QUANTISED))
@@ -273,11 +274,25 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer.json")
     _add_folder(parser)
-    add(
+    made = parser.add_mutually_exclusive_group(required=True)
+    made.add_argument(
         "--weight-dtype",
         choices=("fp8", "int8", "int4"),
-        required=True,
         help="number format of the decoder's layers; the head of int4 is int8",
+    )
+    made.add_argument(
+        "--images",
+        metavar="FOLDER",
+        help="calibrate the vision tower with its images, of the kind that will be asked about: 2 "
+        "to 64, every other one to measure the error",
+    )
+    add(
+        "--vision-error",
+        type=float,
+        default=0.03,
+        metavar="FRACTION",
+        help="with --images, the error of embeddings that fp8 may add, default 0.03; a smaller one "
+        "leaves more blocks as they are",
     )
     add(
         "--group-size",
@@ -289,7 +304,8 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         "--output",
         required=True,
         metavar="PATH",
-        help="folder to write, or of a Moondream the .safetensors file",
+        help="folder to write, or of a Moondream the .safetensors file; with --images "
+        "vision_fp8.safetensors in the folder of the weights to serve",
     )
     add("--force", action="store_true", help="replace what exists")
     return parser

@@ -338,11 +338,14 @@ def quantise(x: torch.Tensor) -> Quantised:
     return kernels.launch(kernels.plain, x, overlap=False)
 
 
-def quantise_gelu(x: torch.Tensor) -> Quantised:
-    """Quantise the gelu (tanh form) of [..., K], which a kernel and no copy has written."""
+def quantise_gelu(x: torch.Tensor, centre_K: torch.Tensor) -> Quantised:
+    """Quantise the gelu (tanh form) of [..., K] less a centre.
+
+    A kernel and no copy has written x; the centre has its dtype and was written long before.
+    """
     if (kernels := quantise_kernels.kernels_for(x)) is None:
-        return reference.quantise_gelu(x)
-    return kernels.launch(kernels.gelu, x, overlap=True)
+        return reference.quantise_gelu(x, centre_K)
+    return kernels.launch(kernels.gelu, x, centre_K, overlap=True)
 
 
 def can_multiply_e4m3(device: torch.device) -> bool:

@@ -248,8 +248,8 @@ def quantise(x: torch.Tensor) -> Quantised:
     return Quantised(values.to(E4M3), amax * (1.0 / _LARGEST))
 
 
-def quantise_gelu(x: torch.Tensor) -> Quantised:
-    return quantise(activations.gelu(x.float()))
+def quantise_gelu(x: torch.Tensor, centre_K: torch.Tensor) -> Quantised:
+    return quantise(activations.gelu(x.float()) - centre_K.float())
 
 
 # ---------------------------------------------------------------- reference experts

@@ -1,4 +1,4 @@
-"""`legato quantize`: checkpoints whose decoder is stored in 8 or 4 bits.
+"""`legato quantize`: checkpoints whose decoder is stored in 8 or 4 bits, and calibrations.
 
 Tensors that are not quantised stay as they were. The codes and scales of each map are stored row
 by row, the recipe in the metadata of the .safetensors file.
@@ -6,6 +6,7 @@ by row, the recipe in the metadata of the .safetensors file.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import importlib.metadata
@@ -16,21 +17,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
-from legato_engine.errors import LegatoError
+from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
+from legato_engine.images.decoding import decode_encoded
 from legato_engine.kernels.map_codes import GROUP, KINDS, CodeFormat, format_of
 from legato_engine.models import checkpoint, registry
 from legato_engine.models.checkpoint import TensorHeader
+from legato_engine.models.moondream import vision_fp8
+from legato_engine.models.moondream.family import MoondreamBundle
+from legato_engine.models.moondream.preprocess import crop_image
+from legato_engine.models.moondream.weights import load_weights
 from legato_engine.models.recipe import RECIPE_KEY, require_plain
 from legato_engine.models.registry import ModelBundle
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 """Exit codes, the same as those of the command `legato`."""
 
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+_MAX_IMAGES, _MAX_PIXELS = 64, 64_000_000
 _HEADER_BYTES = 1 << 20
 _MODE = 0o644
 _WEIGHTS = "model.safetensors"
@@ -64,6 +74,37 @@ def write(
         save_file(tensors, draft, {RECIPE_KEY: msgspec.json.encode(recipe).decode()})
     progress(1.0)
     return output.stat().st_size
+
+
+def calibrate(
+    bundle: ModelBundle, folder: Path, limit: float, output: Path, progress: registry.Progress
+) -> str:
+    """Calibrate a vision tower for fp8 into a file, and return what that found.
+
+    Raises:
+        InvalidField: the model has no such tower, or the folder lacks images.
+        OSError: the file cannot be written.
+    """
+    weights, cpu = require_plain(bundle.weights), torch.device("cpu")
+    if not isinstance(bundle, MoondreamBundle):
+        raise InvalidField("only the tower of a Moondream can be fp8", field="images")
+    names = sorted(file for file in folder.glob("*") if file.suffix.lower() in _IMAGES)
+    images = []
+    for file in names[:_MAX_IMAGES]:
+        try:
+            pixels_HWC = decode_encoded(file.read_bytes(), max_pixels=_MAX_PIXELS)
+        except LegatoError as error:
+            raise InvalidField(f"{file}: {error.message}", field="images") from None
+        crops = crop_image(Image.fromarray(pixels_HWC), bundle.config.vision).pixels_NHWC
+        ends = crops[:: max(len(crops) - 1, 1)]  # the whole image, and its last tile
+        images.append(torch.from_numpy(ends.copy()))
+    vision = load_weights(bundle.config, weights, cpu, torch.bfloat16).vision.float()
+    calibration = vision_fp8.calibrate(vision, images, limit, progress)
+    with _replacing(output) as draft:
+        calibration.save(draft)
+    recipe = calibration.recipe
+    kept = f"{recipe.plain_blocks} of {len(vision.blocks)} blocks stay as they are"
+    return f"{kept}, error {recipe.error:.3f} on {len(images) // 2} of {len(images)} images"
 
 
 def _digests(stored: Sequence[TensorHeader]) -> dict[str, str]:
@@ -120,13 +161,18 @@ def _settings(folder: Path, tokenizer: str) -> dict[str, Path]:
     return found | ({"tokenizer.json": Path(tokenizer)} if tokenizer else {})
 
 
-def _wrong_output(output: Path, *, is_file: bool, force: bool) -> str | None:
-    """Return why nothing can be written there, or None."""
+def _wrong_options(arguments: argparse.Namespace, output: Path, *, is_file: bool) -> str | None:
+    """Return why options contradict each other or the output, or None."""
+    if arguments.group_size and arguments.weight_dtype != "int4":
+        made = arguments.weight_dtype or "a calibration"
+        return f"--group-size is for int4: {made} has none"
+    if arguments.images and output.name != vision_fp8.FILE_NAME:
+        return f"--output {output}: a server looks for {vision_fp8.FILE_NAME} only"
     if is_file != (output.suffix == ".safetensors") or not output.parent.is_dir():
         kind = "no .safetensors file" if is_file else "not the name of a folder"
         return f"--output {output} is {kind} in a folder that exists"
     fits = output.is_file() if is_file else output.is_dir()
-    if output.exists() and not (force and fits):
+    if output.exists() and not (arguments.force and fits):
         return f"{output} exists: use --force to replace it, or another --output"
     return None
 
@@ -140,12 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         err.print(f"legato: error: {message}", markup=False, highlight=False)
         return code
 
-    is_file = not registry.may_have_chat_template(arguments.model, arguments.weights)
-    if wrong := _wrong_output(output, is_file=is_file, force=arguments.force):
+    is_text = registry.may_have_chat_template(arguments.model, arguments.weights)
+    is_file = bool(arguments.images) or not is_text
+    if wrong := _wrong_options(arguments, output, is_file=is_file):
         return fail(wrong, _WRONG)
-    if arguments.group_size and kind != "int4":
-        return fail(f"--group-size is for int4: {kind} has a scale for each row", _WRONG)
-    code_format = format_of(KINDS[kind], arguments.group_size or GROUP)
     try:
         bundle = registry.resolve(
             arguments.model, arguments.weights, arguments.tokenizer, models=arguments.models
@@ -156,8 +200,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {} if is_file else _settings(source, arguments.tokenizer)
         target = contextlib.nullcontext(output) if is_file else _folder(output, settings)
         with Progress(console=err, transient=True) as shown, target as file:
-            task = shown.add_task(f"quantising as {kind}", total=1.0)
-            size = write(bundle, code_format, file, lambda done: shown.update(task, completed=done))
+            told = f"quantising as {kind}" if kind else "calibrating"
+            task = shown.add_task(told, total=1.0)
+
+            def progress(done: float) -> None:
+                shown.update(task, completed=done)
+
+            if kind is None:
+                folder, limit = Path(arguments.images), arguments.vision_error
+                found = calibrate(bundle, folder, limit, file, progress)
+                serve = f"legato serve --model {arguments.model} --vision-dtype fp8"
+            else:
+                code_format = format_of(KINDS[kind], arguments.group_size or GROUP)
+                found = f"{write(bundle, code_format, file, progress) / 1e9:.3f} GB"
+                serve = f"legato serve --model {arguments.model} --weights {output}"
     except LegatoError as error:
         option = error.metadata.get("field", "weights").replace("_", "-")
         return fail(f"--{option}: {error.message}", _WRONG)
@@ -165,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except Exception as error:  # noqa: BLE001 - safetensors has its own of a full disk
         return fail(f"{output} was not written: {error}", _FAILED)
-    serve = f"legato serve --model {arguments.model} --weights {output}"
-    out.print(f"{output}: {size / 1e9:.3f} GB; {serve}", markup=False, highlight=False)
+    out.print(f"{output}: {found}; {serve}", markup=False, highlight=False)
     return 0
 
 

@@ -258,7 +258,9 @@ RUNS = {
     "logsumexp": function(lambda x_TW: x_TW.logsumexp(-1, keepdim=True)),
     "gate": function(lambda x_TW: ops.gate(torch.cat([x_TW, x_TW.flip(-1)], dim=-1))),
     "gate of an expert": function(lambda x_TW: reference.gate(x_TW.repeat(1, 2))),
-    "quantised gelu": function(lambda x_TW: reference.quantise_gelu(x_TW).values.float()),
+    "quantised gelu": function(
+        lambda x_TW: reference.quantise_gelu(x_TW, torch.ones(x_TW.shape[-1])).values.float()
+    ),
     "gelu of a layer": gelu_of_a_layer,
     "MLP": layer(lambda width: MLP(width, 2 * width, width)),
     "tau": tau("tanh"),

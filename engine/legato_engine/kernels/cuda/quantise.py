@@ -80,12 +80,15 @@ class QuantiseKernels:
         self.plain = self._module.kernel("quantise_plain")
         self.gelu = self._module.kernel("quantise_gelu")
 
-    def launch(self, kernel: Kernel, x: torch.Tensor, *, overlap: bool) -> Quantised:
+    def launch(
+        self, kernel: Kernel, x: torch.Tensor, *more: torch.Tensor, overlap: bool
+    ) -> Quantised:
         x = x.contiguous()
         if not aligned(x):
             x, overlap = x.clone(), False
         out = empty(x)
-        self._module.launch(kernel, (x, out.values, out.scale), out.scale.numel(), overlap=overlap)
+        operands = (x, *more, out.values, out.scale)
+        self._module.launch(kernel, operands, out.scale.numel(), overlap=overlap)
         return out
 
 

@@ -48,6 +48,11 @@ class MoondreamBundle:
     draft: Path | None = None
 
     @property
+    def folder(self) -> Path | None:
+        """The folder of the weights."""
+        return _folder(self.weights)
+
+    @property
     def max_context(self) -> int:
         return self.config.text.max_context
 
@@ -61,7 +66,7 @@ class MoondreamBundle:
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> MoondreamModel:
         from legato_engine.kernels.cpu.library import library
-        from legato_engine.models.moondream import weights
+        from legato_engine.models.moondream import vision_fp8, weights
         from legato_engine.models.moondream.model import MoondreamModel
 
         weight_dtype, codes = options.weight_dtype, None
@@ -77,7 +82,7 @@ class MoondreamBundle:
                 self.config, self.weights, device, dtype, options, codes=codes
             )
         if options.vision_fp8:
-            network.vision.use_fp8()
+            vision_fp8.use_fp8(network.vision, self.folder)
         on_cpu = device.type == "cpu"
         if codes is not None and on_cpu:
             network.text.dequantise()
@@ -172,10 +177,14 @@ def _bundle(
             f"{config.text.vocab_size}",
             field="tokenizer",
         )
-    folder = weights if weights is None or weights.is_dir() else weights.parent
+    folder = _folder(weights)
     calibrations = None if folder is None else read_calibrations(folder)
     frontend = MoondreamFrontend(config, tokenizer, calibrations=calibrations)
     return MoondreamBundle(config, frontend, weights)
+
+
+def _folder(weights: Path | None) -> Path | None:
+    return weights if weights is None or weights.is_dir() else weights.parent
 
 
 def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:

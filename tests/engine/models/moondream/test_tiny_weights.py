@@ -19,6 +19,7 @@ from legato_engine.kernels.cpu.library import library
 from legato_engine.kernels.cuda.packed_layers import MapPart
 from legato_engine.layers.linear import Linear
 from legato_engine.models import quantise
+from legato_engine.models.moondream import vision_fp8
 from legato_engine.models.moondream.frontend import Prompts
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
@@ -41,6 +42,7 @@ TRUTH = json.loads((SAMPLES / "truth.json").read_text())
 ABSENT = ("elephant", "piano")
 EOS = 0
 LIMIT = 60
+POINT_CYCLE = (Allow.POINT_X, Allow.POINT_Y)
 DETECT_CYCLE = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
 TOLERANCE = 1e-3
 KINDS = ("fp8", "int8", "int4")
@@ -432,3 +434,120 @@ def test_samples_are_small_and_explained():
     script = json.loads((SAMPLES / "scene.json").read_text())
     assert script.keys() == {"caption_length", "detect", "point", "segment", "query"}
     assert "Fluent" in (SAMPLES / "README.md").read_text()
+
+
+# ---------------------------------------------------------------- vision tower in fp8
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """The shipped model's folder, and a calibration by its samples that the command wrote."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).symlink_to(FOLDER / name)
+    command = ["--model", "legato-tiny", "--images", str(SAMPLES), "--vision-error", "0.018"]
+    assert quantise.main([*command, "--output", str(folder / vision_fp8.FILE_NAME)]) == 0
+    return folder
+
+
+def recipe_of(folder):
+    """The recipe in a calibration's metadata."""
+    with safe_open(folder / vision_fp8.FILE_NAME, "pt") as opened:
+        return json.loads(opened.metadata()["legato_vision_fp8"])
+
+
+def test_a_calibration_keeps_few_blocks_for_its_error(calibrated):
+    """The recipe names what was measured, on images that the means are not of."""
+    recipe = recipe_of(calibrated)
+    assert 0 < recipe["plain_blocks"] < 8
+    assert 0 < recipe["error"] <= 0.018
+    assert recipe["images"] == len(TRUTH)
+
+
+@pytest.mark.parametrize("has_calibration", [True, False])
+def test_an_fp8_tower_answers_as_a_float32_one(model, prompts, calibrated, has_calibration):
+    """Each skill on the samples: all boxes and points, nearly all words and no object more."""
+    folder = calibrated if has_calibration else FOLDER
+    fp8 = resolve("legato-tiny", str(folder)).load(CPU, torch.float32, LoadOptions(vision_fp8=True))
+    bundle = resolve("legato-tiny", str(folder))
+    same = words = 0
+    for file, truth in TRUTH.items():
+        image = prepared(bundle, file)
+        embeddings = (each.prefix_embeddings(image)[1:] for each in (fp8, model))
+        ours_PX, exact_PX = (each.double() for each in embeddings)
+        assert 0.005 < float((ours_PX - exact_PX).norm() / exact_PX.norm()) < 0.04
+        nouns = (*truth, *ABSENT)
+        asked = [prompts.detect(noun) for noun in nouns]
+        plain = greedy(model, image, asked, DETECT_CYCLE)
+        for answer, exact in zip(greedy(fp8, image, asked, DETECT_CYCLE), plain, strict=True):
+            pairs = zip(boxes_of(answer), boxes_of(exact), strict=True)
+            assert all(iou(a, b) >= 0.85 for a, b in pairs)
+        asked = [prompts.point(noun) for noun in nouns]
+        plain = greedy(model, image, asked, POINT_CYCLE)
+        for answer, exact in zip(greedy(fp8, image, asked, POINT_CYCLE), plain, strict=True):
+            points = ([step.payload[0] for step in each[:-1]] for each in (answer, exact))
+            assert next(points) == pytest.approx(next(points), abs=0.02)
+        asked = [prompts.query(f"Is there a {noun}?", (), reasoning=False) for noun in nouns]
+        asked.append(prompts.caption(CaptionLength.SHORT))
+        plain = greedy(model, image, asked, (Allow.TEXT,))
+        for answer, exact in zip(greedy(fp8, image, asked, (Allow.TEXT,)), plain, strict=True):
+            words += len(exact)
+            pairs = zip(answer, exact, strict=False)
+            same += sum(one.token == other.token for one, other in pairs)
+    assert same >= 0.95 * words
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "version 2, not 1"),
+        ({"tower": "0" * 64}, "made for other weights"),
+        ({"plain_blocks": 9}, "keeps 9 blocks of 8"),
+        ({"plain_blocks": -1}, "unknown recipe"),
+        ({"zeros": True}, "unknown recipe"),
+        ("proj", "has other tensors"),
+        ("fc2", "not finite"),
+        (None, "unknown recipe"),
+        (b"none", "cannot be read"),
+    ],
+)
+def test_a_calibration_of_something_else_is_refused(calibrated, tmp_path, change, said):
+    """The sentence names the file, its fault and what to do; without fp8 nothing is read."""
+    for file in calibrated.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path = tmp_path / vision_fp8.FILE_NAME
+    tensors = load_file(path)
+    path.unlink()
+    recipe = recipe_of(calibrated) | (change if isinstance(change, dict) else {})
+    if change == "proj":
+        del tensors["proj"]
+    elif change == "fc2":
+        tensors["fc2"][1, 5] = torch.nan
+    metadata = {} if change is None else {"legato_vision_fp8": json.dumps(recipe)}
+    save_file(tensors, path, metadata)
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    bundle = resolve("legato-tiny", str(tmp_path))
+    with pytest.raises(InvalidField, match=said) as caught:
+        bundle.load(CPU, torch.float32, LoadOptions(vision_fp8=True))
+    assert caught.value.metadata["field"] == "vision_dtype"
+    assert str(path) in caught.value.message
+    assert "use vision_dtype auto, remove the file, or" in caught.value.message
+    bundle.load(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--output", "other.safetensors"], "looks for vision_fp8.safetensors only"),
+        (["--group-size", "64"], "--group-size is for int4"),
+        (["--images", "."], "--images: calibration needs 2 images or more, not 0"),
+    ],
+)
+def test_a_calibration_needs_images_and_its_name(tmp_path, monkeypatch, capsys, options, said):
+    """Nothing is written, and the sentence names the option."""
+    monkeypatch.chdir(tmp_path)
+    command = ["--model", "legato-tiny", "--images", str(SAMPLES), "--output"]
+    assert quantise.main([*command, vision_fp8.FILE_NAME, *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
