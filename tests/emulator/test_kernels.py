@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.kernels import ops, pages
-from legato_engine.kernels.cuda import fused_attention, skinny_gemm, token_rows
+from legato_engine.kernels import ops, pages, reference
+from legato_engine.kernels.cuda import fused_attention, quantise, skinny_gemm, token_rows
 from legato_engine.kernels.cuda.attention import (
     MAX_TOKENS,
     SPLITS,
@@ -32,6 +32,7 @@ from tests.emulator.module import CPU, EmulatedKernel, EmulatedModule
 from tests.emulator.test_steps import PARTS
 from tests.engine.kernels.code_cases import random_codes
 from tests.engine.speculative.drafted import row_history
+from tests.gpu.inputs import FLIPPED, assert_same
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side
 from tests.gpu.test_kernels import shallow, world_of
 from tests.gpu.test_sampling import tokens_are_those_of_the_definition
@@ -173,6 +174,19 @@ def test_the_gate_is_a_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     exact_TF = torch.nn.functional.silu(gate_TF) * up_TF
     found_TF = token_rows.gate(both_T2F).double()
     torch.testing.assert_close(found_TF, exact_TF, rtol=1.1 * 2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [48, 1296])
+def test_gelu_rows_less_a_centre_are_the_reference(
+    monkeypatch: pytest.MonkeyPatch, dim: int
+) -> None:
+    """By a warp of a row, and by several; a lane's last load may be beyond the row."""
+    monkeypatch.setattr(quantise, "Module", EmulatedModule)
+    torch.manual_seed(0)
+    x_TK, centre_K = (3 * torch.randn(5, dim)).bfloat16(), torch.rand(dim).bfloat16()
+    kernels = quantise.QuantiseKernels(dim)
+    ours = kernels.launch(kernels.gelu, x_TK, centre_K, overlap=True)
+    assert_same(ours, reference.quantise_gelu(x_TK, centre_K), FLIPPED)
 
 
 @pytest.mark.parametrize(
