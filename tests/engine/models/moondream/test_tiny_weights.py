@@ -465,36 +465,54 @@ def test_a_calibration_keeps_few_blocks_for_its_error(calibrated):
 
 
 @pytest.mark.parametrize("has_calibration", [True, False])
-def test_an_fp8_tower_answers_as_a_float32_one(model, prompts, calibrated, has_calibration):
-    """Each skill on the samples: all boxes and points, nearly all words and no object more."""
-    folder = calibrated if has_calibration else FOLDER
-    fp8 = resolve("legato-tiny", str(folder)).load(CPU, torch.float32, LoadOptions(vision_fp8=True))
-    bundle = resolve("legato-tiny", str(folder))
-    same = words = 0
+def test_an_fp8_tower_answers_as_a_float32_one(
+    bundle, model, prompts, monkeypatch, calibrated, has_calibration
+):
+    """On the samples: the same boxes and points, and nearly all tokens of texts."""
+    vision = load_weights(bundle.config, FOLDER, CPU, torch.float32).vision
+    vision_fp8.use_fp8(vision, calibrated if has_calibration else FOLDER)
+    exact_embeddings = model.prefix_embeddings
+    same = tokens = 0
     for file, truth in TRUTH.items():
         image = prepared(bundle, file)
-        embeddings = (each.prefix_embeddings(image)[1:] for each in (fp8, model))
-        ours_PX, exact_PX = (each.double() for each in embeddings)
-        assert 0.005 < float((ours_PX - exact_PX).norm() / exact_PX.norm()) < 0.04
+        exact_PX = exact_embeddings(image)
+        crops = torch.from_numpy(image.pixels.pixels_NHWC.copy())
+        ours_PX = torch.cat([exact_PX[:1], vision(crops, image.pixels.tiling)])
+        error = (ours_PX - exact_PX)[1:].norm() / exact_PX[1:].norm()
+        assert 0.005 < float(error) < 0.04
         nouns = (*truth, *ABSENT)
-        asked = [prompts.detect(noun) for noun in nouns]
-        plain = greedy(model, image, asked, DETECT_CYCLE)
-        for answer, exact in zip(greedy(fp8, image, asked, DETECT_CYCLE), plain, strict=True):
-            pairs = zip(boxes_of(answer), boxes_of(exact), strict=True)
-            assert all(iou(a, b) >= 0.85 for a, b in pairs)
-        asked = [prompts.point(noun) for noun in nouns]
-        plain = greedy(model, image, asked, POINT_CYCLE)
-        for answer, exact in zip(greedy(fp8, image, asked, POINT_CYCLE), plain, strict=True):
-            points = ([step.payload[0] for step in each[:-1]] for each in (answer, exact))
-            assert next(points) == pytest.approx(next(points), abs=0.02)
-        asked = [prompts.query(f"Is there a {noun}?", (), reasoning=False) for noun in nouns]
-        asked.append(prompts.caption(CaptionLength.SHORT))
-        plain = greedy(model, image, asked, (Allow.TEXT,))
-        for answer, exact in zip(greedy(fp8, image, asked, (Allow.TEXT,)), plain, strict=True):
-            words += len(exact)
-            pairs = zip(answer, exact, strict=False)
-            same += sum(one.token == other.token for one, other in pairs)
-    assert same >= 0.95 * words
+        questions = [prompts.query(f"Is there a {noun}?", (), reasoning=False) for noun in nouns]
+        cycles = (
+            ([prompts.detect(noun) for noun in nouns], DETECT_CYCLE),
+            ([prompts.point(noun, ()) for noun in nouns], POINT_CYCLE),
+            ([*questions, prompts.caption(CaptionLength.SHORT)], (Allow.TEXT,)),
+        )
+        for asked, cycle in cycles:
+            answers = []
+            for embeddings_PX in (ours_PX, exact_PX):
+                with monkeypatch.context() as patched:
+                    patched.setattr(
+                        model, "prefix_embeddings", lambda _, x=embeddings_PX: x.clone()
+                    )
+                    answers.append(greedy(model, image, asked, cycle))
+            for ours, exact in zip(*answers, strict=True):
+                if cycle == (Allow.TEXT,):
+                    tokens += len(exact)
+                    pairs = zip(ours, exact, strict=False)
+                    same += sum(one.token == other.token for one, other in pairs)
+                elif cycle == POINT_CYCLE:
+                    points = ([step.payload[0] for step in each] for each in (ours, exact))
+                    assert next(points) == pytest.approx(next(points), abs=0.02)
+                else:
+                    pairs = zip(boxes_of(ours), boxes_of(exact), strict=True)
+                    assert all(iou(a, b) >= 0.85 for a, b in pairs)
+    assert same >= 0.95 * tokens
+
+
+@pytest.fixture(scope="module")
+def tower(bundle):
+    """The shipped vision tower, plain."""
+    return load_weights(bundle.config, FOLDER, CPU, torch.float32).vision
 
 
 @pytest.mark.parametrize(
@@ -511,13 +529,10 @@ def test_an_fp8_tower_answers_as_a_float32_one(model, prompts, calibrated, has_c
         (b"none", "cannot be read"),
     ],
 )
-def test_a_calibration_of_something_else_is_refused(calibrated, tmp_path, change, said):
-    """The sentence names the file, its fault and what to do; without fp8 nothing is read."""
-    for file in calibrated.iterdir():
-        (tmp_path / file.name).symlink_to(file)
+def test_a_calibration_of_something_else_is_refused(calibrated, tower, tmp_path, change, said):
+    """The sentence names the file, its fault and what to do; the tower stays plain."""
     path = tmp_path / vision_fp8.FILE_NAME
-    tensors = load_file(path)
-    path.unlink()
+    tensors = load_file(calibrated / path.name)
     recipe = recipe_of(calibrated) | (change if isinstance(change, dict) else {})
     if change == "proj":
         del tensors["proj"]
@@ -527,13 +542,23 @@ def test_a_calibration_of_something_else_is_refused(calibrated, tmp_path, change
     save_file(tensors, path, metadata)
     if isinstance(change, bytes):
         path.write_bytes(change)
-    bundle = resolve("legato-tiny", str(tmp_path))
     with pytest.raises(InvalidField, match=said) as caught:
-        bundle.load(CPU, torch.float32, LoadOptions(vision_fp8=True))
+        vision_fp8.use_fp8(tower, tmp_path)
     assert caught.value.metadata["field"] == "vision_dtype"
-    assert str(path) in caught.value.message
+    assert path.name in caught.value.message
     assert "use vision_dtype auto, remove the file, or" in caught.value.message
-    bundle.load(CPU, torch.float32)
+    assert not any(tensor.dtype is torch.float8_e4m3fn for tensor in tower.parameters())
+
+
+def test_a_calibration_is_looked_for_beside_the_weights(monkeypatch, calibrated):
+    """Of a folder and of a file, and only with fp8."""
+    seen = []
+    monkeypatch.setattr(vision_fp8, "use_fp8", lambda _, folder: seen.append(folder))
+    for weights in (calibrated, calibrated / "model.safetensors"):
+        bundle = resolve("legato-tiny", str(weights))
+        for fp8 in (True, False):
+            bundle.load(CPU, torch.float32, LoadOptions(vision_fp8=fp8))
+    assert seen == [calibrated] * 2
 
 
 @pytest.mark.parametrize(
