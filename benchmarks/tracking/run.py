@@ -13,9 +13,8 @@ from legato_service.tracking import Tracker, TrackIds
 
 from benchmarks import record
 from benchmarks.tracking import scoring
-from benchmarks.tracking.clips import MOTIONS, Frame, Motion, clip
+from benchmarks.tracking.clips import LOADS, MOTIONS, Frame, Load, Motion, clip
 from benchmarks.tracking.contenders import contender, follower, installed
-from benchmarks.tracking.loads import LOADS, Load
 
 FPS = 30
 MISSED, EXTRA = 0.1, 0.02

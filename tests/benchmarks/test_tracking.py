@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from legato_service import tracking
 
-from benchmarks.tracking.clips import MOTIONS, Frame, clip
+from benchmarks.tracking.clips import MOTIONS, Frame, Load, clip
 from benchmarks.tracking.contenders import contender, follower
-from benchmarks.tracking.loads import Load
 from benchmarks.tracking.scoring import extrapolated, overlaps
 
 FRAMES = clip(MOTIONS[0], 0, 4.0, 30, missed=0.0, extra=0.0)
