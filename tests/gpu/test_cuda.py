@@ -401,7 +401,7 @@ def test_images_of_one_launch_change_no_bit(
     assert len(images) == 3
     limits = dataclasses.replace(large.runner.limits, min_queue_length=0)
     monkeypatch.setattr(ModelRunner, "limits", limits)
-    monkeypatch.setattr(DecodePlanner, "streaming", False)
+    monkeypatch.setattr(DecodePlanner, "is_streaming", False)
     for depth in (1, 2):
         watch = run(large, depth, first=first, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
