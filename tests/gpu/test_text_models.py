@@ -17,7 +17,7 @@ from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import HeadPlan
 from legato_engine.layers.linear import Linear
 from legato_engine.models.qwen3_vl.model import Qwen3VLModel
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import LoadOptions, resolve
 from legato_engine.types import AnswerFormat, DetectSpec, FinishReason, PointSpec, QuerySpec
 
 from tests.adapters import PeftAdapter
@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
+AS_STORED = LoadOptions(weight_dtype="model")
 SIZES: dict[str, dict[str, Any]] = {
     "heads of 16": {},
     "heads of 128": {
@@ -79,7 +80,7 @@ def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def test_logits_are_those_of_the_cpu(sizes, dtype):
     """Of prompts with no, one and four images, in parts that cut one, and of steps after them."""
     bundle = bundle_of(SIZES[sizes])
-    model = bundle.load(DEVICE, dtype)
+    model = bundle.load(DEVICE, dtype, AS_STORED)
     truth = on_cpu(model)
     for count in (0, 1, 4):
         images = prepared(bundle.frontend, *SHAPES[:count])
@@ -91,7 +92,7 @@ def test_logits_are_those_of_the_cpu(sizes, dtype):
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_an_adapter_changes_logits_as_on_the_cpu(dtype):
     bundle = bundle_of({})
-    model = bundle.load(DEVICE, dtype)
+    model = bundle.load(DEVICE, dtype, AS_STORED)
     truth = on_cpu(model)
     adapter = PeftAdapter.fitting(model._targets, rank=4)
     task = task_of(
@@ -103,15 +104,17 @@ def test_an_adapter_changes_logits_as_on_the_cpu(dtype):
     assert error(logits_of(model, task), wanted) > 0.1
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_packed_maps_have_the_logits_of_their_weights(name):
+@pytest.mark.parametrize(
+    ("name", "keeps_maps"), [*((name, False) for name in KINDS), ("packed", True)]
+)
+def test_packed_maps_have_the_logits_of_their_weights(name, keeps_maps):
     """With and without an adapter, whose rows are not gated within the product."""
     if not has_step_kernels(DEVICE):
         pytest.skip("needs compute capability 8.0")
     bundle = bundle_of(SIZES["heads of 128"])
-    model = bundle.load(DEVICE, torch.bfloat16)
+    model = bundle.load(DEVICE, torch.bfloat16, AS_STORED)
     truth, adapter = on_cpu(model), PeftAdapter.fitting(model._targets, rank=4)
-    model._network.quantise(KINDS[name])
+    model._network.quantise(KINDS[name], keeps_maps=keeps_maps)
     maps = zip(model._network.layers.modules(), truth._network.layers.modules(), strict=True)
     for ours, theirs in maps:
         if isinstance(ours, Linear):

@@ -56,6 +56,7 @@ __all__ = [
     "StepPositions",
     "TauSizes",
     "has_resident_kernel",
+    "has_room_for_copy",
     "has_step_kernels",
     "head_codes",
     "layer_codes",
@@ -65,8 +66,10 @@ __all__ = [
     "step_decoder",
     "supports_decoder",
     "supports_experts",
-    "total_memory",
 ]
+
+_COPY_SHARE = 1 / 16
+"""Of a GPU's memory, what a second copy of the decoder's maps may take by default."""
 
 
 def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
@@ -75,6 +78,11 @@ def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dty
 
 def has_step_kernels(device: torch.device) -> bool:
     return runs(Kernels.STEPS, device)
+
+
+def has_room_for_copy(num_bytes: int, device: torch.device) -> bool:
+    """Return whether so much is little enough of a GPU's memory to hold weights twice."""
+    return num_bytes < _COPY_SHARE * total_memory(device)
 
 
 def has_resident_kernel(device: torch.device) -> bool:

@@ -74,14 +74,16 @@ class MapPart:
 class StepMap(MapPart):
     """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own.
 
-    `gates`: its rows are packed for `gate`.
+    `gates`: its rows are packed for `gate`. With `dense_OI`, the same map, many tokens read that.
     """
 
-    def __init__(self, codes: MapCodes, *, gates: bool = False) -> None:
+    def __init__(
+        self, codes: MapCodes, *, gates: bool = False, dense_OI: torch.Tensor | None = None
+    ) -> None:
         outputs, device = codes.values().shape[0], codes.codes.device
         packed = pack_codes(codes, order_O=gate_order(outputs, device) if gates else None)
         super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
-        self._gates, self._product = gates, None
+        self._gates, self._dense_OI, self._product = gates, dense_OI, None
         if device.type == "cuda":
             sizes = LinearSizes(packed.inputs, packed.outputs, packed.kind, gates)
             self._product = made_on(device, LinearKernels, sizes)
@@ -90,6 +92,9 @@ class StepMap(MapPart):
         if (product := self._product_of(rows_TI)) is None:
             return super().multiply(rows_TI, bias_O)
         return product.run(rows_TI, self._packed, bias_O)
+
+    def dense(self) -> torch.Tensor:
+        return super().dense() if self._dense_OI is None else self._dense_OI
 
     def gate(self, rows_TI: torch.Tensor) -> torch.Tensor | None:
         """Return silu of the first half of a map without bias times the second; None: by others."""

@@ -16,6 +16,7 @@ from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library, library
 from legato_engine.kernels.map_codes import KINDS, CodeFormat, WeightKind
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
+from legato_engine.kernels.step import has_room_for_copy
 from legato_engine.layers.attention import Attend, GroupedAttention
 from legato_engine.layers.cpu import ungated_layer
 from legato_engine.layers.lora import LayerAdapters
@@ -125,6 +126,8 @@ class DecoderBundle:
             network.dequantise()
         elif not on_cpu and kind is not None:
             network.quantise(kind)
+        else:
+            _pack_copies(network, device, options)
         if on_cpu:  # codes are not rounded again
             network.pack("auto" if recipe or as_codes else options.weight_dtype, cpu_library)
         self.frontend.check()  # its process has started meanwhile
@@ -176,6 +179,14 @@ class DecoderBundle:
         with torch.device("meta"):
             network = self.family.network(self.config).to(torch.bfloat16)
         return quantisation(network, weights, code_format)
+
+
+def _pack_copies(network: DecoderNetwork, device: torch.device, options: LoadOptions) -> None:
+    """Have packed copies of the maps for steps, if a GPU has room for them."""
+    if options.weight_dtype == "auto" and network.cannot_quantise(device) is None:
+        copied = sum(each.nbytes for each in network.layers.parameters())
+        if has_room_for_copy(copied, device):
+            network.quantise(WeightKind.BF16, keeps_maps=True)
 
 
 def find_bundle(source: ModelSource, family: Family) -> DecoderBundle:

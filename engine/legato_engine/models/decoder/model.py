@@ -385,11 +385,11 @@ class DecoderNetwork(nn.Module):
             return f"takes maps of a multiple of {group} inputs and of 16 outputs"
         return None
 
-    def quantise(self, kind: WeightKind) -> None:
+    def quantise(self, kind: WeightKind, *, keeps_maps: bool = False) -> None:
         """Replace the loaded maps by packed copies on a GPU, the head's with 8 bits at least.
 
-        Loaded codes are not rounded again. Embeddings become or stay numbers, also those that a
-        tied head is a packed copy of.
+        If it `keeps_maps`, passes of many tokens read them. Loaded codes are not rounded again.
+        Embeddings become or stay numbers, also those that a tied head is a packed copy of.
         """
         embeddings, head = self.embed_tokens, None
         if embeddings.stored is not None:
@@ -406,7 +406,8 @@ class DecoderNetwork(nn.Module):
                     else map_codes(module.weight, format_of(own))
                 )
                 gates = isinstance(module, PackedLinear) and module.gates
-                module.take(StepMap(codes, gates=gates), module.bias)
+                dense_OI = module.weight if keeps_maps else None
+                module.take(StepMap(codes, gates=gates, dense_OI=dense_OI), module.bias)
 
     @property
     def runs_by_library(self) -> bool:

@@ -33,10 +33,6 @@ Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
 """Reads the files of a source; the preset is for files without a configuration."""
 
 
-_COPY_SHARE = 1 / 16
-"""Of a GPU's memory, what a second copy of the decoder's maps may take by default."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoondreamBundle:
     """A `ModelBundle`; `weights` None: random weights."""
@@ -105,14 +101,18 @@ def _packs(weight_dtype: str, network: Network, device: torch.device) -> str | N
     it is not worth its memory.
     """
     from legato_engine.kernels.map_codes import KINDS
-    from legato_engine.kernels.step import has_resident_kernel, has_step_kernels, total_memory
+    from legato_engine.kernels.step import (
+        has_resident_kernel,
+        has_room_for_copy,
+        has_step_kernels,
+    )
 
     if weight_dtype in KINDS:
         return weight_dtype
     if weight_dtype != "auto" or not has_step_kernels(device) or network.text.cannot_quantise():
         return None
     copied = sum(weight.nbytes for weight in network.text.blocks.parameters())
-    is_small = copied < _COPY_SHARE * total_memory(device)
+    is_small = has_room_for_copy(copied, device)
     return None if has_resident_kernel(device) and is_small else "packed"
 
 
