@@ -63,7 +63,7 @@ MODELS: Mapping[str, DecoderConfig] = {
 }
 PAGE = 16
 DEVICE = torch.device("cuda")
-WEIGHTS = ("bf16", *KINDS, *GGUF_FORMATS)
+WEIGHTS = ("bf16", "auto", *KINDS, *GGUF_FORMATS)  # auto: bf16, and packed copies for few streams
 Step = Callable[[], object]
 
 
@@ -92,7 +92,7 @@ def random_network(config: DecoderConfig, weights: str) -> DecoderNetwork:
         elif name.endswith(("scales", "minima")):
             buffer.fill_(-0.03 if name.endswith("minima") else 0.004)
     if weights != "bf16":
-        network.quantise(KINDS.get(weights, WeightKind.BF16))
+        network.quantise(KINDS.get(weights, WeightKind.BF16), keeps_maps=weights == "auto")
     return network
 
 

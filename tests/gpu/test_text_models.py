@@ -150,8 +150,9 @@ def check_chosen(truth: Any, task: Any, chosen: list[int], bank: Any, below: flo
     assert (logits_TV.amax(1) - got_T).max() <= below * logits_TV.abs().max()
 
 
-@pytest.mark.parametrize("speculation", SPECULATION)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "speculation"), [("f32", "plain"), ("bf16", "plain"), ("bf16", "lookup")]
+)
 def test_greedy_answers_are_those_of_the_cpu(tmp_path, dtype, speculation):
     """Mixed requests in one batch: with up to four images, adapters, boxes and a schema."""
     limits = {"adapters": str(tmp_path), "adapter_slots": 2, "max_adapter_rank": 8}

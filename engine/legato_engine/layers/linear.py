@@ -132,12 +132,14 @@ class Linear(Coded, nn.Linear):
 
         The sum reuses the storage of `to`, which is not to be read again.
         """
+        weight_OI = self.weight if self.packed is None else None
         if isinstance(self.packed, StepMap):
-            total = self.packed.onto(to, x, self.bias)
-            return (to, self(x)) if total is None else (total, None)
-        if self.packed is not None:
+            if (total := self.packed.onto(to, x, self.bias)) is not None:
+                return total, None
+            weight_OI = self.packed.dense_OI
+        if weight_OI is None:
             return to, self(x)
-        return ops.linear_onto(to, x, self.weight, self.bias)
+        return ops.linear_onto(to, x, weight_OI, self.bias)
 
 
 class TileCounters:

@@ -359,12 +359,16 @@ LINEAR_STAGES = {1: 4, 2: 6, 3: 5, 4: 4}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearSizes:
-    """Constants of a map's kernels; `gates`: silu of its first half may multiply its second."""
+    """Constants of a map's kernels; `gates`: silu of its first half may multiply its second.
+
+    Of more than `most` tokens they are not compiled.
+    """
 
     inputs: int
     outputs: int
     kind: WeightKind
     gates: bool = False
+    most: int = 8 * TILES[-1]
 
     def shared(self, batch: int, depth: int) -> int:
         return parts_shared(self.inputs, 1, batch, depth, self.kind, beside=False)
@@ -437,7 +441,7 @@ class LinearKernels:
 
 def linear_stages(sizes: LinearSizes) -> dict[int, int]:
     return fitting(
-        LINEAR_STAGES,
+        {tiles: LINEAR_STAGES[tiles] for tiles in tiles_up_to(sizes.most)},
         lambda tiles, depth: sizes.shared(8 * tiles, depth),
         sizes.inputs,
         sizes.kind,

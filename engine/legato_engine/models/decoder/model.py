@@ -396,7 +396,10 @@ class DecoderNetwork(nn.Module):
             head = StepMap(embeddings.take_codes())
             embeddings.weight = nn.Parameter(head.dense(), requires_grad=False)
         if self.config.tied_head:
-            self._tied_head = head or StepMap(map_codes(embeddings.weight, format_of(kind.of_head)))
+            dense_OI = embeddings.weight if keeps_maps else None
+            self._tied_head = head or StepMap(
+                map_codes(embeddings.weight, format_of(kind.of_head)), dense_OI=dense_OI
+            )
         for module, _ in self._coded():
             if isinstance(module, Linear):
                 own = kind.of_head if module is getattr(self, "lm_head", None) else kind
