@@ -127,8 +127,10 @@ class DecodeLoops:
         drafts = megakernel is not None and any(kind.has_drafts for kind in megakernel.max_rows)
         self._drafting = DraftLaunches(resources, self._rings) if drafts else None
         self._in_megakernel = [False for _ in resources.slots]  # the latest loop of each slot
-        self._limit = torch.zeros(1, dtype=torch.int64, device=on)
-        self._step = torch.zeros(1, dtype=torch.int64, device=on)
+        self._progress_2 = torch.zeros(2, dtype=torch.int64, device=on)
+        self._limit, self._step = self._progress_2[:1], self._progress_2[1:]
+        limits = torch.arange(MAX_STEPS + 1, device=on)
+        self._beginnings = torch.stack((limits, torch.zeros_like(limits)), dim=1).unbind()
         self._poll_timer = PollTimer()
         self._made: dict[tuple[int, int, int, Needs], Work] = {}
         self._by_works: dict[tuple[Work, ...], Work] = {}
@@ -179,14 +181,10 @@ class DecodeLoops:
                 self._submit(megakernel, slot, num_rows, num_tokens, num_steps, needs)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
-
-        def work() -> None:
-            self._limit.fill_(num_steps)
-            self._step.zero_()
-            loop()
-
         if num_steps:
-            self._resources.compute.submit(work)
+            compute = self._resources.compute
+            compute.copy(self._progress_2, self._beginnings[num_steps])
+            compute.submit(loop)
 
     @property
     def megakernel_rows(self) -> int:
