@@ -129,7 +129,7 @@ class PeftAdapter:
         """Changes of all maps of one of our models."""
         maps = targets.sizes.maps
         shapes = {name: maps[part][::-1] for name, (_, part) in targets.modules.items()}
-        return cls.of(shapes, rank=rank)
+        return cls.of(shapes, targets.names, rank=rank)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the names of adapter_model.safetensors."""

@@ -19,6 +19,8 @@ from legato_engine.scheduler.batch import LaunchKind, StepRecord
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # ---------------------------------------------------------------- decodes
 # Schedulers whose rows all decode, for the guard.
@@ -85,7 +87,8 @@ def decoding(
 # ---------------------------------------------------------------- guard
 
 _MODULES = (driver, nvrtc, runtime)
-_COPY = "cudaMemcpyAsync"
+_COPIES = {"cudaMemcpyAsync": (0, 1), "cudaMemcpy2DAsync": (0, 2)}
+"""The arguments of copies that are addresses."""
 GRAPHS = "cuGraphLaunch"
 KERNELS = "cuLaunchKernelEx"
 _pointer_attribute = driver.cuPointerGetAttribute
@@ -95,13 +98,50 @@ class GuardViolation(AssertionError):
     """A call that a warm loop must not make."""
 
 
+class GraphsOnly(TorchDispatchMode):
+    """Raises on operations of this thread on a device's tensors, which launch outside a graph.
+
+    Views are none, and a copy between contiguous tensors of one dtype is no kernel.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = self._tensors(args), self._tensors(out)
+        mutates = func._schema.is_mutable
+        addresses = {each.untyped_storage().data_ptr() for each in given}
+        is_view = all(each.untyped_storage().data_ptr() in addresses for each in made)
+        if (given or made) and (mutates or not is_view) and not _is_transfer(func, args):
+            raise GuardViolation(f"a warm loop runs {func} outside a graph")
+        return out
+
+    def _tensors(self, tree: Any) -> list[torch.Tensor]:
+        leaves = tree_leaves(tree)
+        tensors = (each for each in leaves if isinstance(each, torch.Tensor))
+        return [each for each in tensors if each.device.type == self._device]
+
+
+def _is_transfer(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    to, source = args[:2]
+    plain = to.is_contiguous() and source.is_contiguous()
+    return plain and to.dtype is source.dtype and to.shape == source.shape
+
+
 @contextlib.contextmanager
 def guarded(*launches: str) -> Iterator[None]:
     """Raise on what a warm loop must not do; without `launches` it launches graphs alone.
 
-    - torch: any synchronisation, and any use of its allocator.
+    - torch: any synchronisation, any use of its allocator, and without `launches` any operation
+      that `GraphsOnly` refuses.
     - cuda.bindings: any call but these launches, of graphs whose kernels were captured before, and
-      an asynchronous copy between memory of the device and page-locked memory.
+      asynchronous copies between memory of the device and page-locked memory.
     - Device memory: none more is in use at the end.
 
     Garbage of earlier engines is collected before, as its finalizers call CUDA, and not meanwhile.
@@ -114,11 +154,13 @@ def guarded(*launches: str) -> Iterator[None]:
         for module, name, call in changed:
             if name in (launches or (GRAPHS,)):
                 continue
-            allowed = name == _COPY and module is runtime
-            setattr(module, name, _checking_copy(call) if allowed else _refusing(name))
+            addresses = _COPIES.get(name) if module is runtime else None
+            checked = _refusing(name) if addresses is None else _checking_copy(call, addresses)
+            setattr(module, name, checked)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            yield
+            with contextlib.nullcontext() if launches else GraphsOnly():
+                yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
             for module, name, call in changed:
@@ -151,14 +193,14 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _checking_copy(call: Callable[..., Any]) -> Callable[..., Any]:
+def _checking_copy(call: Callable[..., Any], addresses: tuple[int, ...]) -> Callable[..., Any]:
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
-    def copy(to: int, source: int, *rest: Any) -> Any:
-        for address in (to, source):
-            result, _ = _pointer_attribute(attribute, address)
+    def copy(*arguments: Any) -> Any:
+        for index in addresses:
+            result, _ = _pointer_attribute(attribute, arguments[index])
             if result != driver.CUresult.CUDA_SUCCESS:
                 raise GuardViolation("a warm loop copies from or to memory that is not page-locked")
-        return call(to, source, *rest)
+        return call(*arguments)
 
     return copy

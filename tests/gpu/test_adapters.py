@@ -12,6 +12,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
+from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.parameters import AdapterRows, LowRankStack
@@ -80,6 +81,8 @@ def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
     sizes = [(rank, share) for rank, share in zip(RANKS, SHARES, strict=True) if rank <= max_rank]
     bank = model.adapter_bank(len(sizes), max_rank)
     assert bank is not None
+    torch.cuda.synchronize()
+    stream = CudaDevice(0).compute  # from here on the current one
     generator = torch.Generator(world.device).manual_seed(5)
 
     def noise(like_LSRW: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
@@ -98,10 +101,10 @@ def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
 
     for slot, (rank, share) in enumerate(sizes, 1):
         if moe is None:
-            bank.write(slot, AdapterWeights(weights(bank.weights.maps, rank)))
+            bank.write(slot, AdapterWeights(weights(bank.weights.maps, rank)), stream)
             continue
         maps = weights(bank.weights.maps, share * moe.num_active)
-        bank.write(slot, AdapterWeights(maps, weights(bank.weights.experts, share)))
+        bank.write(slot, AdapterWeights(maps, weights(bank.weights.experts, share)), stream)
     return bank
 
 

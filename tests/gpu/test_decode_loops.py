@@ -161,7 +161,7 @@ def test_a_request_joins(looping: Assembly) -> None:
 
 
 def test_the_guard_notices() -> None:
-    """Synchronisation and allocation by torch, driver and runtime are noticed.
+    """Synchronisation, allocation and launches by torch, driver and runtime are noticed.
 
     So is a copy that waits because its memory is pageable; a copy to page-locked memory passes.
     """
@@ -186,6 +186,7 @@ def test_the_guard_notices() -> None:
         synchronised,
         mapped,
         lambda: copied_to(pageable),
+        lambda: on_device.mul_(1.0),
     ):
         with pytest.raises((RuntimeError, GuardViolation)), guarded():
             offence()

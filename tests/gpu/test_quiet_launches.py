@@ -178,7 +178,7 @@ def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> N
 
 
 def test_moondream3_is_quiet() -> None:
-    """With experts and gains, in single steps and in loops."""
+    """With experts and gains, in single steps, in loops and in a long prompt."""
     config = EngineConfig(
         model="moondream3",
         random_weights=True,
@@ -204,6 +204,12 @@ def test_moondream3_is_quiet() -> None:
         for index in range(ROWS):
             scheduler.abort(RequestKey(str(index)))
         scheduler.drain()
+    sequence = asking(assembly, "long", LONG * 18)
+    scheduler = assembly.scheduler(Decodes(), pipeline_depth=2)
+    scheduler.submit(sequence)
+    with guarded():
+        scheduler.drain()
+    assert sequence.num_committed > 0
     close(assembly)
 
 

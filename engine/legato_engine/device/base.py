@@ -102,6 +102,10 @@ class Stream(Protocol):
         """
         ...
 
+    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy likewise, between matrices of one shape whose rows may be apart."""
+        ...
+
     def record(self, reuse: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event after earlier work, in `reuse` if it has no other user."""
         ...

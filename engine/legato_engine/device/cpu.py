@@ -58,6 +58,8 @@ class CpuStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._queue.put(functools.partial(_copy, destination, source))
 
+    copy_rows = copy
+
     def record(self, reuse: DeviceEvent | None = None) -> CpuEvent:
         event = CpuEvent()
         self._queue.put(event)

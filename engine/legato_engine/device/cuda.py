@@ -110,8 +110,20 @@ class CudaStream:
         (result,) = runtime.cudaMemcpyAsync(
             destination.data_ptr(), source.data_ptr(), source.nbytes, _ANY_DIRECTION, self._handle
         )
-        if result != runtime.cudaError_t.cudaSuccess:
-            raise InternalError(f"a copy cannot be started: {result.name}")
+        _check_started(result)
+
+    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy through CUDA, for which torch needs memory and a kernel."""
+        assert destination.shape == source.shape, "matrices of different shapes"
+        assert destination.stride(1) == source.stride(1) == 1, "rows that are not contiguous"
+        num_rows, width = source.shape[0], source.shape[1] * source.element_size()
+        places = []
+        for each in (destination, source):
+            places += [each.data_ptr(), max(each.stride(0) * each.element_size(), width)]
+        (result,) = runtime.cudaMemcpy2DAsync(
+            *places, width, num_rows, _ANY_DIRECTION, self._handle
+        )
+        _check_started(result)
 
     def record(self, reuse: DeviceEvent | None = None) -> CudaEvent:
         event = reuse if isinstance(reuse, CudaEvent) else CudaEvent(self._clock)
@@ -178,6 +190,11 @@ def no_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _check_started(result: runtime.cudaError_t) -> None:
+    if result != runtime.cudaError_t.cudaSuccess:
+        raise InternalError(f"a copy cannot be started: {result.name}")
 
 
 def timing_event() -> torch.cuda.Event:

@@ -251,6 +251,11 @@ def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
     return reference.route(logits_TX, num_active)
 
 
+def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Return whether `experts` of such tokens reads nothing on the host, capturable or not."""
+    return grouped.can_group(x_TD, up, down)
+
+
 def experts(
     x_TD: torch.Tensor,
     routes: Routes,

@@ -1,7 +1,7 @@
 """Low-rank adapters in device slots at fixed addresses.
 
 Shape legend: L layers, S slots, R ranks, I and O a map's inputs and outputs, T tokens, W any width;
-X experts, Q ranks of one.
+X experts, Q ranks of one; N layers, or experts of one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from legato_engine.device.base import Stream
 from legato_engine.kernels import ops
 from legato_engine.kernels.parameters import (
     AdapterRows,
@@ -111,7 +112,7 @@ BlockAdapters = LayerAdapters | ExpertAdapters
 class AdapterBank:
     """Slots for adapters up to `max_rank`; slot 0 means no adapter and stays zero.
 
-    All methods run on the compute stream.
+    All methods but `write` run on the compute stream.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class AdapterBank:
         """Each slot's own rank."""
         self.expert_rank_S = like.new_zeros(slots, dtype=torch.int64)
         """Each slot's rank for one expert."""
+        self._numbers = torch.arange(max_rank + 1, device=like.device)
         self.max_rank = max_rank
         self.ranks = _doubling(max_rank)
         """The ranks of captured launches, ascending."""
@@ -145,15 +147,20 @@ class AdapterBank:
     def values_per_slot(self) -> int:
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
-    def write(self, slot: int, adapter: AdapterWeights) -> None:
-        """Fill a slot that no earlier launch reads."""
+    def write(self, slot: int, adapter: AdapterWeights, stream: Stream) -> None:
+        """Enqueue copies to a slot that no earlier launch reads, zeros from slot 0 among them."""
         for slots, own in zip(self.weights.tensors, adapter.tensors, strict=True):
-            room, rank = slots[:, slot], own.shape[-2]
-            room[..., :rank, :].copy_(own, non_blocking=True)
-            room[..., rank:, :].zero_()
-        self.rank_S[slot] = adapter.rank
+            room, zeros = slots[:, slot], slots[:, 0]
+            if own.dim() == 3:
+                _fill(room, own, zeros, stream)
+                continue
+            for layer in zip(room, own, zeros, strict=True):
+                _fill(*layer, stream)
+        ranks = [(self.rank_S, adapter.rank)]
         if self._sizes.experts is not None:
-            self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
+            ranks.append((self.expert_rank_S, self._sizes.experts.rank(adapter.rank)))
+        for rank_S, rank in ranks:
+            stream.copy(rank_S[slot : slot + 1], self._numbers[rank : rank + 1])
 
     def bucket(self, rank: int) -> int:
         """Return the captured rank for a rank, 0 for none."""
@@ -189,6 +196,17 @@ class AdaptedRows:
             for stack in weights.experts.values()
         )
         return ExpertAdapters(up, down, self.expert_rows)
+
+
+def _fill(
+    room_NRW: torch.Tensor, own_NRW: torch.Tensor, zeros_NRW: torch.Tensor, stream: Stream
+) -> None:
+    rank = own_NRW.shape[1]
+    parts = [(room_NRW[:, :rank], own_NRW)]
+    if rank < room_NRW.shape[1]:
+        parts.append((room_NRW[:, rank:], zeros_NRW[:, rank:]))
+    for to, source in parts:
+        stream.copy_rows(*(each.view(len(each), -1) for each in (to, source)))
 
 
 def _doubling(most: int) -> tuple[int, ...]:

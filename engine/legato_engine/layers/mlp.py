@@ -125,6 +125,10 @@ class MoE(nn.Module):
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
 
+    def runs_grouped(self, like_TD: torch.Tensor) -> bool:
+        """Return whether many tokens like these are grouped products, which can be captured."""
+        return ops.can_group(like_TD, self.fc1.weights(), self.fc2.weights())
+
     def use_codes(self, kind: WeightKind) -> None:
         self.fc1.use_codes(kind)
         self.fc2.use_codes(kind)

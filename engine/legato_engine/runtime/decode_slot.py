@@ -24,6 +24,7 @@ from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, si
 from legato_engine.runtime.descriptors import NO_DRAFTS, WORDS
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
+from legato_engine.scheduler.batch import ScheduledSequence
 from legato_engine.speculation import AcceptanceCounts, BlockPolicy, TokenBudgetPolicy
 
 MAX_PASSES = 14
@@ -485,6 +486,13 @@ class Resources:
 
     def rank(self, adapter_rank: int) -> int:
         return 0 if self.bank is None else self.bank.bucket(adapter_rank)
+
+    def write_adapter(self, row: ScheduledSequence) -> None:
+        """Enqueue the copy of a row's adapter, if its slot does not have it yet."""
+        adapter = row.sequence.inputs.adapter
+        if row.work.write_adapter and adapter is not None:
+            assert self.bank is not None, f"adapter {adapter.key} without an adapter bank"
+            self.bank.write(row.sequence.adapter.slot, adapter.weights, self.compute)
 
     def adapters(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows | None:
         if not rank:

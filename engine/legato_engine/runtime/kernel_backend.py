@@ -1,27 +1,22 @@
-"""Backend of CUDA kernels: decode steps, prefill passes and long prompts."""
+"""Backend of CUDA kernels: decode steps and prefill passes."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-import torch
-
 from legato_engine.device.base import DeviceEvent
-from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.base import StepInputs, StepKernels
-from legato_engine.models.paged_attention import Chunk
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.buffers import StagingBuffer
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, Resources, StepLayout
 from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graphs import Work
+from legato_engine.runtime.prompts import CapturedPrompts
 from legato_engine.runtime.sampler import LogprobStep
 from legato_engine.runtime.staging import (
     Changes,
@@ -31,7 +26,6 @@ from legato_engine.runtime.staging import (
     cut_passes,
     preparation,
     stage_pass,
-    stage_tokens,
 )
 from legato_engine.runtime.torch_backend import (
     CHUNK,
@@ -66,14 +60,7 @@ class StepWorks:
             self._drafting = DraftingDecode(resources, _layouts(resources.buckets))
 
     def prepare(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
-        buffers, kv = self._slots[slot], self._resources.kv
-
-        def admit() -> None:
-            self._state.admit(buffers)
-            ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
-
-        changes = Changes(grows, places)
-        return preparation(self._resources, slot, changes, admit if admits else None)
+        return preparation(self._resources, slot, Changes(grows, places), admits=admits)
 
     def drafting(self, slot: int, adapted: bool, forces: bool) -> Work:
         assert self._drafting is not None, "only draft tokens are placed by the device"
@@ -155,103 +142,14 @@ def _layouts(buckets: Sequence[int]) -> list[StepLayout]:
     ]
 
 
-# ---------------------------------------------------------------- long prompts
-
-# Prompts of more tokens than steps are worth, in passes of one shape over the matrix library.
-#
-# Each pass is captured once, reads its place from a cursor on the device and moves that on, so a
-# prompt is a copy and as many launches as it has passes of `CHUNK` tokens, without allocations; the
-# last is padded.
-#
-# Shape legend: T tokens of a pass, M pages of a row.
-
-_START, _LEFT, _FIRST = 0, 1, 2
-
-
-class LongPrompts:
-    """Runs the prompt of a launch that has no other; its last position's outputs are row 0's."""
-
-    def __init__(self, resources: Resources) -> None:
-        device = resources.device
-        most = resources.model.max_context
-        self._lengths = [*range(CHUNK, most, CHUNK), most]
-        self._ranks = (0,) if resources.bank is None else (0, resources.bank.ranks[-1])
-        self._resources = resources
-        self._model = resources.model
-        self._offset_T = torch.arange(CHUNK, device=device.torch_device)
-        self._staged = [
-            StagingBuffer(
-                device,
-                {
-                    "cursor": ((3,), torch.int64),  # position, tokens left, token of the prompt
-                    "row": ((1,), torch.int64),
-                    "token": ((most,), torch.int64),
-                    "payload": ((most, 2), torch.float32),
-                },
-            )
-            for _ in resources.slots
-        ]
-
-    def warm_up(self) -> None:
-        for slot, staged in enumerate(self._staged):
-            staged.host["row"][0] = self._resources.state.scratch_row
-            staged.upload(self._resources.compute)
-            for rank, length in product(self._ranks, self._lengths):
-                self._resources.graphs.run(self._work, slot, rank, length)
-
-    def run(self, slot: int, prompt: ScheduledPrompt, *, adapted: bool) -> None:
-        """Enqueue it; its row is admitted."""
-        staged, count = self._staged[slot], len(prompt.tokens)
-        staged.host["cursor"][:] = prompt.start, count, 0
-        staged.host["row"][0] = prompt.row
-        stage_tokens(staged.host, 0, prompt.tokens)
-        staged.upload(self._resources.compute)
-        rank = self._ranks[-1] if adapted else 0
-        for first in range(0, count, CHUNK):
-            end = prompt.start + min(first + CHUNK, count)
-            length = self._lengths[bisect.bisect_left(self._lengths, end)]
-            self._resources.graphs.run(self._work, slot, rank, length)
-
-    def _work(self, slot: int, rank: int, length: int) -> Work:
-        """Make a pass over tokens of a sequence that has up to `length` positions so far."""
-        resources, buffers = self._resources, self._resources.slots[slot]
-        model, kv, state = resources.model, resources.kv, resources.state
-        staged = self._staged[slot].device
-        cursor_3, row_1 = staged["cursor"], staged["row"]
-        step_3 = torch.tensor([CHUNK, -CHUNK, CHUNK], device=cursor_3.device)
-        num_pages = -(-length // kv.page_size)
-
-        def work() -> None:
-            real_T = self._offset_T < cursor_3[_LEFT]
-            positions_T = (cursor_3[_START] + self._offset_T).masked_fill(~real_T, 0)
-            at_T = (cursor_3[_FIRST] + self._offset_T).masked_fill(~real_T, 0)
-            pages_M = state.page_table_RM[row_1][0, :num_pages]
-            chunk = Chunk(
-                cursor_3[: _LEFT + 1],
-                positions_T,
-                pages_M[positions_T // kv.page_size].masked_fill(~real_T, 0),
-                pages_M,
-                resources.adapters(state.adapter_slot_R[row_1], rank),
-            )
-            x_TD = model.embed(staged["token"][at_T], staged["payload"][at_T])
-            hidden_TD = self._model.prefill_chunk(x_TD, chunk, kv)
-            last_1 = (cursor_3[_LEFT : _LEFT + 1] - 1).clamp(0, CHUNK - 1)
-            hidden_1D = hidden_TD.index_select(0, last_1)
-            buffers.hidden_RD[:1].copy_(hidden_1D)
-            buffers.logits_RV[:1].copy_(model.logits(hidden_1D))
-            cursor_3.add_(step_3)
-
-        return work
-
-
 # ---------------------------------------------------------------- kernel backend
 
-# The backend of a model's CUDA kernels. Every shape is a captured graph, prefills included, except
-# long prompts of models without `chunks` (Moondream 3) and the writes of adapters.
+# The backend of a model's CUDA kernels. Every shape is a captured graph, prefills included.
 #
 # A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 # costs and has the same bits; so does an answer of any length after a preemption. Prompts share
-# such steps, and decodes join the last one, so that none pays alone for reading the weights.
+# such steps, and decodes join the last one, so that none pays alone for reading the weights. A
+# longer prompt is alone, in captured passes of one size over the matrix library.
 #
 # A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
 # prefixes are one graph for each rank.
@@ -279,7 +177,8 @@ class KernelBackend:
         chunk_above = min(MAX_PASSES * max_tokens, model.max_context)
         self._long = None
         if model.has_prefill_chunks and chunk_above < model.max_context:
-            self._long = LongPrompts(resources)
+            lengths = [*range(CHUNK, model.max_context, CHUNK), model.max_context]
+            self._long = CapturedPrompts(resources, (CHUNK,), lengths)
         self.limits = BatchLimits(
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * max_tokens, model.max_context),
@@ -407,16 +306,14 @@ class KernelBackend:
 
     def _run_prefix(self, slot: int, index: int, row: ScheduledSequence) -> None:
         """Write an adapter, and a missing prefix that neither steps nor an encoder compute."""
-        compute, buffers = self._resources.compute, self._slots[slot]
-        if row.work.write_adapter:
-            compute.submit(PrefillStep(self._resources, buffers, row).write_adapter)
+        self._resources.write_adapter(row)
         if row.work.compute_pages and row.sequence.inputs.image is not None and not row.encodes:
-            step = PrefillStep(self._resources, buffers, row, index=index)
-            compute.submit(step.run_prefix)
+            step = PrefillStep(self._resources, self._slots[slot], row, index=index)
+            self._resources.compute.submit(step.run_prefix)
 
     def _run_long(self, slot: int, row: ScheduledSequence, prompt: ScheduledPrompt) -> None:
         if self._long is not None:
-            self._long.run(slot, prompt, adapted=bool(row.sequence.adapter.key))
+            self._long.run(slot, 0, prompt, 0, adapted=bool(row.sequence.adapter.key))
             return
         alone = row._replace(num_tokens=row.num_tokens - _num_answer(row))
         step = PrefillStep(self._resources, self._slots[slot], alone)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from legato_engine.device.base import Stream
+from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import NOT_BEHIND, place_behind
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources
 from legato_engine.runtime.descriptors import NO_DRAFTS, UNDER_PRESSURE
@@ -193,22 +194,22 @@ def upload_step(slot: DecodeSlot, changes: Changes, stream: Stream) -> None:
     slot.staged.upload_from(slot.grown if changes.grows else first, stream)
 
 
-def preparation(
-    resources: Resources, slot: int, changes: Changes, admit: Work | None = None
-) -> Work:
-    """Add the pages that begin, admit prompts by `admit`, and place rows behind the loop.
+def preparation(resources: Resources, slot: int, changes: Changes, *, admits: bool) -> Work:
+    """Add the pages that begin, admit prompts, and place rows behind the loop.
 
+    A prompt's copy of a page that it shares in part is made here, because it writes to the rest.
     The staged inputs are uploaded; rows are placed once those of the forward are. Can be captured.
     """
-    state, buffers = resources.state, resources.slots[slot]
+    state, kv, buffers = resources.state, resources.kv, resources.slots[slot]
     staged, index_B = buffers.staged.device, buffers.behind.device["index"]
     next_B = resources.slots[1 - slot].staged.device["position"]
 
     def work() -> None:
         if changes.grows:
             state.grow(buffers)
-        if admit is not None:
-            admit()
+        if admits:
+            state.admit(buffers)
+            ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
         if changes.places:
             place_behind(staged, next_B, index_B, state.scratch_row)
 

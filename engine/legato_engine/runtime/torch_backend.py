@@ -7,22 +7,29 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Sequence as Many
-from itertools import product, starmap
+from itertools import product
 
 import torch
 
-from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.proposer import UNKNOWN
-from legato_engine.models.base import Adapter, Model
+from legato_engine.models.base import Model
 from legato_engine.models.paged_attention import DecodeBatch, PrefillSpan, VisualRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR, NO_DRAFTS, initial_descriptor
 from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.graphs import Work
+from legato_engine.runtime.prompts import CapturedPrompts
 from legato_engine.runtime.sampler import LogprobStep, greedy, sample
-from legato_engine.runtime.staging import Changes, bucket_for, preparation, stage_step, stage_tokens
+from legato_engine.runtime.staging import (
+    Changes,
+    ScheduledPrompt,
+    bucket_for,
+    preparation,
+    stage_step,
+    stage_tokens,
+)
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey, VisualInputs
 from legato_engine.speculation import INITIAL_RATE, BlockPolicy
@@ -292,25 +299,8 @@ class PrefillStep:
         self._prefix = row.work
         self._start = row.position
         self._num_pages = len(row.sequence.pages.ids)
-        self._adapter_slot = row.sequence.adapter.slot
-        self._adapter: Adapter | None = (
-            row.sequence.inputs.adapter if row.work.write_adapter else None
-        )
         slot_1 = slot.prompt.device["adapter_slot"][index : index + 1]
         self._adapters = resources.adapters(slot_1, resources.rank(row.sequence.adapter.rank))
-
-    def __call__(self) -> None:
-        self.write_adapter()
-        if self._prefix.compute_pages:
-            self.run_prefix()
-        self.copy_tail()
-        self.run_prompt()
-
-    def write_adapter(self) -> None:
-        if self._adapter is not None:
-            bank = self._resources.bank
-            assert bank is not None, f"adapter {self._adapter.key} without an adapter bank"
-            bank.write(self._adapter_slot, self._adapter.weights)
 
     def run_prefix(self) -> None:
         """BOS, and the image if there is one."""
@@ -319,12 +309,6 @@ class PrefillStep:
         pages = pages[: len(self._prefix.compute_pages)]
         span = PrefillSpan(0, pages, bidirectional=True, adapters=self._adapters)
         self._model.cache_span(x_PD, span, self._kv)
-
-    def copy_tail(self) -> None:
-        """Copy a page that is shared only in part, because the sequence writes to the rest."""
-        if self._prefix.copy_tail is not None:
-            copied_12 = self._slot.prompt.device["copied"][self._index : self._index + 1]
-            ops.copy_pages(self._kv.k_LNHSE, self._kv.v_LNHSE, copied_12)
 
     def run_long_prompt(self) -> None:
         """Run the prompt, after BOS if the prefix is missing and has no image."""
@@ -361,11 +345,15 @@ class PrefillStep:
 
 
 class TorchBackend:
-    """Backend for CPUs and for GPUs without kernels for the model; prefills run eagerly."""
+    """Backend for CPUs and for GPUs without kernels for the model.
+
+    Prefixes run eagerly, and so do prompts on a CPU and prompts with images.
+    """
 
     def __init__(self, resources: Resources) -> None:
         self.buckets = resources.buckets
-        chunk = CPU_CHUNK if resources.device.torch_device.type == "cpu" else CHUNK
+        on_cpu = resources.device.torch_device.type == "cpu"
+        chunk = CPU_CHUNK if on_cpu else CHUNK
         self.limits = BatchLimits(
             resources.slots[0].max_prompts,
             tokens=min(CHUNK, resources.model.max_context),
@@ -379,6 +367,9 @@ class TorchBackend:
         self._resources = resources
         self._slots = resources.slots
         self._graphs = resources.graphs
+        self._prompts = None
+        if resources.model.has_prefill_chunks and not on_cpu:
+            self._prompts = CapturedPrompts.of_any_length(resources, CHUNK)
         self._drafting = None
         self._forcing = (False,) if resources.state.drafts is None else (False, True)
         if resources.state.drafts is not None:
@@ -390,8 +381,8 @@ class TorchBackend:
         on_cpu = self._resources.device.torch_device.type == "cpu"
         buckets = self.buckets[:1] if on_cpu else self.buckets
         for slot in range(len(self._slots)):
-            for changes in starmap(Changes, product((False, True), repeat=2)):
-                self.prepare(slot, changes)
+            for grows, places, admits in product((False, True), repeat=3):
+                self._prepare(slot, Changes(grows, places), admits=admits)
             for bucket in buckets:
                 for rank, forces in product(self._resources.ranks, self._forcing):
                     self.decode(slot, bucket, rank, bucket, forces=forces)
@@ -399,6 +390,8 @@ class TorchBackend:
                     self.sample(slot, bucket, sampled=sampled, payload=payload)
                 for payload, alternatives in product((False, True), repeat=2):
                     self.logprobs(slot, bucket, payload=payload, alternatives=alternatives)
+        if self._prompts is not None:
+            self._prompts.warm_up()
 
     def decode(
         self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
@@ -415,8 +408,11 @@ class TorchBackend:
         return "needs kernels for the model"
 
     def prepare(self, slot: int, changes: Changes) -> None:
-        if any(changes):
-            self._graphs.run(self._prepare_work, slot, *changes)
+        self._prepare(slot, changes, admits=False)
+
+    def _prepare(self, slot: int, changes: Changes, *, admits: bool) -> None:
+        if any(changes) or admits:
+            self._graphs.run(self._prepare_work, slot, *changes, admits)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
@@ -455,14 +451,10 @@ class TorchBackend:
         if decodes:
             stage_step(buffers, decodes, bucket, state.scratch_row)
         buffers.staged.upload_from(buffers.prompt, compute)
-        compute.submit(lambda: state.admit(buffers))
-        self.prepare(slot, changes)
-        if decodes:
-            self.decode(slot, bucket, rank, bucket)
-        first = 0
+        steps, first = list[PrefillStep](), 0
         for index, row in enumerate(prompts):
             output = len(decodes) + index
-            compute.submit(
+            steps.append(
                 PrefillStep(
                     self._resources,
                     buffers,
@@ -474,6 +466,20 @@ class TorchBackend:
                 )
             )
             first += row.num_tokens
+            self._resources.write_adapter(row)
+            if row.work.compute_pages:
+                compute.submit(steps[-1].run_prefix)
+        self._prepare(slot, changes, admits=True)
+        if decodes:
+            self.decode(slot, bucket, rank, bucket)
+        for index, (row, step) in enumerate(zip(prompts, steps, strict=True)):
+            sequence = row.sequence
+            if self._prompts is None or sequence.inputs.visual is not None:
+                compute.submit(step.run_prompt)
+                continue
+            prompt = ScheduledPrompt(sequence.row, row.position, scheduled_tokens(row))
+            adapted, output = bool(sequence.adapter.key), len(decodes) + index
+            self._prompts.run(slot, index, prompt, output, adapted=adapted)
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         """Encode pieces of a visual prompt; other images are cropped on the host."""
@@ -489,8 +495,8 @@ class TorchBackend:
     def _forward_work(self, slot: int, bucket: int, num_groups: int, rank: int) -> Work:
         return DecodeStep(self._resources, self._slots[slot], bucket, rank).forward
 
-    def _prepare_work(self, slot: int, grows: bool, places: bool) -> Work:
-        return preparation(self._resources, slot, Changes(grows, places))
+    def _prepare_work(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
+        return preparation(self._resources, slot, Changes(grows, places), admits=admits)
 
     def _sample_work(
         self, slot: int, bucket: int, sampled: bool, payload: bool, settles: bool = True

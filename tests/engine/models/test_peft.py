@@ -18,6 +18,7 @@ from tests.adapters import ALL, PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import AdaptedModel, AdaptedSession, PagedSession, walk
+from tests.inline_device import InlineStream
 
 MAX_RANK = 16
 TEXT: dict[str, Any] = {
@@ -64,7 +65,7 @@ def bank_of(model, *adapters):
     """A bank with these adapters from slot 1 on."""
     bank = model.adapter_bank(len(adapters), MAX_RANK)
     for slot, adapter in enumerate(adapters, start=1):
-        bank.write(slot, read(model, *adapter.files()).weights)
+        bank.write(slot, read(model, *adapter.files()).weights, InlineStream())
     return bank
 
 
@@ -191,7 +192,7 @@ def test_peft_computes_the_same(models, tmp_path, fields):
         for name in ("adapter_model.safetensors", "adapter_config.json")
     )
     bank = model.adapter_bank(1, MAX_RANK)
-    bank.write(1, read(model, data, said).weights)
+    bank.write(1, read(model, data, said).weights, InlineStream())
     same.check_prefill_and_decode(AdaptedModel(model, bank, [1] * 4), tuned, length=45)
 
 

@@ -53,6 +53,7 @@ from tests.adapters import ALL, PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
+from tests.inline_device import InlineStream
 
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>")
 VOCABULARY = hub_folder.byte_level_tokenizer(also=SPECIALS)
@@ -322,7 +323,7 @@ def test_adapters_have_the_logits_of_merged_weights(tmp_path, kernels):
     bank = model.adapter_bank(1, 8)
     assert bank is not None
     data, settings_ = adapter.files()
-    bank.write(1, model.read_adapter(data, "", 8, settings_).weights)
+    bank.write(1, model.read_adapter(data, "", 8, settings_).weights, InlineStream())
     merged = adapter.merged(theirs)
     for count in (0, 3):
         images = prepared(bundle.frontend, *SHAPES[:count])

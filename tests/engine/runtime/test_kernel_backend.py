@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import cast
@@ -30,6 +31,8 @@ from tests.engine.core.test_memory import Alone, run_all, shared
 from tests.engine.core.world import CONFIG, World, png
 from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
+from tests.gpu.guard import GraphsOnly
+from tests.inline_device import GraphDevice
 
 TEXT = tiny_random_config().text
 NAMES = ("", "x", "", "y", "x")
@@ -400,6 +403,29 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
     first = plans[1].index(parts[1])
     kinds = [bool(plan.decodes) for plan in plans[1][first : first + 5]]
     assert kinds == [False, True, False, True, False]
+
+
+def test_every_launch_is_graphs_and_copies(assembly, monkeypatch):
+    """Nothing else runs of short and long prompts, images and new adapters."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "CHUNK", 32)
+    assembly = dataclasses.replace(assembly, device=GraphDevice())
+    encoder = TorchEncoder(assembly, 1)
+    fused, _ = with_kernels(assembly, buckets=(8,), max_prompts=3, encoder=encoder)
+    run_as_steps(fused, monkeypatch, 32)
+    data = (Path(assembly.config.adapters) / "x.safetensors").read_bytes()
+    tuned, given = assembly.model.read_adapter(data, "x", 16), []
+    for quiet in (True, False):
+        run, made = Run(fused, max_tokens=12), captured(fused.runner)
+        with GraphsOnly("cpu") if quiet else contextlib.nullcontext():
+            for question in ("x", "x" * 60):
+                run.submit(f"{question} plain", QuerySpec(question=question))
+                run.submit(f"{question} image", QuerySpec(question=question), 1)
+                run.submit(f"{question} tuned", QuerySpec(question=question), 2, adapter=tuned)
+            run.finish()
+        assert captured(fused.runner) == made
+        given.append(run.answers)
+    assert given[0] == given[1]
 
 
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):

@@ -45,9 +45,12 @@ from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_attention import (
+    Chunk,
     DecodeBatch,
     KVCache,
     PrefillSpan,
+    chunk_attention,
+    chunk_metadata,
     span_attention,
     span_metadata,
     step_attention,
@@ -432,6 +435,11 @@ class DecoderNetwork(nn.Module):
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend, span.adapters)
 
+    def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """Like `prefill`, of fixed shape; can be captured."""
+        where = chunk_metadata(chunk, self.rope).metadata(len(x_TD), kv.page_size)
+        return self._blocks(x_TD, where, kv, chunk_attention(chunk, kv), chunk.adapters)
+
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         if self._on_cpu is not None:
             angles = None
@@ -529,7 +537,9 @@ def _adapted_maps(block: nn.Module) -> list[_AdaptedMap]:
 
 
 class DecoderModel(Model):
-    """A model over a loaded, frozen network, with adapters as its only optional capability."""
+    """A model over a loaded, frozen network, with adapters and captured prompts."""
+
+    has_prefill_chunks = True
 
     def __init__(self, network: DecoderNetwork) -> None:
         config = network.config
@@ -562,6 +572,9 @@ class DecoderModel(Model):
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         return self._network.prefill(x_TD, span, kv)
+
+    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        return self._network.chunk(x_TD, chunk, kv)
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         self._network.prefill(x_TD, span, kv)

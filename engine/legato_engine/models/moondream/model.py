@@ -183,7 +183,7 @@ class MoondreamModel(Model):
         self.kv_scale_L2 = network.text.kv_scales()
         self.num_parameters = network.num_parameters
         self.bos_token = config.tokens.bos
-        self.has_prefill_chunks = text.moe is None
+        self.has_prefill_chunks = network.text.has_chunks
         self._config = config
         self._network = network
         self._tokens = config.tokens

@@ -240,7 +240,7 @@ class TextBlock(nn.Module):
     def _feed_forward(
         self, normed: torch.Tensor, adapters: BlockAdapters | None, *, capturable: bool
     ) -> torch.Tensor:
-        """Run the MLP or experts; only a step may be captured."""
+        """Run the MLP or experts; those of a step are `capturable` on every device."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
             assert not isinstance(adapters, LayerAdapters), "experts have adapters of their own"
@@ -347,6 +347,12 @@ class Text(nn.Module):
     def runs_by_library(self) -> bool:
         return self._on_cpu is not None
 
+    @property
+    def has_chunks(self) -> bool:
+        """Return whether `chunk` reads nothing on the host, as experts in groups do not."""
+        experts = (module for module in self.modules() if isinstance(module, MoE))
+        return all(each.runs_grouped(self.wte) for each in experts)
+
     def count_apart(self) -> None:
         """Clear the tile counters of `cache_stacked` at once; then only one such pass may run.
 
@@ -415,7 +421,7 @@ class Text(nn.Module):
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
-        """Like `prefill`, of fixed shape; can be captured without experts."""
+        """Like `prefill`, of fixed shape; can be captured if `has_chunks`."""
         where, attend = chunk_metadata(chunk, self.rope), chunk_attention(chunk, kv)
         positions_T, count = chunk.positions_T, len(self.blocks)
         return _sum(self._blocks(count, x_TD, where, positions_T, kv, attend, chunk.adapters))

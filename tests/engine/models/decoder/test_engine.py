@@ -16,7 +16,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.base import Model
 from legato_engine.models.decoder.families import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
-from legato_engine.models.paged_attention import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
@@ -155,7 +155,7 @@ def test_a_folder_of_adapters_is_refused_by_a_model_without(phi_folder, tmp_path
 
 
 def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
-    """No operation of a decode step waits for a value, so that it can be captured.
+    """No operation of a decode step or a pass of a prompt waits for a value to be captured.
 
     Torch's fake GPU knows shapes and devices, and refuses to give values.
     """
@@ -177,10 +177,12 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
         one_slot = bank.rows(tokens_B[:1], bank.max_rank)
         span = PrefillSpan(0, table_BM[0], bidirectional=False, adapters=one_slot)
         assert model.prefill(hidden_BD, span, kv).shape == hidden_BD.shape
+        chunk = Chunk(tokens_B[:2], tokens_B, tokens_B, table_BM[0], one_slot)
+        assert model.prefill_chunk(hidden_BD, chunk, kv).shape == hidden_BD.shape
         assert model.logits(hidden_BD).shape == (4, model.vocab_size)
         assert model.logits(hidden_BD).device.type == "cuda"
         assert not model.has_value_heads, "nor is there a value head that could read one"
-        assert not model.has_prefill_chunks
+        assert model.has_prefill_chunks
         assert not model.own_threads
         assert model.step_kernels(kv, None) is None
         assert model.image_encoder(CpuDevice(1).pinned, 1) is None

@@ -24,6 +24,7 @@ from tests.adapters import (
     torch_file,
 )
 from tests.engine.models.paged_session import AdaptedSession, PagedSession, walk
+from tests.inline_device import InlineStream
 
 CPU = torch.device("cpu")
 MAX_RANK = 16
@@ -48,7 +49,7 @@ def bank_of(model, *adapters, num_slots=4):
     """A bank with these adapters from slot 1 on."""
     bank = model.adapter_bank(num_slots, MAX_RANK)
     for slot, data in enumerate(adapters, start=1):
-        bank.write(slot, model.read_adapter(data, "", MAX_RANK).weights)
+        bank.write(slot, model.read_adapter(data, "", MAX_RANK).weights, InlineStream())
     return bank
 
 
@@ -97,7 +98,7 @@ def test_a_slot_is_written_over_whole(config, make_model):
     small = safetensors_file(random_adapter(config.text, 4, seed=1))
     large = safetensors_file(random_adapter(config.text, 16, seed=2))
     fresh, used = bank_of(model, small), bank_of(model, large)
-    used.write(1, model.read_adapter(small, "", MAX_RANK).weights)
+    used.write(1, model.read_adapter(small, "", MAX_RANK).weights, InlineStream())
     for ours, theirs in zip(used.weights.tensors, fresh.weights.tensors, strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(used.rank_S, fresh.rank_S)

@@ -38,6 +38,7 @@ from safetensors.torch import save_file
 from tests.adapters import torch_file
 from tests.engine.models.moondream.test_model import best, payload_of, relative_error
 from tests.engine.models.paged_session import PAGE_SIZE, AdaptedSession, PagedSession
+from tests.inline_device import InlineStream
 from tests.reference.cases import leaning
 from tests.reference.moondream3 import config as sizes
 from tests.reference.moondream3 import (
@@ -431,7 +432,7 @@ def test_an_adapter_changes_what_it_changes_in_the_reference(
     tensors = {f"a.lora.{name}": torch.from_numpy(array) for name, array in adapter.items()}
     file = torch_file({"lora_state_dict": tensors})
     bank = both.model.adapter_bank(num_slots=2, max_rank=8)
-    bank.write(1, both.model.read_adapter(file, "", 8).weights)
+    bank.write(1, both.model.read_adapter(file, "", 8).weights, InlineStream())
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
     embeddings_PD = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
     prompt, run = SKILLS[skill]
