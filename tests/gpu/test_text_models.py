@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from legato_engine.device.base import Stream
+from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import HeadPlan
@@ -23,6 +25,7 @@ from legato_engine.types import AnswerFormat, DetectSpec, FinishReason, PointSpe
 from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models.test_qwen3_vl import SHAPES, Row, prepared, task_of
+from tests.inline_device import InlineStream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +61,11 @@ def on_cpu(model: Any) -> Qwen3VLModel:
 def bank_of(model: Any, adapter: PeftAdapter) -> Any:
     """The adapter in the first slot of a bank."""
     bank, (data, said) = model.adapter_bank(1, 8), adapter.files()
-    bank.write(1, model.read_adapter(data, "", 8, said).weights)
+    stream: Stream = InlineStream()
+    if bank.rank_S.is_cuda:
+        torch.cuda.synchronize()
+        stream = CudaDevice(0).compute  # from here on the current one
+    bank.write(1, model.read_adapter(data, "", 8, said).weights, stream)
     return bank
 
 

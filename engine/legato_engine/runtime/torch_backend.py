@@ -473,13 +473,13 @@ class TorchBackend:
         if decodes:
             self.decode(slot, bucket, rank, bucket)
         for index, (row, step) in enumerate(zip(prompts, steps, strict=True)):
-            sequence = row.sequence
-            if self._prompts is None or sequence.inputs.visual is not None:
+            sequence, captured = row.sequence, self._prompts
+            prompt = ScheduledPrompt(sequence.row, row.position, scheduled_tokens(row))
+            if captured is None or sequence.inputs.visual or not captured.takes(prompt):
                 compute.submit(step.run_prompt)
                 continue
-            prompt = ScheduledPrompt(sequence.row, row.position, scheduled_tokens(row))
             adapted, output = bool(sequence.adapter.key), len(decodes) + index
-            self._prompts.run(slot, index, prompt, output, adapted=adapted)
+            captured.run(slot, index, prompt, output, adapted=adapted)
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         """Encode pieces of a visual prompt; other images are cropped on the host."""

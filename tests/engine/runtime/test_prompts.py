@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from legato_engine.core import assembly as assembly_module
+from legato_engine.runtime import prompts
 from legato_engine.runtime.prompts import CapturedPrompts
 from legato_engine.runtime.torch_backend import TorchBackend
 
 from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder, test_decoders
-from tests.gpu.guard import GraphsOnly
+from tests.gpu.guard import GraphsOnly, GuardViolation
 from tests.inline_device import GraphDevice
 
 SIZE = 64
@@ -69,3 +70,16 @@ def test_captured_prompts_answer_as_eager_ones(monkeypatch, model, tmp_path):
                 assert quiet.tokens == answers[0]
     assert answers[:2] == answers[2:]
     assert len({*map(tuple, answers[0].values())}) > 2
+
+
+def test_prompts_run_eagerly_beyond_the_longest_pass(monkeypatch, model):
+    """A prompt's first parts may be captured and its last ones not; tokens stay the same."""
+    answers = []
+    for most in (2048, SIZE):
+        monkeypatch.setattr(prompts, "_MOST_POSITIONS", most)
+        with engine(monkeypatch, *model) as each:
+            answers.append(each.ask(QUESTIONS, max_tokens=8).tokens)
+            if most == SIZE:
+                with GraphsOnly("cpu"), pytest.raises(GuardViolation):
+                    each.ask(QUESTIONS[-1:], max_tokens=8)
+    assert answers[0] == answers[1]
