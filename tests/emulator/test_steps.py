@@ -33,9 +33,8 @@ LAPS = PARTS | {"ff_dim": 9984}
 """A part has more chunks of inputs than their ring has stages."""
 WIDE = SMALL | {"dim": 2048, "ff_dim": 8192, "num_heads": 32}
 """Those of Moondream 3."""
-MAX_RANK = 8
-MAX_SLOT = 2
-"""Adapters of up to that rank."""
+MAX_RANKS = (8, 512)
+"""Of banks of adapters: by dot products, and by tensor cores."""
 
 
 def plain(text: dict[str, int]) -> MoondreamConfig:
@@ -76,8 +75,8 @@ def world(name: str) -> World:
 
 
 @functools.cache
-def with_adapters(name: str) -> Adapted:
-    return test_adapters.with_adapters(world(name), MAX_RANK)
+def with_adapters(name: str, max_rank: int) -> Adapted:
+    return test_adapters.with_adapters(world(name), max_rank)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +150,22 @@ def test_a_step_of_quantised_weights_is_as_exact_as_torch(
     test_kernels.a_row_has_the_same_bits_in_any_batch(quantised, (batch,), rows=(0, batch - 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("batch", [5, 13, 32])
-def test_a_step_with_adapters_is_as_exact_as_torch(name: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch", "max_rank"),
+    [
+        ("plain", 13, 72),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(CONFIGS, (5, 13, 32), MAX_RANKS)
+        ),
+    ],
+)
+def test_a_step_with_adapters_is_as_exact_as_torch(name: str, batch: int, max_rank: int) -> None:
     """Of rows with an adapter and without."""
-    adapted = with_adapters(name)
+    adapted = with_adapters(name, max_rank)
     slots = adapted.slot_R[adapted.world.inputs().row_B[:batch]].tolist()
     assert 0 in slots
-    assert {*slots} == set(range(MAX_SLOT + 1)) or batch < 13
+    assert {*slots} == set(range(len(adapted.bank.rank_S))) or batch < 32
     test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, batch))
 
 
@@ -170,11 +176,22 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     test_kernels.a_row_has_the_same_bits_in_any_batch(world(name), (2, 5, 9, 17))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "max_rank", "batches"),
+    [
+        ("plain", 72, (5,)),
+        *(
+            pytest.param(*each, (2, 5, 9, 17), marks=pytest.mark.slow)
+            for each in itertools.product(CONFIGS, MAX_RANKS)
+        ),
+    ],
+)
+def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(
+    name: str, max_rank: int, batches: tuple[int, ...]
+) -> None:
     """Alone, in any batch, and without an adapter as in a step without adapters."""
-    test_adapters.a_row_has_the_same_bits_whatever_is_beside_it(with_adapters(name), (2, 5, 9, 17))
+    adapted = with_adapters(name, max_rank)
+    test_adapters.a_row_has_the_same_bits_whatever_is_beside_it(adapted, batches)
 
 
 @pytest.mark.slow
@@ -182,5 +199,6 @@ def test_a_step_of_moondream_3s_widths_is_as_exact_as_torch() -> None:
     """With adapters and without; only layers, experts, words and positions are fewer."""
     wide = world_of(WIDEST, CPU)
     test_kernels.a_step_is_as_exact_as_torch(wide, 9)
-    adapted = test_adapters.with_adapters(wide, MAX_RANK)
-    test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 9))
+    for max_rank in MAX_RANKS:
+        adapted = test_adapters.with_adapters(wide, max_rank)
+        test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 9))

@@ -14,6 +14,7 @@ from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda.adapters import MAX_DOT_RANK
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.parameters import AdapterRows, LowRankStack
 from legato_engine.layers.lora import AdapterBank, AdapterWeights
@@ -55,7 +56,8 @@ pytestmark = [
 world = test_kernels.world  # all models
 RANKS = (3, 8, 64, 512)  # of slots 1 to 4
 SHARES = (1, 2, 8, 64)  # the same of one expert
-MAX_RANK = 512
+MAX_RANKS = (MAX_DOT_RANK, 512)
+"""Of banks: by dot products, and by tensor cores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,10 +110,10 @@ def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
     return bank
 
 
-@pytest.fixture(scope="module")
-def adapted(world: World) -> Adapted:
-    """With slots of all ranks."""
-    return with_adapters(world, MAX_RANK)
+@pytest.fixture(scope="module", params=MAX_RANKS)
+def adapted(world: World, request: pytest.FixtureRequest) -> Adapted:
+    """With slots of all ranks up to a bank's."""
+    return with_adapters(world, request.param)
 
 
 def with_adapters(world: World, max_rank: int) -> Adapted:

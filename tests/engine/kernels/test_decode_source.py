@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from legato_engine.kernels.cuda import (
+    adapters,
     capability,
     control_flow,
     draft_layer,
@@ -104,6 +105,8 @@ MOST_REGISTERS = {
     "value_bins": 144,
     "packed_linear": 168,
     "unpack": 48,
+    "shrink": 128,
+    "expand": 128,
 }
 """A thread's, reviewed: on any architecture, for any number of tokens.
 
@@ -302,6 +305,21 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
             usage = usages(code)[kernel]
             assert usage.stack <= MOST_STACK
             assert usage.static <= GAINS_STATIC + 2 * RESERVED
+
+
+@pytest.mark.parametrize(
+    "rank", [512, *(pytest.param(r, marks=pytest.mark.slow) for r in (65, 256))]
+)
+def test_adapters_of_high_rank_compile_without_spills(cache, rank, arch):
+    """Two of their thread blocks run on a multiprocessor."""
+    decode, _ = sizes_of("moondream2")
+    for widths, norm in (((decode.dim, decode.ff_dim), True), ((decode.ff_dim, decode.dim), False)):
+        for constants in adapters.tile_defines(*widths, rank, norm=norm):
+            code = module.compile_source("adapter_tiles.cu", constants, arch)
+            for kernel, usage in usages(code).items():
+                assert usage.stack == 0, kernel
+                assert usage.static <= gpu_of_arch(arch).shared // 2, kernel
+                assert usage.registers <= MOST_REGISTERS[kernel], kernel
 
 
 @pytest.mark.parametrize(
