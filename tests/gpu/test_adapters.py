@@ -12,6 +12,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 from legato_engine.core.requests import make_sequence
+from legato_engine.device.base import Stream
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda.adapters import MAX_DOT_RANK
@@ -41,6 +42,7 @@ from PIL import Image
 from tests.adapters import random_adapter, safetensors_file
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import ROWS, TOKENS, World, chosen, decode_batch, error, read, written
+from tests.inline_device import InlineStream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,8 +85,10 @@ def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
     sizes = [(rank, share) for rank, share in zip(RANKS, SHARES, strict=True) if rank <= max_rank]
     bank = model.adapter_bank(len(sizes), max_rank)
     assert bank is not None
-    torch.cuda.synchronize()
-    stream = CudaDevice(0).compute  # from here on the current one
+    stream: Stream = InlineStream()
+    if world.device.type == "cuda":  # otherwise emulated
+        torch.cuda.synchronize()
+        stream = CudaDevice(0).compute  # from here on the current one
     generator = torch.Generator(world.device).manual_seed(5)
 
     def noise(like_LSRW: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
