@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 _READ_SHARED, _BARRIER_ARRIVAL = 0x984, 0x9A7  # `LDS`, and `SYNCS.ARRIVE`
-_PIECES = {0, 0x200, 0x400, 0x600}  # bytes at which a lane reads its weights of a stage
+_PIECES = {0, 0x200, 0x400, 0x600}  # bytes at which a lane reads its packed weights of a stage
 _SIXTEEN_BYTES = 6
 _NONE = 7
 
@@ -64,10 +64,13 @@ def instructions(code: bytes, kernel: str) -> Iterator[Instruction]:
         )
 
 
-def under_way(kernel: Iterable[Instruction]) -> tuple[int, list[int]]:
+def under_way(
+    kernel: Iterable[Instruction], layouts: Collection[set[int]] = (_PIECES,)
+) -> tuple[int, list[int]]:
     """Return how many stages of weights a kernel reads, and its arrivals before reads are over.
 
-    An arrival is named by its place among the instructions.
+    An arrival is named by its place among the instructions. `layouts` are the bytes at which a lane
+    reads a stage.
     """
     stages, early = 0, []
     pieces: dict[int, set[int]] = {}  # that were read since the last arrival, by their address
@@ -80,7 +83,7 @@ def under_way(kernel: Iterable[Instruction]) -> tuple[int, list[int]]:
             waiting.append(it)
             pieces.setdefault(it.base, set()).add(it.offset)
         elif it.opcode == _BARRIER_ARRIVAL:
-            weights = {base for base, offsets in pieces.items() if offsets == _PIECES}
+            weights = {base for base, offsets in pieces.items() if offsets in layouts}
             stages += len(weights)
             if any(read.base in weights for read in waiting):
                 early.append(place)

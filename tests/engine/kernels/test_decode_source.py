@@ -49,7 +49,7 @@ from legato_engine.kernels.cuda.value_heads import (
     value_argmax_defines,
     value_bins_defines,
 )
-from legato_engine.kernels.map_codes import WeightKind
+from legato_engine.kernels.map_codes import GROUP, WeightKind
 from legato_engine.speculation import (
     NO_COSTS,
     AdaptiveBlockPolicy,
@@ -539,6 +539,33 @@ def test_a_stage_is_let_go_when_its_values_are_there(source):
         assert not early, kernel
 
 
+def row_pieces(rows: TauRows) -> set[int]:
+    """Return the bytes at which a lane reads a stage of rows: of two rows, 16 at a time."""
+    step, pieces = skinny_gemm.WARPS * GROUP * rows.size, rows.size
+    groups = range(0, rows.chunk * rows.size, step)
+    halves = 0, rows.stage // 2
+    return {g + 64 * piece + half for g in groups for piece in range(pieces) for half in halves}
+
+
+def examined_experts(dtype: torch.dtype, tiles: int) -> dict[str, tuple[int, list[int]]]:
+    """As `examined`, of Moondream 3's experts."""
+    sizes = expert_sizes(dtype)
+    dim, inner, size = sizes.decoder.dim, sizes.experts.inner_dim, sizes.experts.weight_bytes
+    layouts = [row_pieces(TauRows(*rows)) for rows in ((dim, size), (inner, size), (dim, 2))]
+    code = module.compile_source("experts.cu", expert_defines(sizes, tiles), "sm_90")
+    kernels = expert_shared(dtype, 8 * tiles)
+    return {kernel: under_way(instructions(code, kernel), layouts) for kernel in kernels}
+
+
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("tiles", TILES)
+def test_a_stage_of_experts_is_let_go_when_its_values_are_there(dtype, tiles):
+    """Likewise; a kernel has products for each number of tiles."""
+    for kernel, (stages, early) in examined_experts(dtype, tiles).items():
+        assert stages > 0, kernel
+        assert not early, kernel
+
+
 def test_a_release_that_waits_for_nothing_is_seen(monkeypatch):
     """Without the values in it the compiler does put an arrival before what waits for reads."""
     texts = dict(module.sources())
@@ -546,3 +573,4 @@ def test_a_release_that_waits_for_nothing_is_seen(monkeypatch):
     texts["stage_ring.cuh"] = texts["stage_ring.cuh"].replace(DEPENDS, "false")
     monkeypatch.setattr(module, "sources", lambda: texts)
     assert any(early for _, early in examined("layer_boundary.cu").values())
+    assert any(early for _, early in examined_experts(torch.bfloat16, 1).values())

@@ -153,6 +153,15 @@ def test_attention_that_is_split_fits_beside_other_kernels(batch):
         assert mine + others + 2 * RESERVED <= PROCESSOR, name
 
 
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_that_is_split_fits_beside_the_experts(dtype, batch):
+    """Likewise for a few rows of Moondream 3, and the gains beside both."""
+    mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch) + GAINS_STATIC
+    for kernel, num_bytes in expert_shared(dtype, batch).items():
+        assert mine + num_bytes + EXPERT_STATIC + 2 * RESERVED <= PROCESSOR, kernel
+
+
 def test_a_warp_has_room_for_what_it_computes():
     """With splits a ring also holds its warp's parts, and those of the lines that it adds up."""
     for splits in attention.SPLITS[1:]:

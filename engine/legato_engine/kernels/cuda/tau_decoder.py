@@ -9,7 +9,8 @@ import torch
 
 from legato_engine.kernels.cuda import capability, skinny_gemm
 from legato_engine.kernels.cuda.adapters import LowRankMaps
-from legato_engine.kernels.cuda.attention import MAX_TOKENS, StepPositions
+from legato_engine.kernels.cuda.attention import MAX_TOKENS, SPLITS, StepPositions
+from legato_engine.kernels.cuda.attention import shared_bytes as attention_shared
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     DecoderSizes,
@@ -34,10 +35,11 @@ MAX_EXPERTS = 64
 MAX_ACTIVE = 8
 
 _BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
+_SPLIT_TOKENS = 2  # whose attention is split on an H200 and leaves room for the experts' kernels
 _BESIDE = 6 * 1024  # left of a smaller GPU's
 _MOST_STAGES, _FEWEST_STAGES = 6, 2
-_STEPS = {1: (8, 3), 2: (16, 2), 3: (16, 2), 4: (16, 2)}
-"""By tiles: tokens of one stage of inputs of `experts_out`, and the number of its stages."""
+_INPUT_STAGES = 3
+"""Stages of inputs of `experts_out`, of a tile each."""
 
 _TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
 
@@ -108,29 +110,32 @@ def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """Return the stages that fit beside inputs and sums, and the bytes of shared memory."""
     rows = TauRows(sizes.decoder.dim, sizes.experts.weight_bytes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
-    return _stages(rows.stage, inputs + _sums(batch))
+    return _stages(batch, rows.stage, inputs + _sums(sizes, batch))
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """Return the stages of the output maps, in memory left by a ring of inputs, sums and terms."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = TauRows(experts.inner_dim, experts.weight_bytes), TauRows(sizes.decoder.dim, 2)
-    tokens, steps = _STEPS[tiles]
     inputs = max(rows.chunk + rows.padding for rows in (down, proj))
-    beside = skinny_gemm.ring(min(batch, tokens) * inputs, steps) + _sums(batch)
+    beside = skinny_gemm.ring(min(batch, 8) * inputs, _INPUT_STAGES) + _sums(sizes, batch)
     terms = 8 * tiles * (experts.num_active + 1) * _TERM
-    return _stages(max(down.stage, proj.stage), beside + terms)
+    return _stages(batch, max(down.stage, proj.stage), beside + terms)
 
 
-def _sums(batch: int) -> int:
-    """Bytes of `StepSums` in experts.cu."""
-    few = skinny_gemm.tiles_for(batch) < skinny_gemm.TILES[-1]
-    return skinny_gemm.block_sums(batch, 2 if few else 1)
+def _sums(sizes: TauSizes, batch: int) -> int:
+    """Bytes of `Blocks` and `RowsOfScales` in experts.cu."""
+    experts, few = sizes.experts, skinny_gemm.tiles_for(batch) == 1
+    scales = experts.num_experts * 16 * 4 if experts.weight_bytes == 1 else 0
+    return skinny_gemm.block_sums(8, 2 if few else 4) + scales
 
 
-def budget() -> int:
-    """Bytes of shared memory of the experts' kernels."""
-    return min(_BUDGET, capability.current_gpu().shared - _BESIDE)
+def budget(batch: int) -> int:
+    """Bytes of shared memory of the experts' kernels; for few tokens attention fits beside them."""
+    most = min(_BUDGET, capability.current_gpu().shared - _BESIDE)
+    if batch > _SPLIT_TOKENS or skinny_gemm.clusters() == 1:
+        return most
+    return most - attention_shared(SPLITS[-1], DEFAULT_STAGES.attend_split, batch)
 
 
 def max_tokens(sizes: TauSizes) -> int:
@@ -143,8 +148,8 @@ def max_tokens(sizes: TauSizes) -> int:
     return max(fits, default=0)
 
 
-def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
-    stages = min(_MOST_STAGES, (budget() - beside - 128) // num_bytes)
+def _stages(batch: int, num_bytes: int, beside: int) -> tuple[int, int]:
+    stages = min(_MOST_STAGES, (budget(batch) - beside - 128) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
@@ -174,7 +179,7 @@ def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
         "ACTIVE": experts.num_active,
         "EXPERT_WEIGHTS": int(experts.weight_kind),
         "MIXED": sizes.decoder.mixed_dim,
-        "INPUT_STAGES": _STEPS[tiles][1],
+        "INPUT_STAGES": _INPUT_STAGES,
         "TILES": tiles,
     }
 
@@ -337,8 +342,8 @@ class _Kernels:
             self.tau_in[routed] = module.kernel("tau_in", shared=shared)
             self.gains = module.kernel("gains")
         module = Module("experts.cu", expert_defines(sizes, tiles))
-        self.up = module.kernel("experts_up", shared=budget())
-        self.out = module.kernel("experts_out", shared=budget())
+        self.up = module.kernel("experts_up", shared=budget(most))
+        self.out = module.kernel("experts_out", shared=budget(most))
 
 
 class TauDecoder(StepDecoder):

@@ -33,7 +33,9 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 3) expert_shrink(
   if (rank >= count) return;
   in.load(x + (i64)(FIRST ? token : pair) * WIDTH, [](const bf16* from) { return load_fresh(from); });
   if (FIRST) {
-    const u32 chosen = choose_experts(logits + token * EXPERTS).expert;
+    Choice choices[1];
+    choose_experts(choices, [&](int) { return logits + token * EXPERTS; });
+    const u32 chosen = choices[0].expert;
     if (rank == 0 && warp == 0 && lane < ACTIVE) experts[token * ACTIVE + lane] = chosen;
     expert = __shfl_sync(~0u, chosen, warp);
     load();

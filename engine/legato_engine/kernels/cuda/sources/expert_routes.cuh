@@ -16,12 +16,14 @@ struct Routes {
   // The workers; logits [B, EXPERTS].
   __device__ __forceinline__ void choose(const float* logits, int batch) {
     const int lane = threadIdx.x % 32;
-    for (int token = threadIdx.x / 32; token < batch; token += WARPS) {
-      const Choice choice = choose_experts(logits + token * EXPERTS);
-      if (lane < ACTIVE) {
-        expert[token * ACTIVE + lane] = choice.expert;
-        share[token * ACTIVE + lane] = choice.share;
-      }
+    const int warp = threadIdx.x / 32;
+    if (warp >= batch) return;
+    Choice choices[TILES];
+    choose_experts(choices, [&](int i) { return logits + min(i * WARPS + warp, batch - 1) * EXPERTS; });
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const int pair = (i * WARPS + warp) * ACTIVE + lane;
+      if (i * WARPS + warp < batch && lane < ACTIVE) expert[pair] = choices[i].expert, share[pair] = choices[i].share;
     }
   }
 

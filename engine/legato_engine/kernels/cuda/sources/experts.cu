@@ -17,39 +17,71 @@ using Proj = Rows<DIM, 2>;
 constexpr float UNIT = EXPERT_WEIGHTS == E4M3 ? LIFT : 1.f;  // of what meets experts' weights
 static_assert(DIM % 64 == 0 && INNER % 64 == 0 && EXPERT_WEIGHTS <= INT8, "unsupported sizes");
 
-__device__ __forceinline__ float to_scale(const float* scale) {
-  return EXPERT_WEIGHTS == BF16 ? 1.f : EXPERT_WEIGHTS == E4M3 ? *scale * LOWER : *scale;
-}
+// The experts' scales of a thread block's 16 rows. Read before anything else, they cost no sum a wait for memory.
+struct RowsOfScales {
+  static constexpr int COUNT = EXPERT_BYTES == 1 ? EXPERTS * 16 : 0, OWN = ceil_div(COUNT, WORKERS);
+  float* shared;
+  float held[OWN + 1];
+
+  __device__ __forceinline__ explicit RowsOfScales(unsigned char* shared) : shared(reinterpret_cast<float*>(shared)) {}
+  // The workers; at(expert, row) points at a scale.
+  template <class At>
+  __device__ __forceinline__ void load(At at) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const int mine = i * WORKERS + threadIdx.x;
+      held[i] = mine < COUNT ? *at(mine / 16, mine % 16) : 0.f;
+    }
+  }
+  // Readers need a barrier afterwards.
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const int mine = i * WORKERS + threadIdx.x;
+      if (mine < COUNT) shared[mine] = held[i] * (EXPERT_WEIGHTS == E4M3 ? LOWER : 1.f);
+    }
+  }
+  __device__ __forceinline__ float of(int expert, int row) const { return COUNT ? shared[expert * 16 + row] : 1.f; }
+};
 
 template <int VALUE>
 struct Number {
   static constexpr int value = VALUE;
 };
 
-// The tile of block `i` that this warp adds up.
-template <int NT>
-__device__ __forceinline__ int tile_of(int i) {
-  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // to balance the work
-}
+// The workers' sums of successive blocks. Two of at most HALF tiles are in progress at once, or a larger one.
+struct Blocks {
+  static constexpr int HALF = TILES < 2 ? 1 : 2;
+  using Sums = float4[2 * HALF][WARPS][32];
+  Sums& sums;
+  int index = 0;
+  bool is_whole = false;  // the last one took all memory
 
-// Of two blocks; with four tiles of one, which leaves more stages of weights.
-struct StepSums {
-  static constexpr int COUNT = TILES < 4 ? 2 : 1;
-  WarpSums<TILES> blocks[COUNT];
-};
-
-// The workers: block `i`'s sums to finish(tile, sum).
-template <int NT, class Finish>
-__device__ __forceinline__ void add_warps(StepSums& sums, int i, const float4 (&sum)[NT], Finish finish) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto& mine = sums.blocks[i % sums.COUNT];
-  if (sums.COUNT == 1 && i > 0) workers_sync();  // the last one is added up
+  __device__ __forceinline__ explicit Blocks(unsigned char* shared) : sums(*reinterpret_cast<Sums*>(shared)) {}
+  // The tile of the current block that this warp adds up, if it has as many.
+  template <int NT>
+  __device__ __forceinline__ int own() const {
+    return (threadIdx.x / 32 - index * NT) & (WARPS - 1);  // to balance the work
+  }
+  // finish(tile, sum) for each tile of a block.
+  template <int NT, class Finish>
+  __device__ __forceinline__ void add(const float4 (&sum)[NT], Finish finish) {
+    constexpr bool WHOLE = NT > HALF;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = own<NT>();
+    if (index > 0 && (WHOLE || is_whole)) workers_sync();  // the last one is added up
+    auto* const mine = sums + (WHOLE ? 0 : index % 2 * HALF);
 #pragma unroll
-  for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
-  workers_sync();
-  const int tile = tile_of<NT>(i);
-  if (tile < NT) finish(tile, mine.total(tile));
-}
+    for (int i = 0; i < NT; i++) mine[i][warp][lane] = sum[i];
+    workers_sync();
+    if (tile < NT) {
+      float4 all = mine[tile][0][lane];
+#pragma unroll
+      for (int from = 1; from < WARPS; from++) ::add(all, mine[tile][from][lane]);
+      finish(tile, all);
+    }
+    index++, is_whole = WHOLE;
+  }
+};
 
 // one(tiles), for the fewest tiles.
 template <class One>
@@ -73,11 +105,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, Up::STAGE / 2), inputs(shared, 1, batch * STRIDE);
-  auto& sums = *reinterpret_cast<StepSums*>(shared);
+  Blocks blocks(shared);
+  RowsOfScales row_scales(shared + sizeof(Blocks::Sums));
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 8;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
   const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
+  const auto index_of = [&](int e, int row) { return (i64)(e * 2 + row / 8) * INNER + first + row % 8; };  // of rows
+  if (warp < WARPS) row_scales.load([&](int e, int row) { return scales + index_of(e, row); });
   __syncthreads();
   if (!change) wait_previous();
   launch_dependents();  // late: for later kernels all that this one waited for has ended
@@ -85,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     produce_tokens(inputs, batch, DIM, STRIDE, keep_policy(), [&](int token) { return normed_x + (i64)token * DIM; });
   } else if (warp < WARPS) {
     routes.choose(logits, batch);
+    row_scales.store();
     routes.group(batch);
   }
   __syncthreads();
@@ -94,10 +130,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const u64 policy = stream_policy();
     for_touched(routes, [&](int e, int) {
       for (int i = 0; i < Up::CHUNKS; i++)
-        produce_rows<Up>(ring, policy, [&](int row) {
-          const i64 half = row < 8 ? 0 : INNER;
-          return weights + (((i64)e * 2 * INNER + half + first + row % 8) * DIM + i * Up::CHUNK) * EXPERT_BYTES;
-        });
+        produce_rows<Up>(
+            ring, policy, [&](int row) { return weights + (index_of(e, row) * DIM + i * Up::CHUNK) * EXPERT_BYTES; });
     });
     copies_landed();
     return;
@@ -105,9 +139,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   if (blockIdx.x == 0)
     for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS)
       experts[pair] = routes.expert[pair], shares[pair] = routes.share[pair];
-  const int inner_row = first + Up::row(g);
+  const int row = Up::row(g), inner_row = first + row;
   barrier_wait(inputs.full, 0);
-  int block = 0;
   for_touched(routes, [&](int e, int count) {
     by_tiles(count, [&](auto tiles) {
       constexpr int NT = tiles.value;
@@ -119,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       }
       // Prefetched: of u and g, for two tokens.
       float more[2][2] = {};
-      const int own = tile_of<NT>(block);
+      const int own = blocks.own<NT>();
       const auto fetch = [&] {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -131,21 +164,21 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
           more[1][j] = load_fresh_f32(change + (i64)pair * 2 * INNER + INNER + inner_row);
         }
       };
-      if (adapted && block > 0) fetch();
+      if (adapted && blocks.index > 0) fetch();
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
-        const auto* stage = reinterpret_cast<const unsigned char*>(ring.get());
-        ring.release(multiply_rows<Up, EXPERT_WEIGHTS>(sum, stage, from).weights);
+        const HeldRows<Up, EXPERT_WEIGHTS> held(ring.get());
+        ring.release(held.read());
+        multiply_rows(sum, held, from);
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
-      const float* scale = scales + (i64)e * 2 * INNER + inner_row;
-      if (change && block == 0) {
+      if (change && blocks.index == 0) {
         wait_previous();
         fetch();
       }
-      add_warps(sums, block, sum, [&](int tile, float4 all) {
-        const float u_scale = to_scale(scale), gate_scale = to_scale(scale + INNER);
+      blocks.add(sum, [&](int tile, float4 all) {
+        const float u_scale = row_scales.of(e, row), gate_scale = row_scales.of(e, row + 8);
         const float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -155,20 +188,16 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
           inner[(i64)routes.pairs[e][slot] * INNER + inner_row] = to_bf16(gelu_exact(up) * by * UNIT);
         }
       });
-      block++;
     });
   });
 }
 
-// Tokens of one stage of inputs.
-constexpr int STEP = TILES < 2 ? 8 : 16;
-
-// One warp; at(i, token) points at inputs of the i-th stage.
+// One warp; at(i, token) points at inputs of the i-th stage of weights, which meets a tile after the other.
 template <class R, class At>
 __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy, At at) {
   for (int i = 0; i < R::CHUNKS; i++)
-    for (int first = 0; first < count; first += STEP)
-      produce_tokens(ring, min(STEP, count - first), R::CHUNK, R::CHUNK + R::PADDING, policy, [&](int token) {
+    for (int first = 0; first < count; first += 8)
+      produce_tokens(ring, min(8, count - first), R::CHUNK, R::CHUNK + R::PADDING, policy, [&](int token) {
         return at(i, first + token);
       });
 }
@@ -176,30 +205,19 @@ __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy,
 // The workers.
 template <class R, int KIND, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
-  constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
   const int g = threadIdx.x % 32 / 4;
   for (int i = 0; i < R::CHUNKS; i++) {
-    const unsigned char* stage = reinterpret_cast<const unsigned char*>(ring.get());
-    u32 read = 0;
+    const HeldRows<R, KIND> held(ring.get());
+    ring.release(held.read());
 #pragma unroll
-    for (int first = 0; first < NT; first += FEW) {
-      const int left = count - first * 8;
+    for (int tile = 0; tile < NT; tile++) {
+      const int left = count - tile * 8;
       if (left <= 0) break;
-      const bf16 *tokens = inputs.get(), *from[FEW];
-      float4 part[FEW];
-#pragma unroll
-      for (int tile = 0; tile < FEW; tile++) {
-        from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::PADDING);
-        part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
-      }
-      const Reads reads = multiply_rows<R, KIND>(part, stage, from);
-      read |= reads.weights;
-#pragma unroll
-      for (int tile = 0; tile < FEW; tile++)
-        if (first + tile < NT) sum[first + tile] = part[tile];
-      inputs.release(reads.tokens);
+      const bf16* from[1] = {inputs.get() + min(g, left - 1) * (R::CHUNK + R::PADDING)};
+      float4 part[1] = {sum[tile]};
+      inputs.release(multiply_rows(part, held, from));
+      sum[tile] = part[0];
     }
-    ring.release(read);
   }
 }
 
@@ -219,19 +237,22 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
                                                                                       : Down::CHUNK + Down::PADDING;
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
-  Ring ring(shared, stages, MOST / 2), inputs(shared, INPUT_STAGES, min(batch, STEP) * MOST_INPUTS);
-  auto& sums = *reinterpret_cast<StepSums*>(shared);
-  auto& terms = *reinterpret_cast<Terms*>(shared + sizeof(sums));
+  Ring ring(shared, stages, MOST / 2), inputs(shared, INPUT_STAGES, min(batch, 8) * MOST_INPUTS);
+  Blocks blocks(shared);
+  auto& terms = *reinterpret_cast<Terms*>(shared + sizeof(Blocks::Sums));
+  RowsOfScales row_scales(shared + sizeof(Blocks::Sums) + sizeof(Terms));
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 16;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
   const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   if (warp < WARPS) {
+    row_scales.load([&](int e, int row) { return scales + (i64)e * DIM + first + row; });
     for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) {
       routes.expert[pair] = (int)load_fresh_u32(experts + pair);
       routes.share[pair] = load_fresh_f32(shares + pair);
     }
     routes.group(batch);
+    row_scales.store();
   }
   __syncthreads();
   launch_dependents();
@@ -262,15 +283,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     copies_landed();
     return;
   }
-  int block = 0;
   for_touched(routes, [&](int e, int count) {
     by_tiles(count, [&](auto tiles) {
       float4 sum[tiles.value] = {};
       multiply_stages<Down, EXPERT_WEIGHTS>(ring, inputs, sum, count);
-      const int row = Down::row(g);
-      const float* scale = scales + (i64)e * DIM + first + row;
-      add_warps(sums, block, sum, [&](int tile, float4 all) {
-        const float low_scale = to_scale(scale), high_scale = to_scale(scale + 8);
+      blocks.add(sum, [&](int tile, float4 all) {
+        const int row = Down::row(g);
+        const float low_scale = row_scales.of(e, row), high_scale = row_scales.of(e, row + 8);
         const float low[2] = {all.x * low_scale, all.y * low_scale}, high[2] = {all.z * high_scale, all.w * high_scale};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -281,12 +300,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
           out[row + 8] = high[j];
         }
       });
-      block++;
     });
   });
   float4 sum[TILES] = {};
   multiply_stages<Proj, BF16>(ring, inputs, sum, batch);
-  add_warps(sums, block, sum, [&](int tile, float4 all) {
+  blocks.add(sum, [&](int tile, float4 all) {
     const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {

@@ -58,44 +58,63 @@ __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs
   ring.fill(count, inputs * 2, stride * 2, policy, at);
 }
 
-// Words that depend on all reads of weights, and of tokens.
-struct Reads {
-  u32 weights = 0, tokens = 0;
+// A warp's weights of a stage in registers, so that the stage is let go before the products.
+template <class R, int KIND>
+struct HeldRows {
+  static constexpr int GROUPS = ceil_div(R::CHUNK / GROUP, WARPS), SIZE = KIND == BF16 ? 2 : 1, PIECES = SIZE;
+  uint4 low[GROUPS][PIECES] = {}, high[GROUPS][PIECES] = {};
+
+  // Inputs of the lane from which on its weights of a group are; negative without any.
+  static __device__ __forceinline__ int at(int group) {
+    const int first = (group * WARPS + threadIdx.x / 32) * GROUP, t = threadIdx.x % 4;
+    return (group + 1) * WARPS * GROUP > R::CHUNK && first >= R::CHUNK ? -1 : first + t * R::LANE;
+  }
+  __device__ __forceinline__ explicit HeldRows(const bf16* stage) {
+    const auto* rows = reinterpret_cast<const unsigned char*>(stage) + R::offset(R::row(threadIdx.x % 32 / 4));
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      if (at(group) < 0) break;
+#pragma unroll
+      for (int piece = 0; piece < PIECES; piece++) {
+        const auto* from = rows + (at(group) + piece * R::HALF) * SIZE;
+        low[group][piece] = *reinterpret_cast<const uint4*>(from);
+        high[group][piece] = *reinterpret_cast<const uint4*>(from + R::STAGE / 2);
+      }
+    }
+  }
+  // A word that depends on all reads.
+  __device__ __forceinline__ u32 read() const {
+    u32 all = 0;
+#pragma unroll
+    for (int i = 0; i < GROUPS * PIECES; i++) all |= low[i / PIECES][i % PIECES].x | high[i / PIECES][i % PIECES].x;
+    return all;
+  }
+  __device__ __forceinline__ Weights group(int i) const {
+    if constexpr (KIND == BF16) {
+      return Weights{{low[i][0], low[i][1]}, {high[i][0], high[i][1]}};
+    } else {
+      const uint4 a = low[i][0], b = high[i][0];
+      return Weights{{widened<KIND>(a.x, a.y), widened<KIND>(a.z, a.w)}, {widened<KIND>(b.x, b.y), widened<KIND>(b.z, b.w)}};
+    }
+  }
 };
 
-// The workers; one token of each tile at `from`.
+// The workers; one token of each tile at `from`. Returns a word that depends on all reads of tokens.
 template <class R, int KIND, int NT>
-__device__ __forceinline__ Reads multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const unsigned char* rows = stage + R::offset(R::row(g));
-  Reads reads;
+__device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const HeldRows<R, KIND>& rows, const bf16* const (&from)[NT]) {
+  u32 read = 0;
 #pragma unroll
-  for (int i = 0; i < ceil_div(R::CHUNK / GROUP, WARPS); i++) {
-    const int at = (i * WARPS + warp) * GROUP + t * R::LANE;
-    if ((i + 1) * WARPS * GROUP > R::CHUNK && (i * WARPS + warp) * GROUP >= R::CHUNK) break;
-    Weights weights;
-    if (KIND != BF16) {
-      const uint4 a = *reinterpret_cast<const uint4*>(rows + at);
-      const uint4 b = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + at);
-      reads.weights |= a.x | b.x;
-      weights.low[0] = widened<KIND>(a.x, a.y), weights.low[1] = widened<KIND>(a.z, a.w);
-      weights.high[0] = widened<KIND>(b.x, b.y), weights.high[1] = widened<KIND>(b.z, b.w);
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        weights.low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * 2);
-        weights.high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * 2);
-      }
-      reads.weights |= weights.read();
-    }
+  for (int group = 0; group < rows.GROUPS; group++) {
+    const int at = rows.at(group);
+    if (at < 0) break;
     Tokens<NT> tokens;
 #pragma unroll
     for (int tile = 0; tile < NT; tile++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
         tokens.of[tile][half] = *reinterpret_cast<const uint4*>(from[tile] + at + half * R::HALF);
-    multiply<NT>(sum, weights, tokens);
-    reads.tokens |= tokens.read();
+    multiply<NT>(sum, rows.group(group), tokens);
+    read |= tokens.read();
   }
-  return reads;
+  return read;
 }
