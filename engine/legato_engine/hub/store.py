@@ -274,7 +274,7 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     add("--tokenizer", default="", metavar="FILE", help="the model's tokenizer.json")
     _add_folder(parser)
-    made = parser.add_mutually_exclusive_group(required=True)
+    made = parser.add_mutually_exclusive_group()  # the command requires one
     made.add_argument(
         "--weight-dtype",
         choices=("fp8", "int8", "int4"),
@@ -290,7 +290,7 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         "--vision-error",
         type=float,
         default=0.03,
-        metavar="FRACTION",
+        metavar="0..1",
         help="with --images, the error of embeddings that fp8 may add, default 0.03; a smaller one "
         "leaves more blocks as they are",
     )

@@ -163,6 +163,8 @@ def _settings(folder: Path, tokenizer: str) -> dict[str, Path]:
 
 def _wrong_options(arguments: argparse.Namespace, output: Path, *, is_file: bool) -> str | None:
     """Return why options contradict each other or the output, or None."""
+    if not (arguments.weight_dtype or arguments.images):
+        return "give --weight-dtype to round weights, or --images to calibrate a vision tower"
     if arguments.group_size and arguments.weight_dtype != "int4":
         made = arguments.weight_dtype or "a calibration"
         return f"--group-size is for int4: {made} has none"

@@ -567,6 +567,7 @@ def test_a_calibration_is_looked_for_beside_the_weights(monkeypatch, calibrated)
         (["--output", "other.safetensors"], "looks for vision_fp8.safetensors only"),
         (["--group-size", "64"], "--group-size is for int4"),
         (["--images", "."], "--images: calibration needs 2 images or more, not 0"),
+        (["--images", ""], "give --weight-dtype to round weights, or --images"),
     ],
 )
 def test_a_calibration_needs_images_and_its_name(tmp_path, monkeypatch, capsys, options, said):
