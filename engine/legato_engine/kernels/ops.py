@@ -23,7 +23,6 @@ from legato_engine.kernels import activations, pages, reference
 from legato_engine.kernels.cuda import fused_attention, gemm, grouped, prefill, token_rows
 from legato_engine.kernels.cuda import norm as norm_kernels
 from legato_engine.kernels.cuda import quantise as quantise_kernels
-from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, PlacedSpan, Span
 from legato_engine.kernels.parameters import (
     AdapterRows,
@@ -275,11 +274,6 @@ def experts(
     if capturable and x_TD.device.type != "cpu":
         return reference.experts_gathered(x_TD, routes, up, down, adapters)
     return reference.experts_sorted(x_TD, routes, up, down, adapters)
-
-
-def groups_experts(device: torch.device) -> bool:
-    """Return whether `experts` reads nothing on the host, however many tokens there are."""
-    return runs(Kernels.GROUPED_EXPERTS, device)
 
 
 # ---------------------------------------------------------------- row ops

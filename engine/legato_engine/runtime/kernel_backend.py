@@ -312,7 +312,8 @@ class KernelBackend:
             self._resources.compute.submit(step.run_prefix)
 
     def _run_long(self, slot: int, row: ScheduledSequence, prompt: ScheduledPrompt) -> None:
-        if self._long is not None and self._long.takes(prompt):
+        end = prompt.start + len(prompt.tokens)
+        if self._long is not None and self._long.takes(end):
             self._long.run(slot, 0, prompt, 0, adapted=bool(row.sequence.adapter.key))
             return
         alone = row._replace(num_tokens=row.num_tokens - _num_answer(row))

@@ -29,7 +29,7 @@ class CapturedPrompts:
 
     A pass reads its place from a cursor on the device and advances it, so a graph for each of
     `sizes` (tokens of a pass) and `lengths` (positions that it may attend to), both ascending,
-    serves every prompt that it `takes`. A prompt is an upload and as many launches as it has
+    serves every prompt whose end it `takes`. A prompt is an upload and as many launches as it has
     passes, without allocations: passes have the largest size, and the last is padded to the
     smallest that holds it.
     """
@@ -71,8 +71,9 @@ class CapturedPrompts:
             self._resources.graphs.run(self._pass_work, size, length, rank)
         self._resources.graphs.run(self._logits_work)
 
-    def takes(self, prompt: ScheduledPrompt) -> bool:
-        return prompt.start + len(prompt.tokens) <= self._lengths[-1]
+    def takes(self, end: int) -> bool:
+        """Return whether the passes hold a prompt that ends before this position."""
+        return end <= self._lengths[-1]
 
     def run(
         self, slot: int, index: int, prompt: ScheduledPrompt, output: int, *, adapted: bool

@@ -474,10 +474,14 @@ class TorchBackend:
             self.decode(slot, bucket, rank, bucket)
         for index, (row, step) in enumerate(zip(prompts, steps, strict=True)):
             sequence, captured = row.sequence, self._prompts
-            prompt = ScheduledPrompt(sequence.row, row.position, scheduled_tokens(row))
-            if captured is None or sequence.inputs.visual or not captured.takes(prompt):
+            if (
+                captured is None
+                or sequence.inputs.visual is not None
+                or not captured.takes(row.position + row.num_tokens)
+            ):
                 compute.submit(step.run_prompt)
                 continue
+            prompt = ScheduledPrompt(sequence.row, row.position, scheduled_tokens(row))
             adapted, output = bool(sequence.adapter.key), len(decodes) + index
             captured.run(slot, index, prompt, output, adapted=adapted)
 

@@ -7,7 +7,6 @@ or rows of the token state, O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -42,9 +41,9 @@ class LowRankMaps:
     ) -> None:
         """`rank_S`: the slots' own ranks. No address ever changes."""
         self._layers, self._rank_S = layers, rank_S
-        kernels = _Dots if max_rank <= MAX_DOT_RANK else _Tiles
-        self._inner: _Change = kernels(dim, ff_dim, max_rank, norm=True)
-        self._outer: _Change = kernels(ff_dim, dim, max_rank, norm=False)
+        kernels: type[_Dots | _Tiles] = _Dots if max_rank <= MAX_DOT_RANK else _Tiles
+        self._inner = kernels(dim, ff_dim, max_rank, norm=True)
+        self._outer = kernels(ff_dim, dim, max_rank, norm=False)
         most, device = skinny_gemm.TILES[-1] * 8, rank_S.device
         self._low_BR = torch.zeros(most, -(-max_rank // _BLOCK) * _BLOCK, device=device)
         self._inner_BF = torch.zeros(most, ff_dim, device=device)
@@ -69,22 +68,12 @@ class LowRankMaps:
         return self._outer_BD
 
 
-class _Change(Protocol):
-    """A map's two kernels, A x and then B times that; the grid does not affect the bits."""
-
-    def launch(
-        self,
-        inputs: tuple[Argument, ...],
-        weights: LowRankMap,
-        rows: _Rows,
-        low_BR: torch.Tensor,
-        change_BO: torch.Tensor,
-    ) -> None:
-        """Enqueue both for this batch; `inputs` are the first arguments, up to A."""
+# A map's two kernels, A x and then B times that; the grid does not affect the bits. `launch`
+# enqueues both for a batch; its `inputs` are the first kernel's arguments up to A.
 
 
 class _Dots:
-    """A warp takes one rank and a part of the inputs."""
+    """Kernels whose warps take one rank and a part of the inputs."""
 
     def __init__(self, inputs: int, outputs: int, max_rank: int, *, norm: bool) -> None:
         parts = 1 if norm else _LONG_PARTS
@@ -126,7 +115,7 @@ def _by_tokens(name: str, sizes: dict[str, int], most: int) -> dict[int, Kernel]
 
 
 class _Tiles:
-    """A thread block takes up to 8 tokens of one slot, with 16 ranks or some of the outputs."""
+    """Kernels whose thread blocks take up to 8 tokens of one slot, and 16 ranks or some outputs."""
 
     def __init__(self, inputs: int, outputs: int, max_rank: int, *, norm: bool) -> None:
         shrink, expand = tile_defines(inputs, outputs, max_rank, norm=norm)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from legato_engine.errors import AdapterUnusable, InvalidField
-from legato_engine.kernels import ops, packed_weights
+from legato_engine.kernels import packed_weights
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
@@ -280,8 +280,8 @@ class MoondreamModel(Model):
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder | None:
         if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
             return None
-        if self._config.text.moe is not None and not ops.groups_experts(self._device):
-            return None  # captured prefixes read nothing on the host
+        if not self.has_prefill_chunks:
+            return None  # captured prefixes read nothing on the host either
         vision, text = self._network.vision, self._network.text
         return MoondreamImageEncoder(self._config, vision, text, pinned, num_images)
 

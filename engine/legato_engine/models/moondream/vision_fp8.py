@@ -32,7 +32,7 @@ _VERSION = 1
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which blocks stay as they are, and what that was measured to cost.
+    """The first blocks that stay as they are, and the error measured with them.
 
     `error` is that of embeddings of `images` images, relative to the exact ones, on those that the
     means are not of. `tower` is the SHA-256 of the weights that patches are embedded by, in bf16.
