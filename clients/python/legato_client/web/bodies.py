@@ -309,10 +309,8 @@ async def _parse(data: bytearray, kind: type[BodyT]) -> BodyT:
     except msgspec.ValidationError as error:
         message, field = explained(str(error))
         raise RejectedRequest(message, field=field) from None
-    except msgspec.DecodeError as error:
-        raise RejectedRequest(f"{error}", code="invalid_json") from None
-    except UnicodeDecodeError:
-        raise RejectedRequest(_not_utf8(data), code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RejectedRequest(_not_utf8(data) or f"{error}", code="invalid_json") from None
     except RecursionError:
         raise RejectedRequest("the body is nested too deeply", code="invalid_json") from None
 
@@ -331,13 +329,13 @@ def explained(text: str) -> tuple[str, str | None]:
 
 
 def _not_utf8(data: bytearray) -> str:
-    """Say where the body is not UTF-8; Windows shells send ISO 8859-1 by default."""
+    """Say where the body is not UTF-8 if it is not; Windows shells send ISO 8859-1 by default."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
         return f"the body is not UTF-8 ({byte}): encode it, and say charset=utf-8"
-    return "the body is not UTF-8"
+    return ""
 
 
 # ---------------------------------------------------------------- images
