@@ -52,11 +52,9 @@ class BaseClient:
     ) -> list[task_pb2.QueryImage]:
         messages = []
         for each in images:
-            shown = each.image if isinstance(each, ClipFrame) else each
-            message = task_pb2.QueryImage(image=await self._image_message(shown))
-            if isinstance(each, ClipFrame):
-                message.time.CopyFrom(pieces.duration(each.time))
-            messages.append(message)
+            shown, time = (each.image, each.time) if isinstance(each, ClipFrame) else (each, None)
+            image = await self._image_message(shown)
+            messages.append(task_pb2.QueryImage(image=image, time=pieces.duration(time)))
         return messages
 
     async def _image_or_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import operator
@@ -79,6 +80,15 @@ def enum_word(enum: EnumDescriptor, number: int) -> str:
     return value.name.removeprefix(prefix).lower()
 
 
+@functools.lru_cache(256)  # as above
+def enum_number(enum: EnumDescriptor, name: str, word: str) -> Any:
+    """Return the inverse of `enum_word`. Raises ValueError for another word."""
+    words = {enum_word(enum, number): number for number in enum.values_by_number if number}
+    if word not in words:
+        raise ValueError(f"{name} must be one of {sorted(words)}, got {word!r}")
+    return words[word]
+
+
 def moment(message: timestamp_pb2.Timestamp) -> timestamp_pb2.Timestamp:
     """Return the timestamp, which then converts without an error.
 
@@ -121,8 +131,10 @@ MAX_SECONDS = 315_576_000_000
 """Maximum of protobuf's Duration: 10,000 years."""
 
 
-def duration(seconds: float) -> duration_pb2.Duration:
+def duration(seconds: float | None) -> duration_pb2.Duration | None:
     """Convert to a duration. Raises ValueError for a time outside of 0 to `MAX_SECONDS`."""
+    if seconds is None:
+        return None
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError(f"a time must be 0 to {MAX_SECONDS} seconds, got {seconds}")
     message = duration_pb2.Duration()
@@ -132,11 +144,9 @@ def duration(seconds: float) -> duration_pb2.Duration:
 
 def to_refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
     return [
-        geometry_pb2.SpatialRef(point=geometry_pb2.Point(x=ref.x, y=ref.y))
+        geometry_pb2.SpatialRef(point=geometry_pb2.Point(**dataclasses.asdict(ref)))
         if isinstance(ref, results.Point)
-        else geometry_pb2.SpatialRef(
-            box=geometry_pb2.Box(x_min=ref.x_min, y_min=ref.y_min, x_max=ref.x_max, y_max=ref.y_max)
-        )
+        else geometry_pb2.SpatialRef(box=geometry_pb2.Box(**dataclasses.asdict(ref)))
         for ref in refs
     ]
 

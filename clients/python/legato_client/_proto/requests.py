@@ -7,8 +7,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf import timestamp_pb2
-from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import image_pb2, inference_pb2, media_pb2, task_pb2
 
 from legato_client._proto import skills
 from legato_client._proto.pieces import duration, fill
@@ -39,27 +38,6 @@ def generate(
     image: media_pb2.Image | None, task: Task, options: Options
 ) -> inference_pb2.GenerateRequest:
     return _asking(inference_pb2.GenerateRequest(task=task_message(task)), options, image)
-
-
-def abort(
-    request_id: str | None, session_id: str | None, everything: bool
-) -> admin_pb2.AbortRequest:
-    """Build an abort request. Raises ValueError unless exactly one target is named."""
-    if (request_id is not None) + (session_id is not None) + everything != 1:
-        raise ValueError("name either a request_id, or a session_id, or everything=True")
-    if request_id is not None:
-        return admin_pb2.AbortRequest(request_id=request_id)
-    if session_id is not None:
-        return admin_pb2.AbortRequest(session_id=session_id)
-    return admin_pb2.AbortRequest(all=True)
-
-
-def watch_timeline(seconds: float | None) -> admin_pb2.WatchTimelineRequest:
-    return admin_pb2.WatchTimelineRequest(duration=None if seconds is None else duration(seconds))
-
-
-def drain(grace: float | None) -> admin_pb2.DrainRequest:
-    return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
 
 
 def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
@@ -102,19 +80,15 @@ def task_message(asked: Task) -> task_pb2.Task:
 
 
 def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
-    capture_time = None
+    message = media_pb2.FrameStamp(frame_id=stamp.frame_id, sequence=stamp.sequence)
     if stamp.capture_time_ns is not None:
-        capture_time = timestamp_pb2.Timestamp()
-        capture_time.FromNanoseconds(stamp.capture_time_ns)
-    return media_pb2.FrameStamp(
-        frame_id=stamp.frame_id, capture_time=capture_time, sequence=stamp.sequence
-    )
+        message.capture_time.FromNanoseconds(stamp.capture_time_ns)
+    return message
 
 
 # ---------------------------------------------------------------- upload
 
 CHUNK_BYTES = 256 * 1024
-_ROW_BYTES = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "nv12": 1, "yuyv": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +102,7 @@ class Upload:
     @classmethod
     def of(cls, image: media_pb2.Image, ttl: float | None) -> Upload:
         """Cut an image into upload messages. Raises TypeError for an image without bytes."""
-        header = image_pb2.PutImageHeader()
+        header = image_pb2.PutImageHeader(ttl=duration(ttl))
         match image.WhichOneof("source"):
             case "encoded":
                 data = image.encoded.data
@@ -144,8 +118,6 @@ class Upload:
         if header.HasField("layout"):
             digest = hashlib.sha256(_layout(header.layout))
             digest.update(data)
-        if ttl is not None:
-            header.ttl.CopyFrom(duration(ttl))
         return cls(header, data, f"img_{digest.hexdigest()[:32]}")
 
     def requests(self) -> Iterator[bytes]:
@@ -159,5 +131,4 @@ class Upload:
 def _layout(layout: media_pb2.PixelLayout) -> bytes:
     """Return the line that an image id covers before the pixels."""
     name = media_pb2.PixelFormat.Name(layout.format).removeprefix("PIXEL_FORMAT_").lower()
-    stride = layout.row_stride_bytes or layout.width * _ROW_BYTES.get(name, 0)
-    return f"{name}:{layout.width}x{layout.height}:{stride}\n".encode()
+    return f"{name}:{layout.width}x{layout.height}:{layout.row_stride_bytes}\n".encode()

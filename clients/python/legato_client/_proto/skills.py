@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from google.protobuf.message import Message as ProtoMessage
@@ -13,12 +14,6 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_client._images.sources import ImageInput
 from legato_client._proto import pieces
 from legato_client._types import results, tasks
-
-_ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
-    "system": task_pb2.CHAT_ROLE_SYSTEM,
-    "user": task_pb2.CHAT_ROLE_USER,
-    "assistant": task_pb2.CHAT_ROLE_ASSISTANT,
-}
 
 
 def images_of(
@@ -53,15 +48,14 @@ def to_messages(messages: Iterable[tasks.Message]) -> list[task_pb2.ChatMessage]
 
 
 def _to_message(message: tasks.Message) -> task_pb2.ChatMessage:
-    if message.role not in _ROLES:
-        raise ValueError(f"a role is one of {sorted(_ROLES)}, got {message.role!r}")
     parts = [
         task_pb2.ChatPart(text=part)
         if isinstance(part, str)
         else task_pb2.ChatPart(image=task_pb2.ImagePart())
         for part in _parts(message)
     ]
-    return task_pb2.ChatMessage(role=_ROLES[message.role], parts=parts)
+    role = pieces.enum_number(task_pb2.ChatRole.DESCRIPTOR, "a message's role", message.role)
+    return task_pb2.ChatMessage(role=role, parts=parts)
 
 
 def _shown(task: tasks.Task) -> list[ImageInput | tasks.ClipFrame]:
@@ -79,16 +73,6 @@ def _parts(message: tasks.Message) -> Sequence[str | ImageInput | tasks.ClipFram
 
 TaskT = TypeVar("TaskT", bound=tasks.Task)
 ResultT = TypeVar("ResultT", bound=results.Result)
-
-_LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
-    "short": task_pb2.CAPTION_LENGTH_SHORT,
-    "normal": task_pb2.CAPTION_LENGTH_NORMAL,
-    "long": task_pb2.CAPTION_LENGTH_LONG,
-}
-_ORDERS: dict[str, task_pb2.ObjectOrder.ValueType] = {
-    "model": task_pb2.OBJECT_ORDER_UNSPECIFIED,
-    "confidence": task_pb2.OBJECT_ORDER_CONFIDENCE,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,21 +208,13 @@ def to_sampling(sampling: tasks.Sampling) -> task_pb2.Sampling | None:
     return message if message.ListFields() else None
 
 
-def _to_length(length: str) -> int:
-    if length not in _LENGTHS:
-        raise ValueError(f"caption length must be one of {sorted(_LENGTHS)}, got {length!r}")
-    return _LENGTHS[length]
-
-
 def _to_order(order: str) -> int:
-    if order not in _ORDERS:
-        raise ValueError(f"an order is one of {sorted(_ORDERS)}, got {order!r}")
-    return _ORDERS[order]
+    number: int = pieces.enum_number(task_pb2.ObjectOrder.DESCRIPTOR, "order", order)
+    return 0 if number == task_pb2.OBJECT_ORDER_MODEL else number  # the default is not sent
 
 
 def _to_tracking(tracking: tasks.Tracking) -> task_pb2.Tracking:
-    waits = tracking.max_unseen
-    return task_pb2.Tracking(max_unseen=None if waits is None else pieces.duration(waits))
+    return task_pb2.Tracking(max_unseen=pieces.duration(tracking.max_unseen))
 
 
 def to_response_format(wanted: tasks.ResponseFormat) -> task_pb2.ResponseFormat:
@@ -260,7 +236,7 @@ def to_response_format(wanted: tasks.ResponseFormat) -> task_pb2.ResponseFormat:
 
 
 _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
-    "length": _to_length,
+    "length": partial(pieces.enum_number, task_pb2.CaptionLength.DESCRIPTOR, "caption length"),
     "order": _to_order,
     "tracking": _to_tracking,  # of a session's task; no request has it
     "spatial_refs": pieces.to_refs,

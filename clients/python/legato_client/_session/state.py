@@ -37,11 +37,6 @@ from legato_client._types.server import (
 
 WhenFull = Literal["wait", "drop"]
 
-_POLICIES: dict[str, session_pb2.FramePolicy.ValueType] = {
-    "latest_wins": session_pb2.FRAME_POLICY_LATEST_WINS,
-    "every_frame": session_pb2.FRAME_POLICY_EVERY_FRAME,
-    "preempt": session_pb2.FRAME_POLICY_PREEMPT,
-}
 _ANSWER_WINDOW = 64  # answers
 _OPEN_TIMEOUT = 30.0  # seconds
 _SEND_TIMEOUT = 10.0
@@ -94,8 +89,6 @@ def plan(
     `send_timeout` seconds, or, with `when_full` "drop", leaves the frame out at once. The opening
     takes at most `open_timeout` seconds. At most `answer_window` answers lie unread here.
     """
-    if policy not in _POLICIES:
-        raise ValueError(f"policy must be one of {sorted(_POLICIES)}, got {policy!r}")
     if when_full not in ("wait", "drop"):
         raise ValueError(f"when_full must be 'wait' or 'drop', got {when_full!r}")
     if answer_window < 1:
@@ -105,15 +98,13 @@ def plan(
         model=model,
         adapter=adapter,
         standing_tasks=requests.session_tasks(tasks),
-        frame_policy=_POLICIES[policy],
+        frame_policy=pieces.enum_number(session_pb2.FramePolicy.DESCRIPTOR, "policy", policy),
         max_in_flight=max_in_flight,
         stream_deltas=stream_deltas,
         response_credits=answer_window,
+        max_frame_age=pieces.duration(max_frame_age),
+        heartbeat_interval=pieces.duration(heartbeat_interval),
     )
-    if max_frame_age is not None:
-        opening.max_frame_age.CopyFrom(pieces.duration(max_frame_age))
-    if heartbeat_interval is not None:
-        opening.heartbeat_interval.CopyFrom(pieces.duration(heartbeat_interval))
     return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window, max_frame_age)
 
 
@@ -504,14 +495,11 @@ class SessionState:
 
     def cancel(self, sequence: int | None, task_id: str | None) -> bytes:
         """Build a cancellation. Raises ValueError unless exactly one target is named."""
-        target = session_pb2.CancelFrame()
-        if sequence is not None and task_id is None:
-            target.sequence = sequence
-        elif task_id is not None and sequence is None:
-            target.task_id = task_id
-        else:
+        if (sequence is None) == (task_id is None):
             raise ValueError("name either a sequence or a task_id")
-        return session_pb2.SessionRequest(cancel=target).SerializeToString()
+        target: dict[str, Any] = {"sequence": sequence, "task_id": task_id}
+        cancel = session_pb2.CancelFrame(**target)
+        return session_pb2.SessionRequest(cancel=cancel).SerializeToString()
 
     def update(self, tasks: Sequence[_tasks.Task]) -> bytes:
         update = session_pb2.UpdateTasks(standing_tasks=requests.session_tasks(tasks))
