@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from legato.v1 import admin_pb2, image_pb2, media_pb2, server_pb2, task_pb2
 
@@ -14,6 +15,7 @@ from legato_client._grpc import channel
 from legato_client._grpc.transport import EventReader
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
 from legato_client._proto import requests, responses, skills
+from legato_client._proto.pieces import duration
 from legato_client._proto.requests import Upload
 from legato_client._types import results, server
 from legato_client._types import tasks as _tasks
@@ -242,7 +244,7 @@ class ClientMethods(BaseClient):
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
         return await self._with_retries(
             channel.PUT_IMAGE,
-            lambda left: self._transport.upload(
+            lambda left: self._transport.unary(
                 channel.PUT_IMAGE, upload.requests(), left, upload.image_id
             ),
             timeout,
@@ -289,8 +291,12 @@ class ClientMethods(BaseClient):
         timeout: float | None = None,
     ) -> server.AbortCount:
         """Stop a request, a session with all its work, or everything; name exactly one."""
-        request = requests.abort(request_id, session_id, everything)
-        return await self._unary(channel.ABORT, request, timeout)
+        if (request_id is not None) + (session_id is not None) + everything != 1:
+            raise ValueError("name either a request_id, or a session_id, or everything=True")
+        target: dict[str, Any] = {"request_id": request_id, "session_id": session_id}
+        if everything:
+            target["all"] = True
+        return await self._unary(channel.ABORT, admin_pb2.AbortRequest(**target), timeout)
 
     async def drain(
         self, grace: float | None = None, *, timeout: float | None = None
@@ -299,7 +305,8 @@ class ClientMethods(BaseClient):
 
         None keeps the server's own grace. Returns at once, with the unfinished work.
         """
-        return await self._unary(channel.DRAIN, requests.drain(grace), timeout)
+        request = admin_pb2.DrainRequest(grace=duration(grace))
+        return await self._unary(channel.DRAIN, request, timeout)
 
     async def metrics(self, accept: str = "", *, timeout: float | None = None) -> str:
         """Return all metrics of the server in Prometheus text format, as a scrape gives them.
@@ -325,10 +332,11 @@ class ClientMethods(BaseClient):
 
         Ends after `seconds`; None watches until the iterator is closed, or `timeout`.
         """
-        data = requests.watch_timeline(seconds).SerializeToString()
+        request = admin_pb2.WatchTimelineRequest(duration=duration(seconds))
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         if seconds is not None and timeout is None:
             time_limit = seconds + self._settings.timeout
+        data = request.SerializeToString()
         messages = self._transport.stream(channel.WATCH_TIMELINE, data, time_limit, "")
         async with contextlib.aclosing(messages):
             async for message in messages:

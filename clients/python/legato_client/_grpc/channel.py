@@ -120,14 +120,14 @@ def full_target(target: str) -> str:
         raise ValueError(f"a server is HOST:PORT and no URL: {address!r} instead of {target!r}")
     if _OTHER_TARGET.match(target):
         return target
-    host, port = _split(target)
+    host, port = host_and_port(target)
     if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ValueError(f"a server is HOST:PORT, not {target!r}")
     return f"{host}:{port}"
 
 
-def _split(target: str) -> tuple[str, str]:
-    """Split host and port; an IPv6 address gets its brackets."""
+def host_and_port(target: str) -> tuple[str, str]:
+    """Split a target, without a port that of `DEFAULT_TARGET`; IPv6 addresses get brackets."""
     default = DEFAULT_TARGET.rpartition(":")[2]
     if target.startswith("["):
         host, _, after = target.partition("]")

@@ -125,18 +125,8 @@ def is_local(target: str) -> bool:
 
 
 def _are_loopback(names: str) -> bool:
-    return all(_names_loopback(name) for name in names.split(","))
-
-
-def _names_loopback(name: str) -> bool:
-    """Return whether `host`, `host:port`, `[address]:port` or a bare IPv6 address is loopback."""
-    host, port = name, ""
-    if name.startswith("["):
-        host, _, port = name[1:].partition("]")
-        port = port.removeprefix(":")
-    elif name.count(":") == 1:
-        host, _, port = name.partition(":")
-    return is_loopback(host) and (not port or port.isdecimal())
+    addresses = map(channel.host_and_port, names.split(","))
+    return all(is_loopback(host.strip("[]")) and port.isdecimal() for host, port in addresses)
 
 
 def is_loopback(host: str) -> bool:
@@ -191,10 +181,17 @@ class Security:
         exposed = self.token is not None and not self.encrypted
         return (("grpc.enable_http_proxy", 0),) if exposed or self.is_local else ()
 
-    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+    def open_channel(self, library: Any, target: str, options: channel.ChannelOptions) -> Any:
+        """Open a channel of `library`: `grpc` or `grpc.aio`."""
+        credentials = self.credentials
+        if credentials is None:
+            return library.insecure_channel(target, options=options)
+        return library.secure_channel(target, credentials, options=options)
+
+    def metadata(self) -> channel.Metadata:
         """Return the current token as metadata, if there is one. Raises as `TokenSource.read`."""
         token = "" if self.token is None else self.token.read()
-        return (("authorization", f"Bearer {token}"),) if token else None
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def describe(self) -> str:
         """Describe the security for people, without secrets."""
@@ -305,26 +302,24 @@ class CallMetadata(Generic[MetadataT]):
     Plain metadata, because gRPC's call credentials start a thread for every call.
     """
 
-    __slots__ = ("_fixed", "_made", "_make", "_own", "_token", "_tokens")
+    __slots__ = ("_bearer", "_made", "_make", "_settings")
 
     def __init__(
         self, settings: ClientSettings, make: Callable[[channel.Metadata], MetadataT]
     ) -> None:
-        self._fixed = self._own = settings.metadata
-        self._tokens: TokenSource | None = settings.security.token
-        self._token = ""
+        self._settings = settings
+        self._bearer: channel.Metadata = ()
         self._make = make
-        self._made = make(self._fixed)
+        self._made = make(settings.metadata)
 
     def current(self, affinity: str = "") -> MetadataT:
-        """Return the current settings. Raises as `TokenSource.read`."""
-        if self._tokens is not None and (token := self._tokens.read()) != self._token:
-            bearer = (("authorization", f"Bearer {token}"),) if token else ()
-            self._own = (*self._fixed, *bearer)
-            self._made = self._make(self._own)
-            self._token = token
+        """Return the current metadata. Raises as `TokenSource.read`."""
+        bearer = self._settings.security.metadata()
+        if bearer != self._bearer:
+            self._made = self._make((*self._settings.metadata, *bearer))
+            self._bearer = bearer
         if affinity:
-            return self._make((*self._own, (KEY, affinity)))
+            return self._make((*self._settings.metadata, *bearer, (KEY, affinity)))
         return self._made
 
 

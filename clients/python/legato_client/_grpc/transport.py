@@ -1,7 +1,10 @@
-"""Blocking and asyncio transports.
+"""Blocking and asyncio transports of serialized requests.
 
 `ClientMethods` is written once, as coroutines. Over a blocking channel each step blocks, so they
 complete without an event loop.
+
+`timeout` is the gRPC deadline in seconds, and a proxy chooses the server by `affinity`. Closing the
+iterator of a stream early cancels the call. Failures are raised as `LegatoError`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,39 +30,16 @@ from legato_client._types import results
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
+Request = bytes | Iterator[bytes]
+"""A request, or those of an upload."""
 
 
-class Transport(Protocol):
-    """Sender of serialized requests.
-
-    `timeout` is the gRPC deadline in seconds; a proxy chooses the server by `affinity`.
-
-    Failures are raised as `LegatoError`.
-    """
-
-    async def unary(
-        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
-    ) -> ResponseT: ...
-
-    async def upload(
-        self,
-        method: StubMethod[ResponseT, ValueT],
-        requests: Iterator[bytes],
-        timeout: float,
-        affinity: str,
-    ) -> ResponseT: ...
-
-    def stream(
-        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
-    ) -> AsyncGenerator[ResponseT, None]:
-        """Yield the responses; closing the iterator early cancels the call."""
-        ...
-
-    async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """Run without blocking the event loop."""
-        ...
-
-    async def sleep(self, seconds: float) -> None: ...
+def _start_of(channel: Any, starts: dict[str, Any], path: str, request: Request) -> Any:
+    """Return what starts a call of one response; gRPC takes a while to make it."""
+    if path not in starts:
+        make = channel.unary_unary if isinstance(request, bytes) else channel.stream_unary
+        starts[path] = make(path)
+    return starts[path]
 
 
 # ---------------------------------------------------------------- async status
@@ -117,8 +97,6 @@ def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
 
 # ---------------------------------------------------------------- async transport
 
-# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-
 
 CALLS_PER_CHANNEL = 100
 """Concurrent calls. Servers start a limited number per connection (Legato 256, proxies often 100);
@@ -131,7 +109,7 @@ class PooledChannel:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.num_calls = 0
-        self.starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+        self.starts: dict[str, Any] = {}  # of unary calls and uploads, by path
 
     def __enter__(self) -> grpc.aio.Channel:
         self.num_calls += 1
@@ -163,46 +141,29 @@ class AsyncTransport:
         for each in self._channels:
             if each.num_calls < CALLS_PER_CHANNEL:
                 return each
-        target, options = self._settings.target, self._settings.channel_options
+        options = self._settings.channel_options
         options += (("grpc.use_local_subchannel_pool", 1),)  # or all share one connection
-        credentials = self._settings.security.credentials
-        if credentials is None:
-            made = PooledChannel(grpc.aio.insecure_channel(target, options=options))
-        else:
-            made = PooledChannel(grpc.aio.secure_channel(target, credentials, options=options))
-        self._channels.append(made)
-        return made
+        opened = self._settings.security.open_channel(grpc.aio, self._settings.target, options)
+        self._channels.append(PooledChannel(opened))
+        return self._channels[-1]
 
     async def unary(
-        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
-    ) -> ResponseT:
-        pooled = self.channel()
-        start = pooled.starts.get(method.path)
-        if start is None:
-            start = pooled.starts[method.path] = pooled.channel.unary_unary(method.path)
-        try:
-            with pooled:
-                metadata = self.metadata(affinity)
-                data = await start(request, timeout=timeout, metadata=metadata)
-                return message_of(method.response, cast("bytes", data))
-        except grpc.RpcError as error:
-            raise _errors.from_rpc_error(error) from error
-
-    async def upload(
         self,
         method: StubMethod[ResponseT, ValueT],
-        requests: Iterator[bytes],
+        request: Request,
         timeout: float,
         affinity: str,
     ) -> ResponseT:
-        with self.channel() as channel:
-            start: grpc.aio.StreamUnaryMultiCallable[Any, bytes] = channel.stream_unary(method.path)
-            call = start(requests, timeout=timeout, metadata=self.metadata(affinity))
-            status = ServerStatus(call)
+        pooled = self.channel()
+        start = _start_of(pooled.channel, pooled.starts, method.path, request)
+        with pooled:
+            call = start(request, timeout=timeout, metadata=self.metadata(affinity))
+            status = None if isinstance(request, bytes) else ServerStatus(call)
             try:
                 return message_of(method.response, await call)
             except grpc.aio.AioRpcError as error:
-                raise _errors.from_rpc_error(await status.resolve(error)) from error
+                ended = error if status is None else await status.resolve(error)
+                raise _errors.from_rpc_error(ended) from error
 
     async def stream(
         self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
@@ -254,40 +215,24 @@ class BlockingTransport:
 
     def __init__(self, settings: ClientSettings) -> None:
         self._metadata = CallMetadata(settings, lambda own: own)
-        self._starts: dict[str, grpc.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
-        target, options = settings.target, settings.channel_options
-        credentials = settings.security.credentials
-        if credentials is None:
-            self.channel = grpc.insecure_channel(target, options=options)
-        else:
-            self.channel = grpc.secure_channel(target, credentials, options=options)
+        self._starts: dict[str, Any] = {}  # of unary calls and uploads, by path
+        self.channel: grpc.Channel = settings.security.open_channel(
+            grpc, settings.target, settings.channel_options
+        )
 
     def metadata(self, affinity: str = "") -> Metadata:
         return self._metadata.current(affinity)
 
     async def unary(
-        self, method: StubMethod[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
-    ) -> ResponseT:
-        start = self._starts.get(method.path)
-        if start is None:
-            start = self._starts[method.path] = self.channel.unary_unary(method.path)
-        try:
-            metadata = self.metadata(affinity)
-            data = start(request, timeout=timeout, metadata=metadata)
-            return message_of(method.response, cast("bytes", data))
-        except grpc.RpcError as error:
-            raise _errors.from_rpc_error(error) from error
-
-    async def upload(
         self,
         method: StubMethod[ResponseT, ValueT],
-        requests: Iterator[bytes],
+        request: Request,
         timeout: float,
         affinity: str,
     ) -> ResponseT:
-        start: grpc.StreamUnaryMultiCallable[bytes, bytes] = self.channel.stream_unary(method.path)
+        start = _start_of(self.channel, self._starts, method.path, request)
         try:
-            data = start(requests, timeout=timeout, metadata=self.metadata(affinity))
+            data = start(request, timeout=timeout, metadata=self.metadata(affinity))
             return message_of(method.response, data)
         except grpc.RpcError as error:
             raise _errors.from_rpc_error(error) from error
@@ -313,6 +258,9 @@ class BlockingTransport:
 
     def close(self) -> None:
         self.channel.close()
+
+
+Transport = AsyncTransport | BlockingTransport
 
 
 _DELAYS = (0.05, 1.0, 3.0)

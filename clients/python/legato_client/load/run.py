@@ -97,7 +97,8 @@ def send(plan: LoadPlan, share: int, start: float) -> LoadResults:
 
 async def _send(plan: LoadPlan, share: int, start: float) -> LoadResults:
     meter = Meter(start + plan.warm_up, start + plan.seconds)
-    async with _channel(plan) as channel:
+    options = _CHANNEL + plan.security.channel_options
+    async with plan.security.open_channel(grpc.aio, plan.target, options) as channel:
         target = make_target(channel, plan, share)
         await target.open()
         try:
@@ -112,14 +113,6 @@ async def _send(plan: LoadPlan, share: int, start: float) -> LoadResults:
         finally:
             await target.close()
     return meter.record
-
-
-def _channel(plan: LoadPlan) -> grpc.aio.Channel:
-    credentials = plan.security.credentials
-    options = _CHANNEL + plan.security.channel_options
-    if credentials is None:
-        return grpc.aio.insecure_channel(plan.target, options=options)
-    return grpc.aio.secure_channel(plan.target, credentials, options=options)
 
 
 async def _open_loop(
