@@ -235,8 +235,10 @@ def from_rpc_error(error: grpc.RpcError) -> LegatoError:
     failure = cast(grpc.Call, error)  # what sync and asyncio errors have in common
     trailers = dict(failure.trailing_metadata() or ())
     status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or "")
-    status.details.extend(_unpacked(trailers.get(DETAILS_KEY)).details)
-    request_id = trailers.get(REQUEST_ID_KEY)
+    packed, request_id = trailers.get(DETAILS_KEY), trailers.get(REQUEST_ID_KEY)
+    with suppress(DecodeError):
+        if isinstance(packed, bytes):
+            status.details.extend(status_pb2.Status.FromString(packed).details)
     return from_status(status, request_id if isinstance(request_id, str) else "")
 
 
@@ -274,13 +276,3 @@ def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
     if issubclass(by_reason, by_code) and by_reason is not by_code:
         return by_reason
     return Busy if by_code is ResourceExhausted and says_when else by_code
-
-
-def _unpacked(packed: str | bytes | None) -> status_pb2.Status:
-    """Return the error's details; empty without a valid details trailer."""
-    if not isinstance(packed, bytes):
-        return status_pb2.Status()
-    try:
-        return status_pb2.Status.FromString(packed)
-    except DecodeError:
-        return status_pb2.Status()

@@ -100,7 +100,7 @@ class BaseSession:
     def _may_send(self) -> bool:
         """Return whether there is a credit. Raises once no frame can be sent any more."""
         self._state.check_takes_frames()
-        return self._state.has_credit
+        return self._state.credits_left > 0
 
     async def _has_room(self) -> bool:
         """Wait for a credit as the plan says; False to leave the frame out."""
@@ -146,7 +146,7 @@ class SessionMethods(BaseSession):
         """
         with self._lock:
             if not await self._has_room():
-                self._state.skip()
+                self._state.count("skipped")
                 return None
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None

@@ -364,7 +364,7 @@ class SessionState:
         self._slots: dict[int, SharedFrame] = {}  # slots of unacknowledged frames
         self._going_away = False
         self._finished = False
-        self._over = False
+        self.is_over = False
         self._error: LegatoError | None = None
 
     # ------------------------------------------------------------ queries
@@ -374,17 +374,9 @@ class SessionState:
         return max(0, self._credits - len(self._unacknowledged) - self._reserved)
 
     @property
-    def has_credit(self) -> bool:
-        return self.credits_left > 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._over
-
-    @property
     def is_open(self) -> bool:
         """Return whether the session was opened; stays true when it is over."""
-        return self._over or self.terms is not None
+        return self.is_over or self.terms is not None
 
     @property
     def patience(self) -> float | None:
@@ -408,7 +400,7 @@ class SessionState:
         """Raise why nothing can be sent (any more)."""
         if self._error is not None:
             raise self._error
-        if self._over:
+        if self.is_over:
             raise Cancelled("the session is closed")
         if self._finished:
             raise SessionProtocol("the session is finished: it takes no more messages")
@@ -428,15 +420,12 @@ class SessionState:
     # ------------------------------------------------------------ sending
 
     def reserve(self) -> None:
-        assert self.has_credit, "ask first"
+        assert self.credits_left, "ask first"
         self._reserved += 1
 
     def release(self) -> None:
         """Undo `reserve`: the frame was not built."""
         self._reserved -= 1
-
-    def skip(self) -> None:
-        self._count("skipped")
 
     def frame(
         self,
@@ -478,7 +467,7 @@ class SessionState:
         self._open.add(sequence)
         if slot is not None:
             self._slots[sequence] = slot
-        self._count("sent")
+        self.count("sent")
         return sequence, data
 
     def read(self, answer: Answer) -> None:
@@ -487,7 +476,7 @@ class SessionState:
 
     def grant(self) -> bytes | None:
         """Grant what was read, once it is worth a message."""
-        if self._num_read < (self._window + 1) // 2 or self._finished or self._over:
+        if self._num_read < (self._window + 1) // 2 or self._finished or self.is_over:
             return None
         grant = session_pb2.GrantCredits(responses=self._num_read)
         self._num_read = 0
@@ -527,7 +516,8 @@ class SessionState:
             raise InternalError(f"message {message.index} of the session was {kind or 'unknown'}")
         match kind:
             case "opened":
-                self._opened(message.opened)
+                self._credits = message.opened.frame_credits
+                self.terms = pieces.read(SessionTerms, message.opened)
             case "accepted":
                 self._credits = message.accepted.frame_credits
                 self._acknowledge(message.accepted.sequence)
@@ -544,26 +534,24 @@ class SessionState:
 
     def end(self, error: LegatoError | None) -> None:
         """End the session; only the first call counts."""
-        if self._over:
+        if self.is_over:
             return
-        self._end()
-        self._age_limit.warn()
+        self.close()
         if error is None and self._open:
             error = IncompleteStream(f"the session ended with {len(self._open)} frames unanswered")
         self._error = error
 
     def close(self) -> None:
         """Close the session; unanswered frames are then no error."""
-        self._end()
+        self.is_over = True
+        for sequence in list(self._slots):
+            self._acknowledge(sequence)
         self._age_limit.warn()
 
-    def _count(self, name: str) -> None:
+    def count(self, name: str) -> None:
+        """Add to one of the fields of `stats`."""
         counts: dict[str, Any] = {name: getattr(self.stats, name) + 1}
         self.stats = dataclasses.replace(self.stats, **counts)
-
-    def _opened(self, opened: session_pb2.SessionOpened) -> None:
-        self._credits = opened.frame_credits
-        self.terms = pieces.read(SessionTerms, opened)
 
     def _dropped(self, dropped: session_pb2.FrameDropped) -> FrameDropped:
         self._credits = dropped.frame_credits
@@ -572,7 +560,7 @@ class SessionState:
 
     def _drop(self, sequence: int, reason: str) -> FrameDropped:
         if sequence in self._open:
-            self._count("dropped")
+            self.count("dropped")
         watch = self._age_limit
         if reason == "too_old":
             watch.note_too_old()
@@ -595,7 +583,7 @@ class SessionState:
         self.tracks.note_received(result)
         if result.last_for_frame:
             self._age_limit.note_answered()
-            self._count("answered")
+            self.count("answered")
             self._settle(result.sequence)
         return result
 
@@ -616,11 +604,6 @@ class SessionState:
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             slot.release()
-
-    def _end(self) -> None:
-        self._over = True
-        for sequence in list(self._slots):
-            self._acknowledge(sequence)
 
 
 def _not_open() -> SessionProtocol:
