@@ -29,7 +29,7 @@ class DurationHistogram:
 
     def add(self, seconds: float) -> None:
         seconds = max(seconds, 0.0)
-        self._counts[_bucket(seconds)] += 1
+        self._counts[_rounded_up(seconds)] += 1
         self.count += 1
         self.total += seconds
         self.maximum = max(self.maximum, seconds)
@@ -51,10 +51,10 @@ class DurationHistogram:
         """Return a percentile in seconds; 0 when nothing was counted."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
-        for bucket in sorted(self._counts):
-            seen += self._counts[bucket]
+        for nanoseconds in sorted(self._counts):
+            seen += self._counts[nanoseconds]
             if seen >= rank:
-                return min(max(_upper_edge(bucket), self.minimum), self.maximum)
+                return min(max(nanoseconds / 1e9, self.minimum), self.maximum)
         return self.maximum
 
     def summary_ms(self) -> Mapping[str, float]:
@@ -63,16 +63,11 @@ class DurationHistogram:
         return {"count": self.count, **{name: s * 1e3 for name, s in figures.items()}}
 
 
-def _bucket(seconds: float) -> int:
-    """Pack all but the last bits of nanoseconds as exponent and mantissa."""
-    nanoseconds = int(seconds * 1e9)
+def _rounded_up(seconds: float) -> int:
+    """Return nanoseconds with only their first bits, rounded up."""
+    nanoseconds = math.ceil(seconds * 1e9)
     shift = max(nanoseconds.bit_length() - _BITS, 0)
-    return (shift << _BITS) | (nanoseconds >> shift)
-
-
-def _upper_edge(bucket: int) -> float:
-    shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
-    return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9
+    return -(-nanoseconds >> shift) << shift
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,13 +91,8 @@ class LoadResults:
     cpu_share: float = 0.0  # fraction of a core, of the busiest sender
 
     def merge(self, other: LoadResults) -> None:
-        for mine, theirs in (
-            (self.latency, other.latency),
-            (self.first, other.first),
-            (self.gap, other.gap),
-            (self.lag, other.lag),
-        ):
-            mine.merge(theirs)
+        for name in ("latency", "first", "gap", "lag"):
+            getattr(self, name).merge(getattr(other, name))
         self.due += other.due
         self.completed += other.completed
         self.messages += other.messages
