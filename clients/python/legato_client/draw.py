@@ -35,7 +35,7 @@ _FILL_ALPHA = 84
 _INK, _PAPER = (24, 26, 31), (250, 250, 248)
 
 
-def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
+def marks_of(result: Result | FrameResult | LegatoError) -> tuple[Mark, ...]:
     """Return a result's places in the image; text and failed tasks have none."""
     outcome = result.outcome if isinstance(result, FrameResult) else result
     return () if isinstance(outcome, LegatoError) else outcome.marks

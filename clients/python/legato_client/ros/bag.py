@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import io
+import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -297,12 +298,7 @@ def _size(outcomes: Outcomes) -> tuple[int, int]:
 def _drawn(image: ImageInput, outcomes: Outcomes) -> bytes:
     from legato_client import draw  # needs Pillow
 
-    marks = [
-        mark
-        for each in outcomes
-        if not isinstance(each, LegatoError)
-        for mark in draw.marks_of(each)
-    ]
+    marks = itertools.chain.from_iterable(map(draw.marks_of, outcomes))
     data = io.BytesIO()
     draw.annotate(image, marks).save(data, "JPEG", quality=_QUALITY)
     return data.getvalue()

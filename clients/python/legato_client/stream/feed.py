@@ -42,18 +42,14 @@ Predict = Callable[[int], Sequence[TrackNow]]
 """Function that predicts tracked objects at a time in nanoseconds since the epoch."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AnsweredFrame:
     """Frame with the outcome of each task, in the tasks' order; `age` is in seconds."""
 
-    __slots__ = ("age", "frame", "image", "outcomes")
-
-    def __init__(
-        self, frame: CapturedFrame, outcomes: Outcomes, image: ImageInfo | None, age: float
-    ) -> None:
-        self.frame = frame
-        self.outcomes = outcomes
-        self.image = image
-        self.age = age
+    frame: CapturedFrame
+    outcomes: Outcomes
+    image: ImageInfo | None
+    age: float
 
 
 class TrackNames:
@@ -175,7 +171,7 @@ class FeedSession:
             by_frame.setdefault((each.task_id, each.age), []).append(each)
         for (task_id, age), group in by_frame.items():
             found = self._names.rename([t.last for t in group], task_id, at_ns - round(age * 1e9))
-            tracks += map(_with_last, group, found)
+            tracks += [dataclasses.replace(t, last=f) for t, f in zip(group, found, strict=True)]
         return (*tracks, *self._names.not_continued(at_ns))
 
     def wait_for_room(self) -> bool:
@@ -289,10 +285,6 @@ class FeedSession:
         if frame is not None:
             self._on_outcome()
             self._counters.count_dropped(answer.reason, self._session.stats.response_time)
-
-
-def _with_last(track: TrackNow, last: Detection) -> TrackNow:
-    return dataclasses.replace(track, last=last)
 
 
 _RETRYABLE = (Aborted, Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable)
@@ -433,7 +425,7 @@ class Feed:
             self.stop()
             self._join()
             self._counters.count("replaced", len(self._resend))
-            self._counters.count("lost", len(self._take_unanswered()))
+            self._counters.count("lost", sum(len(s.take_unanswered()) for s in self._sessions))
         if self._problem is not None:
             raise self._problem
 
@@ -504,11 +496,8 @@ class Feed:
 
     def _needs_attention(self) -> bool:
         is_leaving = any(session.is_leaving for session in self._sessions[-1:])
-        return (
-            is_leaving
-            or self._stopped.is_set()
-            or any(session.is_over for session in self._sessions)
-        )
+        has_ended = any(session.is_over for session in self._sessions)
+        return is_leaving or has_ended or self._stopped.is_set()
 
     def _reap_ended(self) -> None:
         """Reap ended sessions; wait if the one that gets the frames was lost."""
@@ -534,9 +523,6 @@ class Feed:
     def _join(self) -> None:
         for session in self._sessions:
             session.join()
-
-    def _take_unanswered(self) -> list[CapturedFrame]:
-        return [frame for session in self._sessions for frame in session.take_unanswered()]
 
     def _wait_after(self, error: LegatoError) -> None:
         """Wait until the next attempt; raise the error once patience has ended."""

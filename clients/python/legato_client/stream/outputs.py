@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
+import itertools
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
 from legato_client import draw
-from legato_client._errors import LegatoError
 from legato_client._types.results import Detection, Mark, TrackNow
 from legato_client.batch import output, video
 from legato_client.batch.images import BatchImage, Key
@@ -62,30 +63,23 @@ class BackgroundWorker:
     def __init__(self, work: Callable[[Drawing], None], every: bool) -> None:
         self._work = work
         self._every = every
-        self._changed = threading.Condition()  # guards the rest
-        self._waiting: collections.deque[Drawing] = collections.deque()
-        self._closed = False
+        self._waiting: queue.Queue[Drawing | None] = queue.Queue(_MAX_WAITING)  # None: the end
         self._problem: OSError | None = None
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="legato-worker", daemon=True)
         self._thread.start()
 
     def submit(self, drawing: Drawing) -> None:
-        with self._changed:
-            if self._every:
-                self._changed.wait_for(lambda: len(self._waiting) < _MAX_WAITING or self._problem)
-            elif len(self._waiting) == _MAX_WAITING:
-                self._waiting.popleft()
+        self._raise()
+        if self._waiting.full() and not self._every:
+            with contextlib.suppress(queue.Empty):  # the thread was faster
+                self._waiting.get_nowait()
                 self.num_dropped += 1
-            self._raise()
-            self._waiting.append(drawing)
-            self._changed.notify_all()
+        self._waiting.put(drawing)
 
     def close(self) -> None:
         """Wait until all frames were processed."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._waiting.put(None)
         self._thread.join()
         self._raise()
 
@@ -94,23 +88,12 @@ class BackgroundWorker:
             raise self._problem
 
     def _run(self) -> None:
-        while (drawing := self._next()) is not None:
-            try:
-                self._work(drawing)
-            except OSError as error:
-                with self._changed:
+        for drawing in iter(self._waiting.get, None):
+            if self._problem is None:  # else only make room, so that no caller waits for ever
+                try:
+                    self._work(drawing)
+                except OSError as error:
                     self._problem = error
-                    self._changed.notify_all()
-                return
-
-    def _next(self) -> Drawing | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
-                return None
-            drawing = self._waiting.popleft()
-            self._changed.notify_all()
-            return drawing
 
 
 # ---------------------------------------------------------------- outputs
@@ -208,8 +191,4 @@ def open_output(
 
 
 def marks(answered: AnsweredFrame) -> list[Mark]:
-    found: list[Mark] = []
-    for outcome in answered.outcomes.values():
-        if not isinstance(outcome, LegatoError):
-            found += outcome.marks
-    return found
+    return [*itertools.chain.from_iterable(map(draw.marks_of, answered.outcomes.values()))]
