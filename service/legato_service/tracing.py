@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
+from legato_engine.ipc.messages import Done
 from legato_engine.types import SKILL_OF_RESULT, CaptionOutput, QueryOutput
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -82,14 +83,14 @@ class RpcConvention:
         return found
 
 
-def of_request(request: EndedRequest, model: str) -> Attributes:
-    usage = request.usage
+def of_request(done: Done, model: str) -> Attributes:
+    usage = done.usage
     return {
-        "gen_ai.operation.name": OPERATIONS.get(request.result, "generate_content"),
+        "gen_ai.operation.name": OPERATIONS.get(type(done.result), "generate_content"),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": (request.finish_reason.value,),
+        "gen_ai.response.finish_reasons": (done.finish_reason.value,),
         "gen_ai.usage.input_tokens": usage.input_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
@@ -140,9 +141,9 @@ class Tracer:
         self._resource = Resource.create({"service.name": "legato"})
 
     def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None:
-        for request in requests:
-            if self._is_traced(request.call):
-                self._add_request(request)
+        for call, done, ended_ns in requests:
+            if self._is_traced(call):
+                self._add_request(call, done, ended_ns)
         clock_offset = time.time_ns() - time.monotonic_ns()
         for call, code, reason, seconds, ended_ns in calls:
             if self._is_traced(call):
@@ -194,20 +195,20 @@ class Tracer:
             status=Status(StatusCode.ERROR) if is_fault(code) else Status(),
         )
 
-    def _add_request(self, request: EndedRequest) -> None:
+    def _add_request(self, call: Call, done: Done, ended_ns: int) -> None:
         """Add the request's span, and a span for each of its parts."""
-        call, timings, ended_ns = request.call, request.timings, request.ended_ns
+        timings = done.timings
         arrived_ns = ended_ns - round(timings.total * _SECOND)
         if not call.arrived_ns and not call.method.startswith(_SESSION):
             call.arrived_ns = arrived_ns
         model = self._model()
-        given = of_request(request, model)
+        given = of_request(done, model)
         name = f"{given['gen_ai.operation.name']} {model}".rstrip()
         events = [
             Event(event, {"count": count}, ended_ns)
             for event, count in (
-                ("preempted", request.preemptions),
-                ("resumed", request.resumptions),
+                ("preempted", done.preemptions),
+                ("resumed", done.resumptions),
             )
             if count
         ]

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, task_pb2
 from legato_engine.shm import blob_folder
-from legato_service.metrics.snapshot import HistogramCounts, MetricValue, Snapshot, merged
+from legato_service.metrics.snapshot import Series, Snapshot, merged
 from legato_service.workers import control_channel
 from legato_service.workers.control_channel import ControlChannel, MetricsExchange, WorkerMetrics
 from legato_service.workers.processes import reserved
@@ -305,10 +305,10 @@ def snapshot(count, sessions=1):
     """A counter, a gauge and a histogram."""
     return Snapshot(
         [
-            MetricValue("legato_rpcs", ("m", "OK", ""), count),
-            MetricValue("legato_sessions_open", (), sessions),
-        ],
-        [HistogramCounts("legato_event_loop_lag_seconds", (), [count, 1], 0.5)],
+            Series("legato_rpcs", ("m", "OK", ""), [count]),
+            Series("legato_sessions_open", (), [sessions]),
+            Series("legato_event_loop_lag_seconds", (), [count, 1, 0.5]),
+        ]
     )
 
 
@@ -350,19 +350,21 @@ async def connected(worker):
 
 
 def values(found):
-    """The values of a snapshot by name."""
-    return {each.name: each.value for each in found.values}
+    """The values of a snapshot by name, without histograms."""
+    return {each.name: each.values[0] for each in found.series if len(each.values) == 1}
 
 
 def test_counters_gauges_and_histograms_add_up():
     """What has the same name and labels is one series."""
-    both = merged(
-        (snapshot(3), snapshot(4), Snapshot([MetricValue("legato_rpcs", ("n", "OK", ""), 1)]))
-    )
+    other = Snapshot([Series("legato_rpcs", ("n", "OK", ""), [1])])
+    both = merged((snapshot(3), snapshot(4), other))
     assert values(both)["legato_sessions_open"] == 2
-    assert {each.labels[0]: each.value for each in both.values if each.labels} == {"m": 7, "n": 1}
-    (bins,) = both.bins
-    assert (bins.counts, bins.total) == ([7, 2], 1.0)
+    assert {each.labels[0]: each.values for each in both.series if each.labels} == {
+        "m": [7],
+        "n": [1],
+    }
+    (histogram,) = both.named("legato_event_loop_lag_seconds")
+    assert histogram.values == [7, 2, 1.0]
 
 
 async def test_all_workers_count():

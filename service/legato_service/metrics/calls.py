@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
+from legato_engine.ipc.messages import Done
 from legato_engine.types import SKILL_OF_RESULT
 
 from legato_service.metrics.catalogue import CALL_BOUNDS, REQUESTS
@@ -50,10 +52,10 @@ class _RequestSeries:
             if metric.name.startswith("legato_request_")
         }
         self._cached_tokens = 0
-        self._finish_reasons: dict[str, int] = {}
+        self._finish_reasons = collections.Counter[str]()
 
-    def add(self, request: EndedRequest) -> None:
-        timings, usage = request.timings, request.usage
+    def add(self, done: Done) -> None:
+        timings, usage = done.timings, done.usage
         observed = {
             "queue_seconds": timings.queue,
             "prefill_seconds": timings.prefill,
@@ -70,8 +72,7 @@ class _RequestSeries:
         for name, value in observed.items():
             self._histograms[f"legato_request_{name}"].add(value)
         self._cached_tokens += usage.cached_tokens
-        reason = request.finish_reason
-        self._finish_reasons[reason] = self._finish_reasons.get(reason, 0) + 1
+        self._finish_reasons[done.finish_reason] += 1
 
     def write(self, snapshot: Snapshot, *labels: str) -> None:
         for reason, count in self._finish_reasons.items():
@@ -89,46 +90,33 @@ class CallMetrics:
 
     def __init__(self, max_tenants: int) -> None:
         self._tenant = TenantLabels(max_tenants)
-        self._calls: dict[tuple[str, str, str], Histogram] = {}  # method, code, reason
-        self._requests: dict[tuple[type, str], _RequestSeries] = {}  # type of result, tenant
+        self._calls = collections.defaultdict[tuple[str, str, str], Histogram](
+            lambda: Histogram(CALL_BOUNDS)
+        )  # by method, code and reason
+        self._requests = collections.defaultdict[tuple[type, str], _RequestSeries](
+            _RequestSeries
+        )  # by type of result and tenant
         self._wait_error = Histogram(CALL_BOUNDS)
 
     def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None:
         for call, code, reason, seconds, _ in calls:
-            key = call.method, code, reason
-            series = self._calls.get(key)
-            if series is None:
-                series = self._calls[key] = Histogram(CALL_BOUNDS)
-            series.add(seconds)
-        for request in requests:
-            self._observe_request(request)
-
-    def _observe_request(self, request: EndedRequest) -> None:
-        call = request.call
-        key = request.result, self._tenant(call.tenant)
-        series = self._requests.get(key)
-        if series is None:
-            series = self._requests[key] = _RequestSeries()
-        series.add(request)
-        if call.estimated_wait is not None:
-            self._wait_error.add(abs(call.estimated_wait - request.timings.queue))
+            self._calls[call.method, code, reason].add(seconds)
+        for call, done, _ in requests:
+            self._requests[type(done.result), self._tenant(call.tenant)].add(done)
+            if call.estimated_wait is not None:
+                self._wait_error.add(abs(call.estimated_wait - done.timings.queue))
 
     def write(self, snapshot: Snapshot, starts: dict[str, int]) -> None:
         """Write the metrics; `starts` are counts of begun RPCs by method."""
         for method, count in starts.items():
             snapshot.add("grpc_server_call_started", count, method.lstrip("/"))
         rejections = dict.fromkeys(REJECTIONS, 0)
-        durations: dict[tuple[str, str], Histogram] = {}
         for (path, code, reason), series in self._calls.items():
             count, method = sum(series.counts), path.lstrip("/")
             snapshot.add("legato_rpcs", count, method, code, reason)
             if reason in rejections:
                 rejections[reason] += count
-            known = durations.setdefault((method, code), Histogram(CALL_BOUNDS))
-            known.counts = [a + b for a, b in zip(known.counts, series.counts, strict=True)]
-            known.total += series.total
-        for labels, series in durations.items():
-            snapshot.add_histogram("grpc_server_call_duration_seconds", series, *labels)
+            snapshot.add_histogram("grpc_server_call_duration_seconds", series, method, code)
         for reason, count in rejections.items():
             snapshot.add("legato_admission_rejections", count, reason)
         for (result, tenant), requests in self._requests.items():

@@ -8,13 +8,12 @@ import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import NamedTuple
 
 from legato_engine import log_sink
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.monitor import EngineState
-from legato_engine.ipc.messages import Durations, PipelineStats, SchedulerLoad, StepTotals
+from legato_engine.ipc.messages import PipelineStats, SchedulerLoad, StepTotals
+from prometheus_client import ProcessCollector
 
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
@@ -24,7 +23,6 @@ from legato_service.metrics.catalogue import CALL_BOUNDS, LAG_BOUNDS
 from legato_service.metrics.snapshot import (
     Exposition,
     Histogram,
-    HistogramCounts,
     Snapshot,
     add_gen_ai,
     add_vllm,
@@ -87,8 +85,8 @@ def _write_steps(snapshot: Snapshot, totals: StepTotals, number: str) -> None:
     for kind in _KINDS:
         snapshot.add("legato_engine_launches", totals.launches.get(kind, 0), number, kind)
     snapshot.add("legato_engine_tokens", totals.tokens, number)
-    _write_durations(snapshot, "legato_engine_step_seconds", totals.step_times, number)
-    _write_durations(snapshot, "legato_inter_token_seconds", totals.token_gaps, number)
+    snapshot.add_histogram("legato_engine_step_seconds", totals.step_times, number)
+    snapshot.add_histogram("legato_inter_token_seconds", totals.token_gaps, number)
     snapshot.add("legato_engine_decode_seconds", totals.decode_seconds, number)
     snapshot.add("legato_engine_device_idle_seconds", totals.idle_seconds, number)
     snapshot.add("legato_forced_tokens", totals.forced, number)
@@ -96,10 +94,6 @@ def _write_steps(snapshot: Snapshot, totals: StepTotals, number: str) -> None:
     snapshot.add("legato_draft_tokens_accepted", totals.accepted, number)
     for size, count in totals.blocks.items():
         snapshot.add("legato_draft_blocks", count, number, str(size))
-
-
-def _write_durations(snapshot: Snapshot, name: str, durations: Durations, number: str) -> None:
-    snapshot.bins.append(HistogramCounts(name, (number,), list(durations.counts), durations.total))
 
 
 def _write_decode_steps(snapshot: Snapshot, steps: PipelineStats | None, number: str) -> None:
@@ -115,37 +109,18 @@ def _write_decode_steps(snapshot: Snapshot, steps: PipelineStats | None, number:
 
 # ---------------------------------------------------------------- process usage
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICK = 1 / os.sysconf("SC_CLK_TCK")
-_USER, _SYSTEM, _RESIDENT = 11, 12, 21  # fields of `stat` after the name
-
-
-class ProcessUsage(NamedTuple):
-    """Bytes, seconds, and a count."""
-
-    resident: int
-    cpu: float
-    open_files: int
-
-
-def usage(pid: int) -> ProcessUsage | None:
-    """Return the process's usage, or None if it does not exist."""
-    folder = Path("/proc") / str(pid)
-    try:
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        open_files = len(os.listdir(folder / "fd"))
-    except OSError:
-        return None
-    cpu = (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK
-    return ProcessUsage(int(fields[_RESIDENT]) * _PAGE, cpu, open_files)
+_USAGE = (
+    "legato_process_resident_memory_bytes",
+    "legato_process_cpu_seconds",
+    "legato_process_open_fds",
+)
 
 
 def write_process_usage(snapshot: Snapshot, name: str, pid: int) -> None:
-    found = usage(pid)
-    if found is not None:
-        snapshot.add("legato_process_resident_memory_bytes", found.resident, name)
-        snapshot.add("legato_process_cpu_seconds", found.cpu, name)
-        snapshot.add("legato_process_open_fds", found.open_files, name)
+    """Write what the kernel tells of a process; nothing if there is none."""
+    for family in ProcessCollector("legato", lambda: pid, registry=None).collect():
+        if family.name in _USAGE:
+            snapshot.add(family.name, family.samples[0].value, name)
 
 
 # ---------------------------------------------------------------- loop lag

@@ -6,10 +6,11 @@ import asyncio
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+from legato_engine.ipc.messages import Durations
 from legato_engine.types import FinishReason
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -45,78 +46,40 @@ class Histogram:
         self.total += value
 
 
-class MetricValue(msgspec.Struct, array_like=True):
-    """A counter or a gauge."""
+class Series(msgspec.Struct, array_like=True):
+    """The value of a counter or gauge; of a histogram the counts of its bins, then the sum."""
 
     name: str
     labels: Labels
-    value: float
-
-
-class HistogramCounts(msgspec.Struct, array_like=True):
-    """A histogram; its bounds are those of its `catalogue` entry."""
-
-    name: str
-    labels: Labels
-    counts: list[int]
-    total: float
+    values: list[float]
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """Metrics of a process at one moment."""
+    """Metrics of a process at one moment. Series of one name with equal labels add up."""
 
-    values: list[MetricValue] = []
-    bins: list[HistogramCounts] = []
+    series: list[Series] = []
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        self.values.append(MetricValue(name, labels, value))
+        self.series.append(Series(name, labels, [value]))
 
-    def add_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
-        self.bins.append(HistogramCounts(name, labels, list(histogram.counts), histogram.total))
+    def add_histogram(self, name: str, histogram: Histogram | Durations, *labels: str) -> None:
+        self.series.append(Series(name, labels, [*histogram.counts, histogram.total]))
+
+    def named(self, name: str) -> list[Series]:
+        return [each for each in self.series if each.name == name]
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
-        return sum(each.value for each in self.values if each.name == name)
-
-    def only(self, names: Iterable[str]) -> Snapshot:
-        kept = frozenset(names)
-        return Snapshot(
-            [each for each in self.values if each.name in kept],
-            [each for each in self.bins if each.name in kept],
-        )
+        """Return the sum of a counter or gauge over its labels."""
+        return sum(each.values[0] for each in self.named(name))
 
 
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Add up what has the same name and labels."""
-    values: dict[tuple[str, Labels], MetricValue] = {}
-    bins: dict[tuple[str, Labels], HistogramCounts] = {}
-    for snapshot in snapshots:
-        for value in snapshot.values:
-            key = value.name, value.labels
-            known = values.get(key)
-            sum_ = value.value + (known.value if known else 0.0)
-            values[key] = MetricValue(*key, sum_)
-        for each in snapshot.bins:
-            key = each.name, each.labels
-            other = bins.get(key)
-            bins[key] = _sum(other, each) if other else each
-    return Snapshot(list(values.values()), list(bins.values()))
-
-
-def regrouped(
-    bins: Iterable[HistogramCounts], name: str, labels: Iterable[Labels]
-) -> list[HistogramCounts]:
-    """Add up histograms that get the same labels, under another name."""
-    groups: dict[Labels, HistogramCounts] = {}
-    for each, label in zip(bins, labels, strict=True):
-        renamed = HistogramCounts(name, label, each.counts, each.total)
-        groups[label] = _sum(groups[label], renamed) if label in groups else renamed
-    return list(groups.values())
-
-
-def _sum(one: HistogramCounts, other: HistogramCounts) -> HistogramCounts:
-    counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
-    return HistogramCounts(one.name, one.labels, counts, one.total + other.total)
+    """Add up series of one name with equal labels."""
+    sums: dict[tuple[str, Labels], list[float]] = {}
+    for each in itertools.chain.from_iterable(snapshot.series for snapshot in snapshots):
+        known = sums.setdefault((each.name, each.labels), [0] * len(each.values))
+        known[:] = [a + b for a, b in zip(known, each.values, strict=True)]
+    return Snapshot([Series(*key, values) for key, values in sums.items()])
 
 
 # ---------------------------------------------------------------- exposition
@@ -153,50 +116,38 @@ async def render(
     if content_type.startswith(_OPENMETRICS):
         # All names are valid as they are; its other escapings replace the colons of samples.
         encode = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
-    values: dict[str, list[MetricValue]] = {}
-    bins: dict[str, list[HistogramCounts]] = {}
-    for value in snapshot.values:
-        values.setdefault(value.name, []).append(value)
-    for each in snapshot.bins:
-        bins.setdefault(each.name, []).append(each)
+    series: dict[str, list[Series]] = {}
+    for each in merged((snapshot,)).series:
+        series.setdefault(each.name, []).append(each)
     parts: list[bytes] = []
     end = b""
     for metric in metrics:
-        for family in _families(metric, values.get(metric.name, []), bins.get(metric.name, [])):
-            text = encode(_One(family))
-            end = _END if text.endswith(_END) else b""
-            parts.append(text.removesuffix(_END))
-            await asyncio.sleep(0)
+        text = encode(_One(_family(metric, series.get(metric.name, []))))
+        end = _END if text.endswith(_END) else b""
+        parts.append(text.removesuffix(_END))
+        await asyncio.sleep(0)
     return Exposition(b"".join((*parts, end)), content_type)
 
 
-def _families(
-    metric: catalogue.Metric, values: list[MetricValue], bins: list[HistogramCounts]
-) -> Iterator[Metric]:
+def _family(metric: catalogue.Metric, series: list[Series]) -> Metric:
     names = metric.labels
     if metric.kind is MetricKind.HISTOGRAM:
-        yield _histogram(metric, bins)
-        return
-    family: CounterMetricFamily | GaugeMetricFamily
+        histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
+        bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
+        for each in series:
+            *counts, total = each.values
+            buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+            histograms.add_metric(each.labels, buckets, total)
+        return histograms
     if metric.kind is MetricKind.INFO:
         info = InfoMetricFamily(metric.name, metric.help)
-        for each in values:
+        for each in series:
             info.add_metric((), dict(zip(names, each.labels, strict=True)))
-        yield info
-        return
+        return info
     kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=names)
-    for each in values:
-        family.add_metric(each.labels, each.value)
-    yield family
-
-
-def _histogram(metric: catalogue.Metric, bins: list[HistogramCounts]) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
-    for each in bins:
-        counts = itertools.accumulate(each.counts)
-        family.add_metric(each.labels, list(zip(bounds, counts, strict=True)), each.total)
+    family: CounterMetricFamily | GaugeMetricFamily = kind(metric.name, metric.help, labels=names)
+    for each in series:
+        family.add_metric(each.labels, each.values[0])
     return family
 
 
@@ -217,9 +168,10 @@ _FINISHED_REASONS = {
 def add_gen_ai(snapshot: Snapshot, model: str) -> None:
     """Add one series per skill."""
     for metric in catalogue.GEN_AI:
-        found = list(_bins(snapshot, metric.repeats))
-        labels: list[Labels] = [(each.labels[0], PROVIDER, model) for each in found]
-        snapshot.bins += regrouped(found, metric.name, labels)
+        snapshot.series += [
+            Series(metric.name, (each.labels[0], PROVIDER, model), each.values)
+            for each in snapshot.named(metric.repeats)
+        ]
 
 
 def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
@@ -228,29 +180,16 @@ def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
     used, limit = (snapshot.total(f"legato_kv_pages_{each}") for each in ("used", "limit"))
     snapshot.add("vllm:kv_cache_usage_perc", used / limit if limit else 0.0, *labels)
     snapshot.add("vllm:cache_config_info", 1, str(page_size), f"{limit:.0f}", _ENGINE)
-    corrupted = sum(
-        each.value
-        for each in snapshot.values
-        if each.name == "legato_rpcs" and each.labels[2] == "NUMERIC"
-    )
+    rpcs = snapshot.named("legato_rpcs")
+    corrupted = sum(each.values[0] for each in rpcs if each.labels[2] == "NUMERIC")
     snapshot.add("vllm:corrupted_requests", corrupted, *labels)
-    _add_successes(snapshot, labels)
+    for reason in dict.fromkeys(_FINISHED_REASONS.values()):
+        snapshot.add("vllm:request_success", 0, *labels, reason)
+    for each in snapshot.named("legato_requests"):
+        reason = _FINISHED_REASONS[FinishReason(each.labels[2])]
+        snapshot.add("vllm:request_success", each.values[0], *labels, reason)
     for metric in catalogue.VLLM:
-        if metric.kind is catalogue.MetricKind.HISTOGRAM:
-            found = list(_bins(snapshot, metric.repeats))
-            snapshot.bins += regrouped(found, metric.name, [labels] * len(found))
-        elif metric.repeats:
-            snapshot.add(metric.name, snapshot.total(metric.repeats), *labels)
-
-
-def _add_successes(snapshot: Snapshot, labels: Labels) -> None:
-    counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
-    for each in snapshot.values:
-        if each.name == "legato_requests":
-            counts[_FINISHED_REASONS[FinishReason(each.labels[2])]] += each.value
-    for reason, count in counts.items():
-        snapshot.add("vllm:request_success", count, *labels, reason)
-
-
-def _bins(snapshot: Snapshot, name: str) -> Iterator[HistogramCounts]:
-    return (each for each in snapshot.bins if each.name == name)
+        if metric.repeats and metric.kind is not MetricKind.HISTOGRAM:
+            snapshot.add(metric.name, 0, *labels)  # also without a series to repeat
+        repeated = snapshot.named(metric.repeats)
+        snapshot.series += [Series(metric.name, labels, each.values) for each in repeated]

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import msgspec
 import structlog
 from legato_engine.ipc.messages import Done
-from legato_engine.types import FinishReason, RequestTimings, TaskOutput, TokenUsage
 
 from legato_service import logs
 from legato_service.rpc.call import Call
@@ -26,18 +24,8 @@ EndedCall: TypeAlias = tuple[Call, str, str, float, int]
 """A call, the name of its status, the reason, its seconds, and its end in `time.time_ns()`."""
 
 
-class EndedRequest(msgspec.Struct, eq=False):
-    """A request of a call that the engine finished; `ended_ns` is in `time.time_ns()`."""
-
-    call: Call
-    result: type[TaskOutput]
-    finish_reason: FinishReason
-    usage: TokenUsage
-    timings: RequestTimings
-    preemptions: int
-    resumptions: int
-    ended_ns: int
-
+EndedRequest: TypeAlias = tuple[Call, Done, int]
+"""A request of a call, as the engine finished it, and its end in `time.time_ns()`."""
 
 CallObserver: TypeAlias = Callable[[Sequence[EndedCall], Sequence[EndedRequest]], None]
 """Takes ended calls and requests in batches, before their log records are written.
@@ -72,18 +60,7 @@ class CallLog:
 
     def request_done(self, call: Call, done: Done) -> None:
         self._schedule_flush()
-        self._requests.append(
-            EndedRequest(
-                call,
-                type(done.result),
-                done.finish_reason,
-                done.usage,
-                done.timings,
-                done.preemptions,
-                done.resumptions,
-                time.time_ns(),
-            )
-        )
+        self._requests.append((call, done, time.time_ns()))
 
     def _schedule_flush(self) -> None:
         if not (self._flush_due or self._closed):

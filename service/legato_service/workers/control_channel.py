@@ -82,6 +82,7 @@ class ControlChannel:
 # ---------------------------------------------------------------- metrics exchange
 
 TIMEOUT = 2.0  # seconds for another process to reply
+_GROWING = frozenset(each.name for each in catalogue.OWN if each.is_additive)
 
 
 class MetricsExchange:
@@ -138,8 +139,8 @@ class WorkerMetrics:
     def remove(self, number: int) -> None:
         self._exchanges.pop(number, None)
         if (latest := self._latest.pop(number, None)) is not None:
-            growing = latest.only(each.name for each in catalogue.OWN if each.is_additive)
-            self._ended = merged((self._ended, growing))
+            growing = [each for each in latest.series if each.name in _GROWING]
+            self._ended = merged((self._ended, Snapshot(growing)))
 
     async def gather(self) -> Snapshot:
         exchanges = list(self._exchanges.items())

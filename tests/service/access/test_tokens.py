@@ -138,9 +138,11 @@ async def test_a_broken_file_leaves_the_tokens_as_they_are(path, broken):
             for _ in range(10):
                 access.reload_changed()
             assert access.num_failed_reloads == 1
-            values = server.server.metrics.snapshot().values
-            told = {each.labels: each.value for each in values if "reload" in each.name}
-            assert told == {("tls",): 0, ("credentials",): 1}
+            told = server.server.metrics.snapshot().named("legato_access_reload_failures")
+            assert {each.labels: each.values for each in told} == {
+                ("tls",): [0],
+                ("credentials",): [1],
+            }
     (failure,) = [line for line in logs if line["event"] == "credentials_reload_failed"]
     assert failure["file"] == str(path)
     assert failure["error"].startswith(f"{path}: malformed")
