@@ -17,8 +17,7 @@ import sys
 import tempfile
 import tomllib
 import types
-import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +33,7 @@ from jmespath.visitor import TreeInterpreter
 
 from legato_client._async_client import AsyncClient
 from legato_client._errors import FieldViolation, InvalidArgument, LegatoError, Unauthenticated
-from legato_client._grpc.channel import MAX_MESSAGE_BYTES
+from legato_client._grpc.channel import MAX_MESSAGE_BYTES, OF_SKILLS
 from legato_client._images.sources import AllowedFolders, CachedImage
 from legato_client._proto import skills
 from legato_client._types import results, tasks
@@ -97,30 +96,15 @@ def _pixels(place: results.Box | results.Point, image: results.ImageInfo | None)
     return dict(zip(names, place.to_pixels(image.width, image.height), strict=True))
 
 
-def _sample(kind: Any, *, full: bool) -> Any:
-    """Return a value of an annotated type: everything is there, or nothing that may be absent."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return _sample(arguments[0], full=full) if full else None
-    if origin is tuple:
-        if arguments[-1] is not Ellipsis:
-            return tuple(_sample(each, full=full) for each in arguments)
-        return (_sample(arguments[0], full=full),) if full else ()
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        fields = {each.name: hints[each.name] for each in dataclasses.fields(kind)}
-        make: Callable[..., Any] = kind  # type: ignore[assignment]  # a class, not an instance
-        return make(**{name: _sample(hint, full=full) for name, hint in fields.items()})
-    samples: dict[Any, Any] = {str: "text", bytes: b"bytes", bool: True, int: 1, float: 0.5}
-    return samples[kind]
-
-
 def _sample_results(skill: str, *, streams: bool) -> list[dict[str, Any]]:
     """Return what the responses' expressions may be about; the first has every name."""
     if skill == ENCODE:
         return [{"image_id": "text", "width": 1, "height": 1}]
-    kind = skills.BY_NAME[skill].result
-    documents = [_plain(_sample(kind, full=full)) for full in (True, False)]
+    method = OF_SKILLS[skill]
+    full = _sample_message(method.response.DESCRIPTOR)
+    documents = [
+        _plain(method.parse(each)) for each in (method.response(**full), method.response())
+    ]
     if not streams:
         return documents
     first = documents[0]
@@ -164,7 +148,7 @@ def _value(value: Any, field: Field) -> Any:
     return value
 
 
-def _sample_request(descriptor: Descriptor, depth: int = 0) -> dict[str, Any]:
+def _sample_message(descriptor: Descriptor, depth: int = 0) -> dict[str, Any]:
     """Return a document in which every field is set."""
     return {each.name: _sample_field(each, depth) for each in descriptor.fields}
 
@@ -175,7 +159,7 @@ def _sample_field(field: Field, depth: int) -> Any:
         return _AnyKey(key=_sample_field(value_field, depth))
     value: Any
     if field.message_type is not None:
-        value = _sample_request(field.message_type, depth + 1) if depth < _MAX_DEPTH else None
+        value = _sample_message(field.message_type, depth + 1) if depth < _MAX_DEPTH else None
     elif field.enum_type is not None:
         value = field.enum_type.values[-1].name
     else:
@@ -319,7 +303,7 @@ class Method:
 
     def check(self) -> None:
         """Evaluate everything once, on samples. Raises MappingError."""
-        sample = _sample_request(self.descriptors[0])
+        sample = _sample_message(self.descriptors[0])
         for each in self.request.values():
             each.check(sample)
         self._check_image(sample)
