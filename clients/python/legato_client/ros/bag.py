@@ -74,7 +74,7 @@ class Bag:
         """Open the bag. Raises OSError, and BagError for other files and topics without images."""
         self._file = path.open("rb")
         try:
-            self._reader = _reader_of(self._file, path)
+            self.reader = _reader_of(self._file, path)
             self.num_images = self._check(path, topic)
         except BaseException:
             self._file.close()
@@ -86,14 +86,10 @@ class Bag:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    @property
-    def reader(self) -> McapReader:
-        return self._reader
-
     def _check(self, path: Path, topic: str) -> int:
         """Check the bag; return its number of images."""
         try:
-            summary = self._reader.get_summary()
+            summary = self.reader.get_summary()
         except McapError as error:
             raise BagError(f"{path} is not a whole bag: {error}") from None
         if summary is None:
@@ -232,22 +228,22 @@ class _BagWriter:
     def __init__(self, out: IO[bytes], topics: Topics) -> None:
         self._writer = Writer(out)
         self._writer.start(profile=Profile.ROS2, library=_LIBRARY)
-        self._schemas: dict[tuple[str, str, bytes], int] = {}
+        self._schema = functools.cache(self._writer.register_schema)
         self._channels: dict[tuple[str, int, str], int] = {}
         kinds = {topics.detections: cdr.DETECTIONS}
         if topics.drawings:
             kinds[topics.drawings] = cdr.COMPRESSED_IMAGE
-        self._own = {
-            topic: self._channel(topic, self._schema(kind), "cdr", {})
-            for topic, kind in kinds.items()
-        }
+        self._own: dict[str, int] = {}
+        for topic, kind in kinds.items():
+            schema = self._schema(kind, "ros2msg", cdr.text_of(kind).encode())
+            self._own[topic] = self._channel(topic, schema, "cdr", {})
 
     def write(self, topic: str, data: bytes, source: Message) -> None:
         """Write a message with the times of its image."""
         self._add(self._own[topic], data, source)
 
     def copy(self, schema: Schema | None, channel: Channel, message: Message) -> None:
-        kind = 0 if schema is None else self._registered(schema.name, schema.encoding, schema.data)
+        kind = 0 if schema is None else self._schema(schema.name, schema.encoding, schema.data)
         number = self._channel(channel.topic, kind, channel.message_encoding, channel.metadata)
         self._add(number, message.data, message)
 
@@ -258,15 +254,6 @@ class _BagWriter:
         self._writer.add_message(
             channel, source.log_time, data, source.publish_time, source.sequence
         )
-
-    def _schema(self, kind: str) -> int:
-        return self._registered(kind, "ros2msg", cdr.text_of(kind).encode())
-
-    def _registered(self, name: str, encoding: str, data: bytes) -> int:
-        key = name, encoding, data
-        if key not in self._schemas:
-            self._schemas[key] = self._writer.register_schema(name, encoding, data)
-        return self._schemas[key]
 
     def _channel(self, topic: str, schema: int, encoding: str, about: Mapping[str, str]) -> int:
         key = topic, schema, encoding

@@ -30,29 +30,24 @@ class Health:
         unreadable, self._unreadable = totals.unreadable - self._unreadable, totals.unreadable
         cause = f": {self._counters.problem}" if self._counters.problem else ""
         server = self._counters.server
-        if server != "connected":
-            level, message = Level.ERROR, f"server {server}"
-        elif engine in ("lost", "stuck"):
-            level, message = Level.ERROR, f"engine {engine}"
-        elif self._counters.rate("taken") == 0:
-            level, message = Level.WARN, "no images"
-        elif failed:
-            level, message = Level.WARN, f"{failed} tasks failed{cause}"
-        elif unreadable:
-            level, message = Level.WARN, f"{unreadable} images cannot be read{cause}"
-        elif totals.age_limit_problem:
-            level, message = Level.WARN, totals.age_limit_problem
-        elif self._counters.rate("answered") == 0:
-            level, message = Level.WARN, "no answers"
-        else:
-            level, message = Level.OK, "answering"
-        age = self._counters.last_age
+        taken, answered = self._counters.rate("taken"), self._counters.rate("answered")
+        problems = (
+            (server != "connected", Level.ERROR, f"server {server}"),
+            (engine in ("lost", "stuck"), Level.ERROR, f"engine {engine}"),
+            (taken == 0, Level.WARN, "no images"),
+            (failed, Level.WARN, f"{failed} tasks failed{cause}"),
+            (unreadable, Level.WARN, f"{unreadable} images cannot be read{cause}"),
+            (totals.age_limit_problem, Level.WARN, totals.age_limit_problem),
+            (answered == 0, Level.WARN, "no answers"),
+            (True, Level.OK, "answering"),
+        )
+        level, message = next((level, message) for is_so, level, message in problems if is_so)
         values = {
             "server": server,
             **({"engine": engine} if engine else {}),
-            "images per second": f"{self._counters.rate('taken'):.1f}",
-            "answers per second": f"{self._counters.rate('answered'):.1f}",
-            "age": _seconds(age),
+            "images per second": f"{taken:.1f}",
+            "answers per second": f"{answered:.1f}",
+            "age": _seconds(self._counters.last_age),
             "age p50": _seconds(totals.age_p50),
             "age p95": _seconds(totals.age_p95),
             "images": str(totals.taken),

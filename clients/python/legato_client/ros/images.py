@@ -112,21 +112,15 @@ def of(
     own = ros2.Header(ros2.Time(header.stamp.sec, header.stamp.nanosec), header.frame_id)
     stamp = ros2.frame_stamp(own, 0)
     found: list[ros2.Detection2D] = []
-    for outcome in map(_as_boxes, outcomes):
+    for each in outcomes:
+        outcome = each
+        if isinstance(outcome, results.SegmentResult):
+            boxes = [results.Detection(e.box, e.label, e.confidence) for e in outcome.segments]
+            outcome = results.DetectResult(tuple(boxes), outcome.info)
         if isinstance(outcome, results.DetectResult | results.PointResult):
             array = ros2.detections(outcome, stamp=stamp, size=size, absent_score=absent_score)
             found += array.detections
     return ros2.Detection2DArray(own, tuple(found))
-
-
-def _as_boxes(outcome: results.Result | LegatoError) -> results.Result | LegatoError:
-    if isinstance(outcome, LegatoError):
-        return outcome
-    outlines = [mark for mark in outcome.marks if isinstance(mark, results.Outline)]
-    if not outlines:
-        return outcome
-    boxes = tuple(results.Detection(each.box, each.label, each.confidence) for each in outlines)
-    return results.DetectResult(boxes, outcome.info)
 
 
 def predicted(
