@@ -103,14 +103,8 @@ def _marks(
     """Return the marks, and the image's size where the result tells it."""
     if isinstance(result, Iterable):
         return tuple(result), None
-    outcome, image = (
-        (result.outcome, result.image)
-        if isinstance(result, FrameResult)
-        else (
-            result,
-            None,
-        )
-    )
+    outcome = result.outcome if isinstance(result, FrameResult) else result
+    image = result.image if isinstance(result, FrameResult) else result.info.image
     if isinstance(outcome, LegatoError):
         return (), image
     return outcome.marks, image or outcome.info.image

@@ -8,6 +8,8 @@ from dataclasses import astuple, dataclass
 
 from legato_client._svg_path import polygons
 
+_TINY_AREA = 1e-12
+
 
 @dataclass(frozen=True, slots=True)
 class BoxAxes:
@@ -78,6 +80,15 @@ class Box:
         left, top = Point(self.x_min, self.y_min).to_pixels(width, height)
         right, bottom = Point(self.x_max, self.y_max).to_pixels(width, height)
         return left, top, right, bottom
+
+
+def overlap(one: Box, other: Box) -> float:
+    """Return the intersection over union; 0 where neither has an area."""
+    across = min(one.x_max, other.x_max) - max(one.x_min, other.x_min)
+    down = min(one.y_max, other.y_max) - max(one.y_min, other.y_min)
+    shared = max(across, 0.0) * max(down, 0.0)
+    areas = ((each.x_max - each.x_min) * (each.y_max - each.y_min) for each in (one, other))
+    return shared / max(sum(areas) - shared, _TINY_AREA)
 
 
 @dataclass(frozen=True, slots=True)

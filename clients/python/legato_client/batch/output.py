@@ -163,12 +163,7 @@ def _polygons(outline: Outline, width: int, height: int) -> list[list[float]]:
 
 
 def _error(error: LegatoError) -> dict[str, Any]:
-    return {
-        "code": error.code,
-        "reason": error.reason,
-        "message": error.message,
-        "request_id": error.request_id,
-    }
+    return {name: getattr(error, name) for name in ("code", "reason", "message", "request_id")}
 
 
 # ---------------------------------------------------------------- coco

@@ -22,6 +22,8 @@ _FLATTEST = 1e-3  # 1 / temperature; scores keep their order
 
 Pairs = Sequence[tuple[float, bool]]
 """Scores, and whether their objects were right."""
+Targets = Sequence[tuple[float, float]]
+"""Scores, and the chances to fit: 1 and 0 for the objects of `Pairs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +54,60 @@ def fit(pairs: Pairs) -> Fit:
     """
     if not pairs:
         return Fit()
-    plain, moved = _newton(pairs, offset=False), _newton(pairs, offset=True)
-    gain = _loss(plain, pairs) - _loss(moved, pairs)
+    targets = _targets(pairs)
+    plain, moved = _newton(targets, offset=False), _newton(targets, offset=True)
+    gain = (log_loss(plain, targets) - log_loss(moved, targets)) * len(pairs)
     return moved if gain > math.log(len(pairs)) / 2 else plain
 
 
-def log_loss(fitted: Fit, pairs: Pairs) -> float:
+def log_loss(fitted: Fit, targets: Targets) -> float:
     """Return the mean log loss in nats."""
-    chances = ((fitted(score), right) for score, right in pairs)
-    inside = ((min(max(chance, _LEAST), 1 - _LEAST), right) for chance, right in chances)
-    return -math.fsum(math.log(c if right else 1 - c) for c, right in inside) / max(len(pairs), 1)
+    chances = ((min(max(fitted(score), _LEAST), 1 - _LEAST), target) for score, target in targets)
+    logs = (target * math.log(c) + (1 - target) * math.log(1 - c) for c, target in chances)
+    return -math.fsum(logs) / max(len(targets), 1)
 
 
 def reliability(fitted: Fit, pairs: Pairs) -> list[Bin]:
     """Return bins of equal width, without the empty ones."""
-    members: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]
-    for score, right in pairs:
-        confidence = fitted(score)
-        members[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, right))
     return [
-        Bin(len(each), _mean([c for c, _ in each]), _mean([float(right) for _, right in each]))
-        for each in members
+        Bin(len(each), statistics.fmean(c for c, _ in each), statistics.fmean(r for _, r in each))
+        for each in _binned(fitted, pairs)
         if each
     ]
 
 
 def calibration_error(fitted: Fit, pairs: Pairs) -> float:
     """Return the ECE: the mean distance of confidence and accuracy over the bins, by counts."""
-    bins = reliability(fitted, pairs)
-    apart = math.fsum(each.count * abs(each.confidence - each.right) for each in bins)
-    return apart / max(len(pairs), 1)
+    return _error([_counted(fitted, pairs)])
 
 
-def _newton(pairs: Pairs, *, offset: bool) -> Fit:
+def _binned(fitted: Fit, pairs: Pairs) -> list[list[tuple[float, bool]]]:
+    """Return the confidences of each bin, and whether their objects were right."""
+    bins: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]
+    for score, right in pairs:
+        confidence = fitted(score)
+        bins[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, right))
+    return bins
+
+
+def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, list[float]]:
+    """Return the number of objects, and for each bin by how much confidence exceeds truth."""
+    bins = _binned(fitted, pairs)
+    return len(pairs), [math.fsum(confidence - right for confidence, right in b) for b in bins]
+
+
+def _error(images: Sequence[tuple[int, list[float]]]) -> float:
+    excess = map(math.fsum, zip(*(bins for _, bins in images), strict=True))
+    return math.fsum(map(abs, excess)) / max(sum(count for count, _ in images), 1)
+
+
+def _newton(targets: Targets, *, offset: bool) -> Fit:
     """Fit slope and offset by Newton's method; without an offset it stays 0."""
-    targets, slope, shift = _targets(pairs), 1.0, 0.0
+    logits = [(_logit(score), target) for score, target in targets]
+    slope, shift = 1.0, 0.0
     for _ in range(_STEPS):
         g_slope = g_shift = h_slope = h_both = h_shift = 0.0
-        for logit, target in targets:
+        for logit, target in logits:
             chance = _logistic(slope * logit + shift)
             apart, weight = chance - target, max(chance * (1 - chance), 1e-12)
             g_slope += apart * logit
@@ -112,25 +130,11 @@ def _newton(pairs: Pairs, *, offset: bool) -> Fit:
     return Fit(1.0 / slope, shift)
 
 
-def _loss(fitted: Fit, pairs: Pairs) -> float:
-    """Return the summed loss against the targets of the fit."""
-    total = 0.0
-    for logit, target in _targets(pairs):
-        chance = _logistic(logit / fitted.temperature + fitted.offset)
-        chance = min(max(chance, _LEAST), 1 - _LEAST)
-        total -= target * math.log(chance) + (1 - target) * math.log(1 - chance)
-    return total
-
-
-def _targets(pairs: Pairs) -> list[tuple[float, float]]:
+def _targets(pairs: Pairs) -> Targets:
     num_right = sum(right for _, right in pairs)
     high = (num_right + 1) / (num_right + 2)
     low = 1 / (len(pairs) - num_right + 2)
-    return [(_logit(score), high if right else low) for score, right in pairs]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return [(score, high if right else low) for score, right in pairs]
 
 
 def _logit(share: float) -> float:
@@ -207,26 +211,6 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
         shown_ece_before=calibration_error(Fit(), shown),
         shown_ece_after=calibration_error(fitted, shown),
     )
-
-
-def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, tuple[tuple[int, float], ...]]:
-    """Return an image's number of objects, and per bin the confidence's excess over truth."""
-    bins = reliability(fitted, pairs)
-    return len(pairs), tuple(
-        (
-            min(int(each.confidence * NUM_BINS), NUM_BINS - 1),
-            each.count * (each.confidence - each.right),
-        )
-        for each in bins
-    )
-
-
-def _error(images: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> float:
-    excess = [0.0] * NUM_BINS
-    for _, bins in images:
-        for index, more in bins:
-            excess[index] += more
-    return sum(map(abs, excess)) / sum(count for count, _ in images)
 
 
 def _deviation(values: Sequence[float]) -> float:

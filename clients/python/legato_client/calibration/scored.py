@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -16,7 +17,7 @@ from legato_client._client import Client
 from legato_client._errors import Busy, LegatoError
 from legato_client._proto import skills
 from legato_client._proto.responses import TaskOutcome
-from legato_client._types.results import Box, Mark, Point, PointedObject, Result, Token
+from legato_client._types.results import Box, Mark, Point, PointedObject, Result, Token, overlap
 from legato_client._types.tasks import Options, Task
 
 ANNOTATIONS = "annotations.json"
@@ -102,7 +103,7 @@ def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
                 "skill": each.skill,
                 "picture": each.image,
                 "name": each.name,
-                "place": _numbers(each.place),
+                "place": dataclasses.astuple(each.place),
                 "certainties": each.certainties,
                 "score": each.score,
                 "right": each.right,
@@ -129,12 +130,6 @@ def _scored(document: dict[str, Any]) -> Scored:
         right=document["right"],
         shown=document.get("shown", True),
     )
-
-
-def _numbers(place: Box | Point) -> tuple[float, ...]:
-    if isinstance(place, Point):
-        return (place.x, place.y)
-    return (place.x_min, place.y_min, place.x_max, place.y_max)
 
 
 # ---------------------------------------------------------------- scored
@@ -293,13 +288,4 @@ def _fit(place: Box | Point, box: Box) -> float:
     if isinstance(place, Point):
         inside = box.x_min <= place.x <= box.x_max and box.y_min <= place.y <= box.y_max
         return float(inside)
-    across = min(place.x_max, box.x_max) - max(place.x_min, box.x_min)
-    down = min(place.y_max, box.y_max) - max(place.y_min, box.y_min)
-    if across <= 0 or down <= 0:
-        return 0.0
-    shared = across * down
-    return shared / (_area(place) + _area(box) - shared)
-
-
-def _area(box: Box) -> float:
-    return (box.x_max - box.x_min) * (box.y_max - box.y_min)
+    return overlap(place, box)

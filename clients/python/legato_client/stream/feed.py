@@ -22,13 +22,13 @@ from legato_client._errors import (
 )
 from legato_client._session.sessions import Session
 from legato_client._types.results import (
-    Box,
     Detection,
     DetectResult,
     FrameStamp,
     ImageInfo,
     Result,
     TrackNow,
+    overlap,
 )
 from legato_client._types.server import FrameDropped, FrameResult, GoAway
 from legato_client._types.tasks import DetectTask, Task, Tracking
@@ -36,7 +36,6 @@ from legato_client.stream.frames import Backoff, CapturedFrame, FrameCounters, M
 
 _CREDIT_POLL_S = 0.2  # poll interval while out of credits
 _SAME_OBJECT = 0.3  # IoU with a prediction from which on an object is taken for the same
-_TINY_AREA = 1e-12
 Outcomes = Mapping[str, Result | LegatoError]
 Predict = Callable[[int], Sequence[TrackNow]]
 """Function that predicts tracked objects at a time in nanoseconds since the epoch."""
@@ -74,7 +73,7 @@ class TrackNames:
             unnamed = [each for each in found if each.track_id and each.track_id not in self._names]
             candidates = self._candidates(captured_ns)
             pairs = (
-                (_overlap(track.box, each.box), track.track_id, each.track_id)
+                (overlap(track.box, each.box), track.track_id, each.track_id)
                 for track in candidates
                 for each in unnamed
                 if track.task_id == task_id
@@ -105,17 +104,6 @@ class TrackNames:
 
     def _name(self, own: str) -> str:
         return own and self._names.get(own, self._prefix + own)
-
-
-def _overlap(one: Box, other: Box) -> float:
-    """Compute intersection over union."""
-    across = min(one.x_max, other.x_max) - max(one.x_min, other.x_min)
-    down = min(one.y_max, other.y_max) - max(one.y_min, other.y_min)
-    shared = max(across, 0.0) * max(down, 0.0)
-    one_area, other_area = (
-        (each.x_max - each.x_min) * (each.y_max - each.y_min) for each in (one, other)
-    )
-    return shared / max(one_area + other_area - shared, _TINY_AREA)
 
 
 class FeedSession:
