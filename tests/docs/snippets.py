@@ -1,7 +1,8 @@
 """The snippets of README.md and docs/, run as a reader runs them: in order, in one folder a page.
 
-Each page has a server of its own, which has answered nothing yet, and all of it has two cores.
-`make walk` does so in a fresh clone with a venv of its own; test_pages.py does in this tree.
+All of it has two cores. `make walk` does so in a fresh clone with a venv of its own, where each
+page has a server that has answered nothing yet; test_pages.py does in this tree, where pages share
+what they start by the same command.
 
 A comment before a block changes that: `<!-- run: clone -->` leaves it to `make walk`,
 `<!-- run: quiet -->` expects no output, `<!-- run: no, REASON -->` does not run it. A block of
@@ -100,7 +101,7 @@ def snippets(page: str) -> list[Snippet]:
 
 
 class Reader:
-    """Somebody who goes through a page in `folder`, with a fresh server.
+    """Somebody who goes through pages in `folder`; what they start serves until the end.
 
     In a `clone` everything is run and listens as written; elsewhere what needs a clone is left out,
     and ports are free ones.
@@ -118,6 +119,7 @@ class Reader:
             "GOFLAGS": "-mod=mod",
         }
         self._groups: list[int] = []
+        self._started: dict[str, str] = {}  # options by the address that listens
 
     def __enter__(self) -> Reader:
         return self
@@ -128,7 +130,11 @@ class Reader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End what the page started, which is in the sessions of its blocks."""
+        self._end()
+        self._state.unlink()
+
+    def _end(self) -> None:
+        """End what pages started, which is in the sessions of their blocks."""
         for group in self._groups:
             try:
                 os.killpg(group, signal.SIGTERM)
@@ -136,7 +142,8 @@ class Reader:
                 continue
         for address in self._ports.values():
             until(lambda address=address: not listens(address), f"{address} to be free")
-        self._state.unlink()
+        self._groups.clear()
+        self._started.clear()
 
     def skips(self, snippet: Snippet) -> str:
         """Return why a snippet is not run here, or an empty text."""
@@ -146,6 +153,7 @@ class Reader:
 
     def read(self, page: str) -> list[tuple[Snippet, str, str]]:
         """Run a page; return its snippets with their outputs, or why they were not run."""
+        self._state.write_text("")
         found = snippets(page)
         reasons = [self.skips(each) for each in found]
         if not any(
@@ -165,7 +173,10 @@ class Reader:
         if snippet.language != "python":
             return ""
         modules = re.findall(r"^(?:import|from) (\w+)", snippet.text, re.MULTILINE)
-        wanted = "".join(f"import {each}\n" for each in modules if each != "legato_client")
+        ours = {"legato_client", *sys.stdlib_module_names}
+        wanted = "".join(f"import {each}\n" for each in modules if each not in ours)
+        if not wanted:
+            return ""
         code, _, errors = self._bash(f"python - <<'SNIPPET'\n{wanted}SNIPPET\n")
         return "" if code == 0 else errors.strip().splitlines()[-1]
 
@@ -192,6 +203,11 @@ class Reader:
             address = next(self._ports[each] for each, name in PORTS.items() if name == command)
             log = self._folder / f"{command}.log"
             started.append((address, log))
+            if self._started.get(address) == options:
+                return ":"
+            if address in self._started:
+                self._end()
+            self._started[address] = options
             started_as = f"legato {command} --listen {address} {options} > {log} 2>&1 &"
             return f"{started_as}\necho $! > {log}.pid"
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -344,25 +345,30 @@ FIRST = ("README.md", *pages_of(["First steps"]))
 PATIENT = pytest.mark.timeout(2 * PATIENCE)
 
 
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Of all pages: most of a page's time is its server's start."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("engine", "clients", "examples", "proto"):
+        (folder / name).symlink_to(ROOT / name)
+    samples = ROOT / "engine/tiny/legato_tiny/samples"
+    (folder / "street.jpg").write_bytes((samples / "street.jpg").read_bytes())
+    path = (str(Path(sys.executable).parent), str(ROOT / ".tools" / "bin"), os.environ["PATH"])
+    with Reader(folder, {**ENVIRONMENT, "PATH": os.pathsep.join(path)}, clone=False) as reader:
+        yield reader
+
+
 @PATIENT
 @pytest.mark.parametrize(
     "page",
     [*FIRST, *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES if page not in FIRST)],
 )
-def test_the_snippets_of_a_page_run(page: str, tmp_path: Path) -> None:
-    """In page order against a fresh server on two cores; each shows what its page says."""
-    for name in ("engine", "clients", "examples", "proto"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    samples = ROOT / "engine/tiny/legato_tiny/samples"
-    (tmp_path / "street.jpg").write_bytes((samples / "street.jpg").read_bytes())
-    path = (str(Path(sys.executable).parent), str(ROOT / ".tools" / "bin"), os.environ["PATH"])
+def test_the_snippets_of_a_page_run(page: str, reader: Reader) -> None:
+    """In page order on two cores; each shows what its page says."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
     try:
-        with Reader(
-            tmp_path, {**ENVIRONMENT, "PATH": os.pathsep.join(path)}, clone=False
-        ) as reader:
-            reader.read(page)
+        reader.read(page)
     finally:
         os.sched_setaffinity(0, cores)
 
