@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -302,11 +302,35 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
+        inner, read = behaviour(handler), reader(handler, self._receive, self._receive_later)
+        takes_stream, streams = handler.request_streaming, handler.response_streaming
         serialize = handler.response_serializer
-        if handler.response_streaming:
-            many = self._wrap_streaming(handler)
-            return grpc.stream_stream_rpc_method_handler(many, None, serialize)
-        return grpc.stream_unary_rpc_method_handler(self._wrap_unary(handler), None, None)
+
+        async def handle(received: Any, context: Context) -> Any:
+            call = CURRENT.get()
+            try:
+                if not takes_stream:
+                    received = await self._message(call, context)
+                    if not streams:
+                        call.received = received
+                self._identify(call, context)
+                handling = inner(read(context if takes_stream else received), context)
+                response = await (self._write(handling, context, call) if streams else handling)
+                if serialize is not None and not streams:  # a failure is then as any other
+                    response = serialize(response)
+            except BaseException as error:
+                if (outcome := self._failed(error, call, context)) is None:
+                    raise
+            else:
+                self._succeeded(call, context)
+                return response
+            aborting = _abort(outcome, call, context)
+            del received, context  # the abort refers to this frame
+            return await aborting
+
+        if streams:
+            return grpc.stream_stream_rpc_method_handler(handle, None, serialize)
+        return grpc.stream_unary_rpc_method_handler(handle, None, None)
 
     def _wrap_unread(self, wrapped: Handler, gate: Gate | None) -> Handler:
         """Decide before the message is received, with no more than a status as the response."""
@@ -335,19 +359,15 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         try:
             self._identify(call, context)
         except Exception as error:  # noqa: BLE001 - as any failure of a call
-            self._refuse(error, call, context)
-            return True
-        if gate is None or gate.admits(call.tenant, call.priority):
-            return False
-        outcome = gate.refusal(call.request_id)
-        self._call_log.record(call, outcome.code.name, outcome.reason)
+            outcome = self._failed(error, call, context)
+            assert outcome is not None, "no cancellation"
+        else:
+            if gate is None or gate.admits(call.tenant, call.priority):
+                return False
+            outcome = gate.refusal(call.request_id)
+            self._call_log.record(call, outcome.code.name, outcome.reason)
         _set_status(outcome, call, context)
         return True
-
-    def _refuse(self, error: Exception, call: Call, context: Context) -> None:
-        outcome = self._failed(error, call, context)
-        assert outcome is not None, "no cancellation"
-        _set_status(outcome, call, context)
 
     def _identify(self, call: Call, context: Context) -> None:
         """Fill the call from credential and metadata; its tenant and priority are final then."""
@@ -381,78 +401,28 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         if principal is not None and NEEDS.get(call.method) is not Need.ADMIN:
             call.tenant = principal.tenant
 
-    def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        """Serialize here, so that a failure is handled like any other."""
-        inner, read = behaviour(handler), reader(handler, self._receive, self._receive_later)
-        streams, serialize = handler.request_streaming, handler.response_serializer
-
-        async def one(received: Any, context: Context) -> Any:
-            call = CURRENT.get()
-            try:
-                if not streams:
-                    received = call.received = await self._message(call, context)
-                self._identify(call, context)
-                response = await inner(read(context if streams else received), context)
-                if serialize is not None:
-                    response = serialize(response)
-            except BaseException as error:
-                if (outcome := self._failed(error, call, context)) is None:
-                    raise
-            else:
-                self._succeeded(call, context)
-                return response
-            aborting = _abort(outcome, call, context)
-            del received, context  # the abort refers to this frame
-            return await aborting
-
-        return one
-
-    def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        inner, read = behaviour(handler), reader(handler, self._receive, self._receive_later)
-        streams = handler.request_streaming
-
-        async def many(received: Any, context: Context) -> None:
-            call = CURRENT.get()
-            try:
-                if not streams:
-                    received = await self._message(call, context)
-                self._identify(call, context)
-                messages = read(context if streams else received)
-                async with aclosing(inner(messages, context)) as responses:
-                    await self._write(responses, context, call)
-            except BaseException as error:
-                if (outcome := self._failed(error, call, context)) is None:
-                    raise
-            else:
-                self._succeeded(call, context)
-                return
-            aborting = _abort(outcome, call, context)
-            del received, context  # the abort refers to this frame
-            await aborting
-
-        return many
-
-    async def _write(self, responses: AsyncIterator[Any], context: Context, call: Call) -> None:
+    async def _write(self, responses: AsyncGenerator[Any], context: Context, call: Call) -> None:
         """Write all responses; the initial metadata goes with the first.
 
         Before that, the client's own retry policy may still repeat the call.
         """
         first, principal = True, call.principal
-        with closing(ReusableTimeout()) as timeout:
-            async for response in responses:
-                if principal is not None:
-                    principal.check()
-                if first:
-                    await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
-                    first = False
-                try:
-                    with timeout.until(time.monotonic() + self._stall_timeout):
-                        await context.write(response)
-                except TimeoutError:
-                    raise ClientTooSlow(
-                        f"no message was taken for {self._stall_timeout:g} s",
-                        limit_ms=round(self._stall_timeout * 1000),
-                    ) from None
+        async with aclosing(responses):
+            with closing(ReusableTimeout()) as timeout:
+                async for response in responses:
+                    if principal is not None:
+                        principal.check()
+                    if first:
+                        await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
+                        first = False
+                    try:
+                        with timeout.until(time.monotonic() + self._stall_timeout):
+                            await context.write(response)
+                    except TimeoutError:
+                        raise ClientTooSlow(
+                            f"no message was taken for {self._stall_timeout:g} s",
+                            limit_ms=round(self._stall_timeout * 1000),
+                        ) from None
 
     def _succeeded(self, call: Call, context: Context) -> None:
         context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
