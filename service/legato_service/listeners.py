@@ -16,11 +16,11 @@ from legato_service import addresses
 from legato_service.access.control import AccessControl
 from legato_service.access.tls import ServerCertificate
 from legato_service.config import ServiceConfig
+from legato_service.rpc import reflection
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import RECEIVE_BYTES, Gate, ReceiveLimit
 from legato_service.rpc.health import HealthServicer
 from legato_service.rpc.middleware import RpcMiddleware
-from legato_service.rpc.reflection import Descriptors, Reflection
 
 TRANSPORT_EXTRA = 1024 * 1024
 """Bytes above the message limit that the transport accepts, to refuse them with details. Beyond it
@@ -128,8 +128,7 @@ class Listener:
         return self._middleware.as_server
 
     def reflect(self, services: Sequence[str]) -> None:
-        reflection = Reflection((*services, _HEALTH), Descriptors.of_contract())
-        self._middleware.add_generic_rpc_handlers(reflection.handlers())
+        self._middleware.add_generic_rpc_handlers(reflection.handlers((*services, _HEALTH)))
 
     async def start(self, address: str) -> str:
         """Listen; return the address with its real port.
