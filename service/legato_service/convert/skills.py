@@ -39,8 +39,6 @@ from legato_engine.types import (
     Turn,
 )
 
-MAX_TEXT_BYTES = 1024 * 1024  # of a question, or a conversation's messages together
-
 Listing: TypeAlias = (
     task_pb2.DetectTask
     | inference_pb2.DetectRequest
@@ -57,33 +55,10 @@ def seconds(message: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
     return message.ToNanoseconds() / 1e9
 
 
-def text(value: str, field: str, limit: int) -> str:
+def text(value: str, field: str) -> str:
     if not value.strip():
         raise InvalidField("must not be empty", field=field)
-    if len(value) > limit:
-        raise PromptTooLong(
-            f"{len(value)} characters, the limit is {limit}",
-            field=field,
-            limit=limit,
-            actual=len(value),
-        )
     return value
-
-
-def check_text_size(texts: Sequence[str], field: str) -> None:
-    """Bound the work of making tokens; how many of them fit is up to the model.
-
-    Raises:
-        PromptTooLong: the texts have more than `MAX_TEXT_BYTES` in UTF-8 together.
-    """
-    actual = sum(len(text.encode()) for text in texts)
-    if actual > MAX_TEXT_BYTES:
-        raise PromptTooLong(
-            f"{actual} bytes of text, the limit is {MAX_TEXT_BYTES}",
-            field=field,
-            limit=MAX_TEXT_BYTES,
-            actual=actual,
-        )
 
 
 def max_objects(message: Listing) -> int | None:
@@ -116,7 +91,9 @@ def _ref(message: geometry_pb2.SpatialRef, field: str) -> SpatialRef:
 
 # ---------------------------------------------------------------- chat
 
-MAX_MESSAGES = 256
+MAX_TEXT_BYTES = 1024 * 1024
+"""Bytes of a conversation's messages together, which bound the work of making tokens; how many
+tokens fit is up to the model."""
 
 _SYSTEM, _USER, _ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -143,18 +120,18 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> ChatQu
         InvalidField: the messages are malformed.
         PromptTooLong: the messages have too much text together.
     """
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidField(
-            f"at most {MAX_MESSAGES} messages",
-            field=field,
-            limit=MAX_MESSAGES,
-            actual=len(messages),
-        )
     is_system = [message.role == _SYSTEM for message in messages]
     num_system = (*is_system, False).index(False)
     _check_roles(messages, num_system, field)
     texts = [_text(message, f"{field}[{index}]") for index, message in enumerate(messages)]
-    check_text_size(texts, field)
+    actual = sum(len(text.encode()) for text in texts)
+    if actual > MAX_TEXT_BYTES:
+        raise PromptTooLong(
+            f"{actual} bytes of text, the limit is {MAX_TEXT_BYTES}",
+            field=field,
+            limit=MAX_TEXT_BYTES,
+            actual=actual,
+        )
     spoken = itertools.groupby(range(num_system, len(messages)), lambda at: messages[at].role)
     groups = [list(group) for _, group in spoken]
     turns = [_joined([texts[at] for at in group]) for group in groups]
@@ -269,8 +246,6 @@ def box(value: ImageBox) -> geometry_pb2.Box:
 
 # ---------------------------------------------------------------- skills
 
-MAX_OBJECT = 1_024  # characters
-
 _LENGTHS = {
     task_pb2.CaptionLength.Value(f"CAPTION_LENGTH_{each.name}"): each for each in CaptionLength
 }
@@ -307,11 +282,8 @@ Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 def _query(message: Query, path: str) -> QuerySpec:
     refs_given = refs(message.spatial_refs, path)
     if not message.messages:
-        field = f"{path}question"
-        check_text_size([message.question], field)
-        question = text(message.question, field, MAX_TEXT_BYTES)
         return QuerySpec(
-            question=question,
+            question=text(message.question, f"{path}question"),
             reasoning=message.reasoning,
             spatial_refs=refs_given,
             places=_placed(message, None, path),
@@ -421,7 +393,7 @@ Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
 
 def _detect(message: Detect, path: str) -> DetectSpec:
     return DetectSpec(
-        object=text(message.object, f"{path}object", MAX_OBJECT),
+        object=text(message.object, f"{path}object"),
         max_objects=max_objects(message),
         min_confidence=message.min_confidence,
         order=order(message, path),
@@ -448,7 +420,7 @@ PointMessage: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
 
 def _point(message: PointMessage, path: str) -> PointSpec:
     return PointSpec(
-        object=text(message.object, f"{path}object", MAX_OBJECT),
+        object=text(message.object, f"{path}object"),
         max_objects=max_objects(message),
         spatial_refs=refs(message.spatial_refs, path),
         min_confidence=message.min_confidence,
@@ -474,7 +446,7 @@ Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
 
 def _segment(message: Segment, path: str) -> SegmentSpec:
     return SegmentSpec(
-        object=text(message.object, f"{path}object", MAX_OBJECT),
+        object=text(message.object, f"{path}object"),
         spatial_refs=refs(message.spatial_refs, path),
     )
 

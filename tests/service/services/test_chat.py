@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato.v1 import geometry_pb2, inference_pb2, limits, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import ImageUndecodable, QueueFull
 from legato_engine.ipc.messages import OutputDelta
 from legato_engine.types import (
@@ -35,7 +35,7 @@ from legato_engine.types import (
     Turn,
 )
 from legato_service.convert import skills
-from legato_service.convert.skills import MAX_MESSAGES, MAX_TEXT_BYTES, ChatQuestion
+from legato_service.convert.skills import MAX_TEXT_BYTES, ChatQuestion
 
 from tests.grammar import replay
 from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, refuse, solution, started
@@ -206,12 +206,13 @@ async def test_texts_are_limited_in_bytes():
 
 def test_the_longest_conversation():
     """As many messages as are allowed are read in order."""
-    turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (MAX_MESSAGES // 2))]
+    most = limits.FIELDS["QueryTask"]["messages"].max_items
+    turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (most // 2))]
     read = skills.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
     assert isinstance(read, ChatQuestion)
     assert read.system == "s"
-    assert read.question == str(MAX_MESSAGES - 2)
-    pairs = [(str(at), str(at + 1)) for at in range(0, MAX_MESSAGES - 2, 2)]
+    assert read.question == str(most - 2)
+    pairs = [(str(at), str(at + 1)) for at in range(0, most - 2, 2)]
     assert [(turn.question, turn.answer) for turn in read.history] == pairs
     assert not read.places
 
