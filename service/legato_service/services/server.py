@@ -27,7 +27,6 @@ CAPABILITIES = (
     "pixel_format.nv12",
     "pixel_format.yuyv",
 )  # of every server
-PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
@@ -64,28 +63,22 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """List the models; a page token is the offset of its page."""
-        models = self._models()
-        start = _offset(request.page_token, len(models))
-        end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)
-        more = str(end) if end < len(models) else ""
-        return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
-
-    def _models(self) -> list[pb.Model]:
+        """List the one model, on the only page."""
+        if request.page_token:
+            raise InvalidField("not a page token of this server", field="page_token")
         model = self._engines.model
         if model is None:
             raise EngineStarting("the model is loading")
-        return [
-            pb.Model(
-                name=model.name,
-                tasks=model.tasks,
-                streaming_regions=True,
-                max_context_tokens=model.max_context_tokens,
-                confidence=_confidence(model.confidence),
-                notice=model.notice,
-                max_images=model.max_images,
-            )
-        ]
+        listed = pb.Model(
+            name=model.name,
+            tasks=model.tasks,
+            streaming_regions=True,
+            max_context_tokens=model.max_context_tokens,
+            confidence=_confidence(model.confidence),
+            notice=model.notice,
+            max_images=model.max_images,
+        )
+        return pb.ListModelsResponse(models=[listed])
 
     def _limits(self, model: ServedModel | None) -> pb.Limits:
         num_engines = len(self._engines.serving) or len(self._engines.members)
@@ -110,11 +103,3 @@ def _confidence(info: CalibrationInfo | None) -> pb.Confidence | None:
     if info.fitted_at:
         message.fitted_at.FromSeconds(info.fitted_at)
     return message
-
-
-def _offset(token: str, count: int) -> int:
-    if not token:
-        return 0
-    if not (token.isascii() and token.isdigit() and 0 < int(token[:9]) < count):
-        raise InvalidField("not a page token of this server", field="page_token")
-    return int(token)
