@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -103,14 +102,6 @@ def _prefix(task: TaskSpec) -> str:
 # ---------------------------------------------------------------- dispatcher
 
 
-class CallContext(Protocol):
-    """The context of an RPC, or of several that share one run."""
-
-    def time_remaining(self) -> float | None:
-        """Return the remaining time, or None without a deadline."""
-        ...
-
-
 class Dispatcher:
     """Dispatcher of all RPCs' requests to the engines."""
 
@@ -138,14 +129,15 @@ class Dispatcher:
     def admit(
         self,
         key: RequestKey,
-        context: CallContext,
+        time_left: float | None,
         default_deadline: float,
         *,
         resumes: bool = False,
     ) -> ActiveRequest:
         """Return the request, in flight for the length of its `with` block.
 
-        When it `resumes`, a Generate of its id ends, unless this raises.
+        `time_left` is None for a call without a deadline. When the request `resumes`, a Generate of
+        its id ends, unless this raises.
 
         Raises:
             Draining: the server is shutting down.
@@ -155,8 +147,7 @@ class Dispatcher:
         """
         rpc = call.current()
         self._registry.check(key, resumes=resumes)
-        given = context.time_remaining()
-        left = default_deadline if given is None else given
+        left = default_deadline if time_left is None else time_left
         wait = self._engines.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")

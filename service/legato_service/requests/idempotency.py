@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 from google.protobuf.message import Message
 from legato_engine.types import RequestKey
 
-from legato_service.requests.dispatcher import CallContext
 from legato_service.requests.registry import duplicate
 from legato_service.rpc import call
+from legato_service.rpc.call import Context
 
 KEEP = 60.0  # seconds
 MAX_REPLIES = 1024
@@ -60,17 +60,6 @@ class _CachedReply(NamedTuple):
     expires_at: float  # time.monotonic() seconds
 
 
-class _RunContext:
-    """A shared run has the deadline of its first call, and no cancellation."""
-
-    def __init__(self, first: CallContext) -> None:
-        left = first.time_remaining()
-        self._deadline = None if left is None else time.monotonic() + left
-
-    def time_remaining(self) -> float | None:
-        return None if self._deadline is None else self._deadline - time.monotonic()
-
-
 class IdempotencyCache:
     """Cache with one run per key and content; its reply stays for `keep` seconds.
 
@@ -101,10 +90,12 @@ class IdempotencyCache:
         self,
         key: RequestKey,
         fingerprint: bytes,
-        work: Callable[[CallContext], Coroutine[Any, Any, ReplyT]],
-        context: CallContext,
+        work: Callable[[float | None], Coroutine[Any, Any, ReplyT]],
+        context: Context,
     ) -> ReplyT:
         """Return the kept reply of this key, or that of a run in flight, or else of `work`.
+
+        `work` takes the time left to this call, None without a deadline.
 
         Raises:
             DuplicateRequest: the key belongs to a call with another fingerprint.
@@ -125,7 +116,7 @@ class IdempotencyCache:
             if left is not None:
                 rpc.deadline = time.monotonic() + left
         else:
-            run = self._start(key, fingerprint, work(_RunContext(context)))
+            run = self._start(key, fingerprint, work(context.time_remaining()))
         return cast("ReplyT", await self._wait(run))
 
     def forget_stream(self, key: RequestKey) -> None:

@@ -27,7 +27,6 @@ from legato_service.convert.stream import Checkpoints, EventStream, resume
 from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import (
     SHARED_FAILURES,
-    CallContext,
     Dispatcher,
     cached_image,
     completed,
@@ -202,7 +201,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._idempotency_cache.forget_stream(key)
         with (
             self._idempotency_cache.exclusive(key) if request_id else nullcontext(),
-            self._dispatcher.admit(key, context, self._stream_deadline, resumes=resumes) as active,
+            self._dispatcher.admit(
+                key, context.time_remaining(), self._stream_deadline, resumes=resumes
+            ) as active,
         ):
             active.is_generate = True
             converted, given = checked or await self._checked(request, converted, images)
@@ -229,7 +230,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _unary(
         self,
-        run: Callable[[Any, RequestKey, CallContext], Reply[ReplyT]],
+        run: Callable[[Any, RequestKey, float | None], Reply[ReplyT]],
         request: Any,
         context: Context,
     ) -> Reply[ReplyT]:
@@ -237,12 +238,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         given = request.options.request_id
         key = self._dispatcher.key(given)
         if not given:
-            return run(request, key, context)
-        return self._deduplicated(lambda shared: run(request, key, shared), key, context)
+            return run(request, key, context.time_remaining())
+        return self._deduplicated(lambda left: run(request, key, left), key, context)
 
     async def _deduplicated(
         self,
-        work: Callable[[CallContext], Reply[ReplyT]],
+        work: Callable[[float | None], Reply[ReplyT]],
         key: RequestKey,
         context: Context,
     ) -> ReplyT:
@@ -251,7 +252,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         content = await fingerprint(rpc.method, rpc.received)
         return await self._idempotency_cache.get_or_run(key, content, work, context)
 
-    async def _run_skill(self, request: Any, key: RequestKey, context: CallContext) -> Any:
+    async def _run_skill(self, request: Any, key: RequestKey, time_left: float | None) -> Any:
         """Run the skill of the request's type."""
         skill = skills.BY_REQUEST[type(request)]
         task = skill.task(request, "")
@@ -261,7 +262,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         converted = requests.request(
             key, task, sampling, request.options, deltas=False, progress=False
         )
-        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+        with self._dispatcher.admit(key, time_left, self._unary_deadline) as active:
             model = self._dispatcher.check(converted, num_images=len(images))
             given = await self._dispatcher.images.check_all(images)
             done = completed(await self._dispatcher.submit(converted, given, active).done())
@@ -273,10 +274,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def _run_tasks(
-        self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
+        self, request: pb.RunTasksRequest, key: RequestKey, time_left: float | None
     ) -> pb.RunTasksResponse:
         run = TaskRun(self._dispatcher, request, key)
-        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+        with self._dispatcher.admit(key, time_left, self._unary_deadline) as active:
             model = run.check()
             image = await self._dispatcher.images.check(request.image)
             outcomes = await run.execute(image, active)

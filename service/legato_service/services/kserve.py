@@ -89,7 +89,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                 "parameter 'stream' is for ModelStreamInfer", field="parameters[stream]"
             )
         key = self._dispatcher.key("")
-        with self._dispatcher.admit(key, context, self._deadline) as active:
+        with self._dispatcher.admit(key, context.time_remaining(), self._deadline) as active:
             model, stream = await self._submit(asked, key, active)
             return _response(request, asked, model, completed(await stream.done()))
 
@@ -114,7 +114,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         asked = tensors.infer_task(request)
         key = self._dispatcher.key("")
-        with self._dispatcher.admit(key, context, self._deadline) as active:
+        with self._dispatcher.admit(key, context.time_remaining(), self._deadline) as active:
             part = key.with_part(str(number)) if number else key
             model, stream = await self._submit(asked, part, active)
             async with aclosing(follow(stream)) as outputs:
