@@ -86,10 +86,6 @@ class AccessControl:
             )
         return principal
 
-    def is_stale(self) -> bool:
-        """Return whether the file differs from what was read."""
-        return bool(self._path) and self._files.are_stale()
-
     def reload_changed(self) -> None:
         """Read the file again if it changed. One that is malformed changes nothing."""
         if not (self._path and self._files.have_changed()):

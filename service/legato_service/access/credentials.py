@@ -67,9 +67,6 @@ class WatchedFiles:
         self._seen = version
         return version == before != self._loaded
 
-    def are_stale(self) -> bool:
-        return self._version() != self._loaded
-
     def _version(self) -> Version:
         return tuple(_version(path) for path in self._paths)
 

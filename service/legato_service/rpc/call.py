@@ -27,7 +27,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # ---------------------------------------------------------------- trace context
 
 KEY = "traceparent"
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_FORM = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 _SAMPLED = 1  # flag
 
 
@@ -45,21 +47,9 @@ def parse(traceparent: str) -> TraceParent | None:
     Versions above 00 may have more parts; version ff and all-zero ids are invalid.
     """
     match = _FORM.fullmatch(traceparent)
-    if match is None or not _is_valid(match):
+    if match is None or (match[1] == "00" and match[5] is not None):
         return None
     return TraceParent(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
-
-
-def trace_id(traceparent: str) -> str:
-    """Return the trace id; empty when `traceparent` is malformed."""
-    parent = parse(traceparent)
-    return parent.trace_id if parent is not None else ""
-
-
-def _is_valid(match: re.Match[str]) -> bool:
-    version, trace, span, _, rest = match.groups()
-    known = version != "00" or rest is None
-    return known and version != "ff" and trace.strip("0") != "" and span.strip("0") != ""
 
 
 # ---------------------------------------------------------------- metadata
@@ -125,7 +115,8 @@ def _request_id(call: Call, value: str) -> None:
 
 
 def _trace(call: Call, value: str) -> None:
-    call.trace_id = trace_id(value)
+    parent = parse(value)
+    call.trace_id = "" if parent is None else parent.trace_id
     call.traceparent = value
 
 

@@ -204,10 +204,10 @@ async def test_a_change_of_quotas_disturbs_no_session(path):
         await client.send(open=opening())
         await client.frame(1)
         await client.outcome(1)
-        access = server.server.listeners.access
         record = A.record + "sessions = 1\n"
-        path.write_text(record)
-        await until(lambda: not access.is_stale())
+        with structlog.testing.capture_logs() as logs:
+            path.write_text(record)
+            await until(lambda: [each["event"] for each in logs] == ["credentials_reloaded"])
         second = SessionClient(server.sessions.Session(metadata=A.metadata))
         await second.send(open=opening())
         assert (await second.failure()).reason == "QUOTA_EXCEEDED"
