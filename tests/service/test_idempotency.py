@@ -2,6 +2,8 @@
 
 import asyncio
 import contextvars
+import types
+from typing import Any
 
 import grpc
 import pytest
@@ -247,11 +249,7 @@ async def test_large_requests_are_distinguished():
 # ------------------------------------------------------------ what is kept, and how much
 
 
-class Context:
-    """A call without a deadline."""
-
-    def time_remaining(self):
-        """Return None."""
+NO_DEADLINE: Any = types.SimpleNamespace(time_remaining=lambda: None)
 
 
 def reply(size=1):
@@ -270,7 +268,7 @@ async def ask(cache, name, content=b"?", size=1):
     context = contextvars.copy_context()
     context.run(call.CURRENT.set, call.Call("test"))
     task = asyncio.get_running_loop().create_task(
-        cache.get_or_run(RequestKey(name), content, work, Context()), context=context
+        cache.get_or_run(RequestKey(name), content, work, NO_DEADLINE), context=context
     )
     return await task, bool(made)
 
@@ -322,10 +320,10 @@ async def test_an_abandoned_run_is_not_joined():
         return reply()
 
     call.CURRENT.set(call.Call("test"))
-    first = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"?", work, Context()))
+    first = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"?", work, NO_DEADLINE))
     await until(lambda: bool(begun))
     first.cancel()
-    second = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"!", work, Context()))
+    second = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"!", work, NO_DEADLINE))
     await asyncio.gather(first, return_exceptions=True)
     assert len(begun) == 1
     release.set()
@@ -380,7 +378,7 @@ class Walk:
                 del self.live[name]
             return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
 
-        request = self.cache.get_or_run(RequestKey(name), content, work, Context())
+        request = self.cache.get_or_run(RequestKey(name), content, work, NO_DEADLINE)
         self.calls.append((f"{name}{content.decode()}", asyncio.create_task(request)))
 
     def leave(self, number):

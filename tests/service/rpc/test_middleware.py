@@ -199,7 +199,9 @@ async def test_two_traceparents_fail_no_call():
 
 def test_a_later_version_of_traceparent_may_be_longer():
     """Parts that a version above 00 appends are ignored."""
-    assert trace_context.parse(f"cc{TRACE[2:]}-more").trace_id == TRACE[3:35]
+    parent = trace_context.parse(f"cc{TRACE[2:]}-more")
+    assert parent is not None
+    assert parent.trace_id == TRACE[3:35]
 
 
 async def test_an_rpc_has_one_record():

@@ -206,7 +206,7 @@ async def test_texts_are_limited_in_bytes():
 
 def test_the_longest_conversation():
     """As many messages as are allowed are read in order."""
-    most = limits.FIELDS["QueryTask"]["messages"].max_items
+    most = limits.FIELDS["QueryTask"]["messages"].max_items or 0
     turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (most // 2))]
     read = skills.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
     assert isinstance(read, ChatQuestion)
