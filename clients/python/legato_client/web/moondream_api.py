@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, ClassVar, Literal
 
@@ -17,20 +16,16 @@ from starlette.types import ASGIApp
 from legato_client._proto import skills
 from legato_client._proto.skills import AnySkill
 from legato_client._types import results
-from legato_client._types.tasks import (
-    Sampling,
-    SpatialRef,
-    Task,
-)
-from legato_client.web import bodies, operations, streams
+from legato_client._types.tasks import Sampling, SpatialRef, Task
+from legato_client.web import bodies, streams
 from legato_client.web.errors import RejectedRequest
 from legato_client.web.operations import (
     MAX_COUNT,
     OperationRoute,
-    answered,
+    WireForm,
     options_of,
+    respond,
     sampling_of,
-    timeout_of,
 )
 from legato_client.web.server import backend_of
 
@@ -372,8 +367,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
-    backend = backend_of(request)
-    async with backend.bodies.reading(request, kind) as body:
+    async with backend_of(request).bodies.reading(request, kind) as body:
         if body.stream and not body.can_stream:
             raise RejectedRequest("this endpoint does not stream", field="stream")
         image = None
@@ -381,19 +375,13 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
             image = await bodies.decoded(body.image_url, "image_url")
             body.image_url = None  # the image has taken its memory's place
         task, options = body.task(), options_of(request, body.model)
-        seconds = timeout_of(request, streaming=body.stream)
-        if body.stream:
-            events = backend.client.generate(image, task, options=options, timeout=seconds)
-            request_id, begun = await streams.begin(request.receive, events)
-            return streams.ServerSentEvents(_frames(begun), request_id)
-        call = operations.ask(backend.client, image, task, options, seconds)
-        result = await streams.cancel_on_disconnect(request.receive, call)
-    return answered(answer_of(result), result.info.request_id)
+        return await respond(request, image, task, options, _Form(), streaming=body.stream)
 
 
-async def _frames(events: AsyncGenerator[results.Event, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(events):
-        async for event in events:
-            document = event_of(event)
-            if document is not None:
-                yield streams.frame(msgspec.json.encode(document))
+class _Form(WireForm):
+    def answer(self, result: results.Result, _tokens: Iterable[results.Token] | None) -> Answer:
+        return answer_of(result)
+
+    def frames(self, event: results.Event) -> Iterator[bytes]:
+        if (document := event_of(event)) is not None:
+            yield streams.frame(msgspec.json.encode(document))

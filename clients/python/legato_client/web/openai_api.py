@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from legato_client._errors import LegatoError, NotFound, Preempted
+from legato_client._errors import NotFound, Preempted
 from legato_client._images.sources import ImageInput
 from legato_client._types import results
 from legato_client._types.results import (
@@ -26,18 +26,20 @@ from legato_client._types.results import (
     Started,
     TextDelta,
     Token,
-    TokensDelta,
 )
 from legato_client._types.server import ModelInfo
 from legato_client._types.tasks import Message, QueryTask, ResponseFormat, Role, Sampling
 from legato_client.web import bodies, streams
-from legato_client.web.errors import RejectedRequest, document_of
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.moondream_api import GroundedSpan, spans_of
 from legato_client.web.operations import (
     MAX_COUNT,
+    AnswerTokens,
     OperationRoute,
+    WireForm,
     answered,
     options_of,
+    respond,
     sampling_of,
     timeout_of,
 )
@@ -156,20 +158,27 @@ def short_value(value: object) -> object:
 _SHORT = 32  # bytes: values that ask for nothing are shorter
 
 
-def check_unserved(
-    body: Struct, no_ops: Mapping[str, tuple[object, ...]], instead: Mapping[str, str]
-) -> None:
-    """Raise RejectedRequest for a field that would change the answer and is not served.
+class Unserved:
+    """Mark of a field that would change the answer, unless it is null or one of `no_ops`."""
 
-    `no_ops` are the values of such fields that ask for nothing, by name.
-    """
-    for name, values in no_ops.items():
-        value: object = body
-        for part in name.split("."):
-            value = None if value is None else getattr(value, part)
-        if short_value(value) not in values:
-            hint = instead.get(name, "leave it out")
-            raise RejectedRequest(f"{name} is not served: {hint}", field=name, code="unsupported")
+    def __init__(self, *no_ops: object, instead: str = "leave it out") -> None:
+        self.no_ops = (None, *no_ops)
+        self.instead = instead
+
+
+_hints_of = functools.cache(functools.partial(get_type_hints, include_extras=True))
+
+
+def check_unserved(body: Struct, place: str = "") -> None:
+    """Raise RejectedRequest for a field that asks for what is not served."""
+    for name, hint in _hints_of(type(body)).items():
+        value, field = getattr(body, name), f"{place}{name}"
+        if isinstance(value, Struct):
+            check_unserved(value, f"{field}.")
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Unserved) and short_value(value) not in mark.no_ops:
+                problem = f"{field} is not served: {mark.instead}"
+                raise RejectedRequest(problem, field=field, code="unsupported")
 
 
 # ---------------------------------------------------------------- chat's request
@@ -273,20 +282,22 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     response_format: PlainText | AnyObject | ChatSchema | None = None
 
     # Served where they ask for nothing.
-    n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Raw = msgspec.field(default_factory=null)
-    tools: Raw = msgspec.field(default_factory=null)
-    tool_choice: Raw = msgspec.field(default_factory=null)
-    functions: Raw = msgspec.field(default_factory=null)
-    function_call: Raw = msgspec.field(default_factory=null)
-    audio: Raw = msgspec.field(default_factory=null)
-    modalities: list[str] | None = None
-    prediction: Raw = msgspec.field(default_factory=null)
-    reasoning_effort: str | None = None
-    web_search_options: Raw = msgspec.field(default_factory=null)
-    store: bool | None = None
+    n: Annotated[int | None, Unserved(1, instead="ask once for each answer")] = None
+    frequency_penalty: Annotated[float | None, Unserved(0)] = None
+    presence_penalty: Annotated[float | None, Unserved(0)] = None
+    logit_bias: Annotated[Raw, Unserved({})] = msgspec.field(default_factory=null)
+    tools: Annotated[Raw, Unserved([])] = msgspec.field(default_factory=null)
+    tool_choice: Annotated[Raw, Unserved("none", "auto")] = msgspec.field(default_factory=null)
+    functions: Annotated[Raw, Unserved([])] = msgspec.field(default_factory=null)
+    function_call: Annotated[Raw, Unserved("none", "auto")] = msgspec.field(default_factory=null)
+    audio: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    modalities: Annotated[list[str] | None, Unserved(["text"])] = None
+    prediction: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    reasoning_effort: Annotated[
+        str | None, Unserved("none", instead="reasoning=true thinks first, without degrees")
+    ] = None
+    web_search_options: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    store: Annotated[bool | None, Unserved(False)] = None
 
     # These have no effect on the answer.
     metadata: Raw = msgspec.field(default_factory=null)
@@ -296,20 +307,15 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
-    verbosity: str | None = None
+    verbosity: Annotated[str | None, Unserved("medium")] = None
 
-    def check(self) -> None:
-        """Raise RejectedRequest for what would change the answer and is not served."""
+    def asked(self) -> Conversation:
         self.metadata = null()  # a raw field keeps the bytes of the whole body
-        check_unserved(self, _NO_OPS, _INSTEAD)
+        check_unserved(self)
         if self.top_logprobs and not self.logprobs:
             raise RejectedRequest("top_logprobs needs logprobs=true", field="top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RejectedRequest("max_tokens and max_completion_tokens differ", field="max_tokens")
-
-    def asked(self) -> Conversation:
-        """Return the request. Raises RejectedRequest for what is not served."""
-        self.check()
         stop, most = () if self.stop is None else self.stop, self.max_completion_tokens
         return Conversation(
             turns=[_turn(each, f"messages[{i}]") for i, each in enumerate(self.messages)],
@@ -351,31 +357,6 @@ def _turn(message: ChatMessage, where: str) -> ChatTurn:
             case TextPart(text) | RefusalPart(text):
                 said.append(text)
     return ChatTurn(where, role, said)
-
-
-_INSTEAD = {
-    "n": "ask once for each answer",
-    "reasoning_effort": "reasoning=true thinks first, without degrees",
-}
-
-_NO_OPS: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None, "none"),
-    "web_search_options": (None,),
-    "store": (None, False),
-    "verbosity": (None, "medium"),
-}
-"""Accepted no-op values of fields that are not served."""
 
 
 # ---------------------------------------------------------------- answers
@@ -563,41 +544,7 @@ def _written(piece: bytes) -> str:
     return piece.decode("utf-8", "backslashreplace")
 
 
-# ---------------------------------------------------------------- chunks
-
-DONE = b"[DONE]"
-
-
-class AnswerTokens:
-    """Filter of the tokens that carry the answer's text, also those of a last, cut character.
-
-    Tokens that complete no text precede the text that they are a part of. Those of a stop string
-    are left out.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[Token] = []
-
-    def of(self, event: Event) -> list[Token]:
-        match event:
-            case TextDelta():
-                return self._taken(event.tokens)
-            case TokensDelta():
-                self._parts += event.tokens
-            case ReasoningDelta():
-                self._parts.clear()
-            case Finished(result):
-                ended = result.info.finish_reason == "stop"
-                if not (ended and self._parts and self._parts[-1].bytes):  # by a stop string
-                    return self._taken(())
-        return []
-
-    def _taken(self, tokens: Sequence[Token]) -> list[Token]:
-        taken, self._parts = [each for each in (*self._parts, *tokens) if each.bytes], []
-        return taken
-
-
-class ChatForm:
+class ChatForm(WireForm):
     """Chat completions' form of one answer."""
 
     def __init__(self, created: int, *, logprobs: bool, usage: bool) -> None:
@@ -626,10 +573,7 @@ class ChatForm:
         for chunk in self._chunks(event):
             yield streams.frame(msgspec.json.encode(chunk))
         if isinstance(event, Finished):
-            yield streams.frame(DONE)
-
-    def failure(self, error: LegatoError) -> bytes:
-        return streams.frame(msgspec.json.encode(document_of(error)))
+            yield streams.frame(b"[DONE]")
 
     def _chunks(self, event: Event) -> Iterator[ChatChunk]:
         tokens = self._tokens.of(event)
@@ -692,22 +636,6 @@ async def chat_completions(request: Request) -> ASGIApp:
     return await answer(request, ChatBody)
 
 
-class WireForm(Protocol):
-    """Answers and stream events of one API."""
-
-    def answer(self, result: QueryResult, tokens: Iterable[Token] | None) -> Struct:
-        """Build the answer; `tokens` are the answer's, None if they were not requested."""
-        ...
-
-    def frames(self, event: Event) -> Iterator[bytes]:
-        """Return the server-sent events of an event."""
-        ...
-
-    def failure(self, error: LegatoError) -> bytes:
-        """Return the server-sent event of a failure in a stream that has begun."""
-        ...
-
-
 class ConversationBody(Protocol):
     """Request body of one API."""
 
@@ -722,41 +650,13 @@ class ConversationBody(Protocol):
 
 async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:
     """Answer a conversation in the form of its body."""
-    backend = backend_of(request)
     created = int(time.time())
-    async with backend.bodies.reading(request, kind) as body:
+    async with backend_of(request).bodies.reading(request, kind) as body:
         asked, form = body.asked(), body.form(created)
         request.state.members = asked.members
         task = await asked.task()
         options = options_of(request, asked.model, top_logprobs=asked.top_logprobs)
-        seconds = timeout_of(request, streaming=asked.stream)
-        if not asked.stream and asked.top_logprobs is None:
-            call = backend.client.chat(
-                task.messages,
-                reasoning=task.reasoning,
-                response_format=task.response_format,
-                sampling=task.sampling,
-                options=options,
-                timeout=seconds,
-            )
-            result = await streams.cancel_on_disconnect(request.receive, call)
-            return answered(form.answer(result, None), result.info.request_id)
-        # Only a stream shows which tokens belong to the answer.
-        events = backend.client.generate(None, task, options=options, timeout=seconds)
-        request_id, begun = await streams.begin(request.receive, events)
-        if not asked.stream:
-            result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
-            return answered(form.answer(result, tokens), request_id)
-    return streams.ServerSentEvents(_framed(begun, form), request_id, form.failure)
-
-
-async def _framed(
-    events: AsyncGenerator[Event, None], form: WireForm
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(events):
-        async for event in events:
-            for frame in form.frames(event):
-                yield frame
+        return await respond(request, None, task, options, form, streaming=asked.stream)
 
 
 async def models(request: Request) -> ASGIApp:
@@ -777,17 +677,6 @@ async def model(request: Request) -> ASGIApp:
 async def _served(request: Request) -> tuple[ModelInfo, ...]:
     call = backend_of(request).client.models(timeout=timeout_of(request, streaming=False))
     return await streams.cancel_on_disconnect(request.receive, call)
-
-
-async def _collected(
-    events: AsyncGenerator[Event, None],
-) -> tuple[QueryResult, list[Token]]:
-    kept, tokens = AnswerTokens(), []
-    async for event in events:
-        tokens += kept.of(event)
-        if isinstance(event, Finished) and isinstance(event.result, QueryResult):
-            return event.result, tokens
-    raise AssertionError("a stream ends with Finished or raises")
 
 
 def _model(served: ModelInfo) -> ModelEntry:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import UnionType
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,10 +17,19 @@ from starlette.types import ASGIApp
 
 from legato_client._async_client import AsyncClient
 from legato_client._async_client import ask as call
-from legato_client._errors import InvalidArgument
-from legato_client._types.results import Result
+from legato_client._errors import InvalidArgument, LegatoError
+from legato_client._types.results import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    Result,
+    TextDelta,
+    Token,
+    TokensDelta,
+)
 from legato_client._types.tasks import Options, QueryTask, Sampling, Task
-from legato_client.web.errors import RejectedRequest
+from legato_client.web import streams
+from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.server import backend_of
 
 TIMEOUT = "legato-timeout"
@@ -80,9 +92,90 @@ def sampling_of(
     )
 
 
-def answered(value: msgspec.Struct, request_id: str = "") -> Response:
+def answered(value: Struct, request_id: str = "") -> Response:
     headers = {"x-request-id": request_id} if request_id else None
     return Response(msgspec.json.encode(value), 200, headers, "application/json")
+
+
+class WireForm(abc.ABC):
+    """Answer and stream events of one request in the form of an API."""
+
+    @abc.abstractmethod
+    def answer(self, result: Any, tokens: Iterable[Token] | None) -> Struct:
+        """Build the answer; `tokens` are the answer's, None if they were not requested."""
+
+    @abc.abstractmethod
+    def frames(self, event: Event) -> Iterator[bytes]:
+        """Return the server-sent events of an event."""
+
+    def failure(self, error: LegatoError) -> bytes:
+        """Return the server-sent event of a failure in a stream that has begun."""
+        return streams.frame(msgspec.json.encode(document_of(error)))
+
+
+class AnswerTokens:
+    """Filter of the tokens that carry the answer's text, also those of a last, cut character.
+
+    Tokens that complete no text precede the text that they are a part of. Those of a stop string
+    are left out.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Token] = []
+
+    def of(self, event: Event) -> list[Token]:
+        match event:
+            case TextDelta():
+                return self._taken(event.tokens)
+            case TokensDelta():
+                self._parts += event.tokens
+            case ReasoningDelta():
+                self._parts.clear()
+            case Finished(result):
+                ended = result.info.finish_reason == "stop"
+                if not (ended and self._parts and self._parts[-1].bytes):  # by a stop string
+                    return self._taken(())
+        return []
+
+    def _taken(self, tokens: Sequence[Token]) -> list[Token]:
+        taken, self._parts = [each for each in (*self._parts, *tokens) if each.bytes], []
+        return taken
+
+
+async def respond(
+    request: Request,
+    image: bytes | None,
+    task: Task,
+    options: Options,
+    form: WireForm,
+    *,
+    streaming: bool,
+) -> ASGIApp:
+    """Run the task; answer at once, or as server-sent events.
+
+    gRPC retries a skill's own call where it may. A conversation has its image among its messages.
+    """
+    client, seconds = backend_of(request).client, timeout_of(request, streaming=streaming)
+    if not streaming and options.top_logprobs is None:
+        call = ask(client, image, task, options, seconds)
+        result = await streams.cancel_on_disconnect(request.receive, call)
+        return answered(form.answer(result, None), result.info.request_id)
+    # Only a stream shows which tokens belong to the answer.
+    events = client.generate(image, task, options=options, timeout=seconds)
+    request_id, begun = await streams.begin(request.receive, events)
+    if streaming:
+        return streams.ServerSentEvents(begun, form.frames, request_id, form.failure)
+    result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
+    return answered(form.answer(result, tokens), request_id)
+
+
+async def _collected(events: AsyncGenerator[Event, None]) -> tuple[Result, list[Token]]:
+    kept, tokens = AnswerTokens(), []
+    async for event in events:
+        tokens += kept.of(event)
+        if isinstance(event, Finished):
+            return event.result, tokens
+    raise AssertionError("a stream ends with Finished or raises")
 
 
 def timeout_of(request: Request, *, streaming: bool) -> float:

@@ -17,7 +17,6 @@ from legato_client.web import openai_api, streams
 from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.openai_api import (
     ROLES,
-    AnswerTokens,
     AnyObject,
     ChatTurn,
     Conversation,
@@ -26,12 +25,13 @@ from legato_client.web.openai_api import (
     NamedSchema,
     PlainText,
     TokenLogprob,
+    Unserved,
     check_unserved,
     finish_reason,
     logprobs_of,
     null,
 )
-from legato_client.web.operations import OperationRoute, sampling_of
+from legato_client.web.operations import AnswerTokens, OperationRoute, WireForm, sampling_of
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is served."""
@@ -119,23 +119,33 @@ class TextOptions(Struct, forbid_unknown_fields=True):
     """Form of the answer's text; only medium verbosity is served."""
 
     format: PlainText | AnyObject | ResponsesSchema | None = None
-    verbosity: str | None = None
+    verbosity: Annotated[str | None, Unserved("medium")] = None
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
     """Degree of reasoning: `medium` is on, and there are no others."""
 
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    effort: Annotated[
+        str | None,
+        Unserved(
+            "none",
+            "medium",
+            instead="medium thinks first, none does not; there are no other degrees",
+        ),
+    ] = None
+    summary: Annotated[str | None, Unserved()] = None
+    generate_summary: Annotated[str | None, Unserved()] = None
+    context: Annotated[str | None, Unserved()] = None
+    mode: Annotated[str | None, Unserved()] = None
 
 
 class ResponsesStreamOptions(Struct, forbid_unknown_fields=True):
     """`include_obfuscation` is for OpenAI's own network."""
 
     include_obfuscation: bool | None = None
+
+
+_NOT_KEPT = "nothing is kept here, so send the whole conversation as input"
 
 
 class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -155,18 +165,22 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     text: TextOptions | None = None
 
     # Served where they ask for nothing.
-    background: bool | None = None
-    background_options: Raw = msgspec.field(default_factory=null)
-    context_management: Raw = msgspec.field(default_factory=null)
-    conversation: Raw = msgspec.field(default_factory=null)
-    image: Raw = msgspec.field(default_factory=null)
-    moderation: Raw = msgspec.field(default_factory=null)
-    previous_response_id: str | None = None
-    prompt: Raw = msgspec.field(default_factory=null)
-    store: bool | None = None
-    tools: Raw = msgspec.field(default_factory=null)
-    tool_choice: Raw = msgspec.field(default_factory=null)
-    truncation: str | None = None
+    background: Annotated[bool | None, Unserved(False)] = None
+    background_options: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    context_management: Annotated[Raw, Unserved([])] = msgspec.field(default_factory=null)
+    conversation: Annotated[Raw, Unserved(instead=_NOT_KEPT)] = msgspec.field(default_factory=null)
+    image: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    moderation: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    previous_response_id: Annotated[str | None, Unserved(instead=_NOT_KEPT)] = None
+    prompt: Annotated[Raw, Unserved()] = msgspec.field(default_factory=null)
+    store: Annotated[
+        bool | None, Unserved(False, instead="nothing is kept here, so leave it out or false")
+    ] = None
+    tools: Annotated[Raw, Unserved([])] = msgspec.field(default_factory=null)
+    tool_choice: Annotated[Raw, Unserved("none", "auto")] = msgspec.field(default_factory=null)
+    truncation: Annotated[
+        str | None, Unserved("disabled", instead="a conversation that is too long is refused")
+    ] = None
 
     # These have no effect on the answer.
     access_programs: Raw = msgspec.field(default_factory=null)
@@ -180,11 +194,10 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     user: str | None = None
 
-    def check(self) -> None:
-        """Raise RejectedRequest for what would change the answer and is not served."""
+    def asked(self) -> Conversation:
         # Raw fields keep the bytes of the whole body.
         self.metadata = self.access_programs = self.prompt_cache_options = null()
-        check_unserved(self, _NO_OPS, _INSTEAD)
+        check_unserved(self)
         for index, each in enumerate(self.include or ()):
             if each != LOGPROBS:
                 raise RejectedRequest(
@@ -194,10 +207,6 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             raise RejectedRequest(
                 f"top_logprobs needs include=[{LOGPROBS!r}]", field="top_logprobs"
             )
-
-    def asked(self) -> Conversation:
-        """Return the request. Raises RejectedRequest for what is not served."""
-        self.check()
         said = (
             [ChatTurn("input", "user", self.input)]
             if isinstance(self.input, str)
@@ -235,37 +244,6 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             top_p=self.top_p,
         )
         return ResponsesForm(template, logprobs=bool(self.include))
-
-
-_INSTEAD = {
-    "previous_response_id": "nothing is kept here, so send the whole conversation as input",
-    "conversation": "nothing is kept here, so send the whole conversation as input",
-    "store": "nothing is kept here, so leave it out or false",
-    "reasoning.effort": "medium thinks first, none does not; there are no other degrees",
-    "truncation": "a conversation that is too long is refused",
-}
-
-_NO_OPS: dict[str, tuple[object, ...]] = {
-    "background": (None, False),
-    "background_options": (None,),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "image": (None,),
-    "moderation": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "reasoning.effort": (None, "none", "medium"),
-    "reasoning.generate_summary": (None,),
-    "reasoning.summary": (None,),
-    "reasoning.context": (None,),
-    "reasoning.mode": (None,),
-    "store": (None, False),
-    "text.verbosity": (None, "medium"),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "truncation": (None, "disabled"),
-}
-"""Accepted no-op values of fields that are not served."""
 
 
 # ---------------------------------------------------------------- answer
@@ -390,7 +368,7 @@ def _usage(info: results.ResponseInfo) -> ResponsesUsage | None:
     )
 
 
-class ResponsesForm:
+class ResponsesForm(WireForm):
     """Responses' form of one answer; `template` has the fields that are known before it."""
 
     def __init__(self, template: ResponseObject, *, logprobs: bool) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from legato_client._errors import LegatoError
 from legato_client._types.results import Event, Queued, Started
-from legato_client.web.errors import ReaderLeft, document_of
+from legato_client.web.errors import ReaderLeft
 
 ValueT = TypeVar("ValueT")
 
@@ -58,12 +57,8 @@ def frame(document: bytes, event: str = "") -> bytes:
     return named + b"data: " + document + b"\n\n"
 
 
-def _failure(error: LegatoError) -> bytes:
-    return frame(msgspec.json.encode(document_of(error)))
-
-
 class ServerSentEvents:
-    """Server-sent events, each made by `frame`.
+    """Server-sent events, which `frames` makes of the server's.
 
     A failure is the last event, made by `failure`, and cuts the connection: a client that looks for
     answers only does not take the part for the whole.
@@ -71,10 +66,12 @@ class ServerSentEvents:
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[Event, None],
+        frames: Callable[[Event], Iterable[bytes]],
         request_id: str,
-        failure: Callable[[LegatoError], bytes] = _failure,
+        failure: Callable[[LegatoError], bytes],
     ) -> None:
+        self._events = events
         self._frames = frames
         self._failure = failure
         self._headers = [
@@ -85,15 +82,16 @@ class ServerSentEvents:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._frames):
+        async with contextlib.aclosing(self._events):
             with contextlib.suppress(ReaderLeft):
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         try:
-            async for each in self._frames:
-                await _send(send, each)
+            async for event in self._events:
+                for each in self._frames(event):
+                    await _send(send, each)
         except LegatoError as error:
             await _send(send, self._failure(error))
             return
