@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -82,10 +83,8 @@ def read_image(name: str) -> bytes:
     Raises:
         CommandError: it cannot be read, or is no JPEG, PNG or WebP image.
     """
-    try:
+    with readable_options():
         data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise CommandError(f"cannot read {name}: {error.strerror}", ExitCode.USAGE) from None
     if not (data.startswith(_MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
         video = images.is_video(name)
         hint = ": it seems to be a video; use `legato run` or `legato watch`" if video else ""
@@ -160,10 +159,6 @@ def visible_names(action: argparse.Action) -> list[str]:
     return [name for name in action.option_strings if name not in older]
 
 
-def _shown(action: argparse.Action) -> str:
-    return "/".join(visible_names(action))
-
-
 class Parser(argparse.ArgumentParser):
     """Parser that documents the exit codes and reports errors like every other failure.
 
@@ -215,8 +210,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that `--json` holds for usage errors too."""
         for action in self._actions:  # argparse names older spellings too
-            names = "/".join(action.option_strings)
-            message = message.replace(f"argument {names}:", f"argument {_shown(action)}:")
+            names, shown = map("/".join, (action.option_strings, visible_names(action)))
+            message = message.replace(f"argument {names}:", f"argument {shown}:")
         raise CommandError(f"{message} (see {self.prog} --help)", ExitCode.USAGE)
 
 
@@ -231,18 +226,6 @@ def add_server_options(
         default=DEFAULT_TARGET,
         help="address of the server",
     )
-    add_security_options(group)
-    group.add_argument(
-        "--timeout",
-        type=positive,
-        default=timeout,
-        metavar="SECONDS",
-        help="deadline of a call in seconds, default %(default)g",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document, errors too")
-
-
-def add_security_options(group: Any) -> None:
     group.add_argument(
         "--tls",
         action="store_true",
@@ -261,6 +244,14 @@ def add_security_options(group: Any) -> None:
         metavar="FILE",
         help="file with the token, default: the environment variable LEGATO_TOKEN",
     )
+    group.add_argument(
+        "--timeout",
+        type=positive,
+        default=timeout,
+        metavar="SECONDS",
+        help="deadline of a call in seconds, default %(default)g",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document, errors too")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -435,29 +426,22 @@ def text(given: str) -> str:
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """Add the texts that an answer may be, of which one may be given."""
     formats = parser.add_mutually_exclusive_group()
-    for option, metavar, kind, what in (
-        ("--json-schema", "FILE", _schema_file, "answer in JSON of the schema in this file"),
-        ("--choices", "A,B,...", _choices, "answer with one of these texts"),
-        ("--regex", "REGEX", _regex, "answer with a match of this expression, in Rust's syntax"),
-        ("--grammar", "FILE", _grammar_file, "answer as the GBNF or Lark grammar in this file"),
+    for option, metavar, read, what in (
+        ("--json-schema", "FILE", _content, "answer in JSON of the schema in this file"),
+        ("--choices", "A,B,...", _split, "answer with one of these texts"),
+        ("--regex", "REGEX", str, "answer with a match of this expression, in Rust's syntax"),
+        ("--grammar", "FILE", _content, "answer as the GBNF or Lark grammar in this file"),
     ):
+        kind = functools.partial(_format, option.removeprefix("--").replace("-", "_"), read)
         formats.add_argument(option, dest="response_format", metavar=metavar, type=kind, help=what)
 
 
-def _schema_file(path: str) -> ResponseFormat:
-    return ResponseFormat(json_schema=_content(path))
+def _format(field: str, read: Callable[[str], Any], given: str) -> ResponseFormat:
+    return ResponseFormat(**{field: read(given)})
 
 
-def _grammar_file(path: str) -> ResponseFormat:
-    return ResponseFormat(grammar=_content(path))
-
-
-def _choices(given: str) -> ResponseFormat:
-    return ResponseFormat(choices=tuple(given.split(",")))
-
-
-def _regex(given: str) -> ResponseFormat:
-    return ResponseFormat(regex=given)
+def _split(given: str) -> tuple[str, ...]:
+    return tuple(given.split(","))
 
 
 def _content(path: str) -> str:

@@ -11,7 +11,7 @@ from legato_client.batch import tasks
 from legato_client.batch.output import replacing
 from legato_client.batch.run import BatchClient
 from legato_client.cli import arguments, forward
-from legato_client.cli.settings import CommandError, ExitCode, of_file
+from legato_client.cli.settings import CommandError, ExitCode, reporting
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -58,12 +58,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from legato_client.ros import bag
 
     args.source = _file(args.source)
-    try:
+    with reporting(bag.BagError):
         count = _run(args, terminal)
-    except bag.BagError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from None
-    except OSError as error:
-        raise of_file(error) from None
     _report(args, count, terminal)
 
 

@@ -27,7 +27,7 @@ from legato_client.calibration.scored import (
 )
 from legato_client.cli import arguments, forward
 from legato_client.cli.demo import LocalServer
-from legato_client.cli.settings import CommandError, ExitCode
+from legato_client.cli.settings import CommandError, reporting
 from legato_client.cli.terminal import Terminal
 
 FILE_NAME = "confidence.json"
@@ -164,10 +164,8 @@ def _labels(folder: Path, args: argparse.Namespace) -> LabelledFolder:
     annotations = folder / ANNOTATIONS
     if folder is args.folder and args.annotations:
         annotations = args.annotations
-    try:
+    with reporting(UnusableLabels):
         return read_labels(folder, annotations, absent=args.absent)
-    except UnusableLabels as error:
-        raise CommandError(str(error), ExitCode.USAGE) from None
 
 
 @contextlib.contextmanager
@@ -176,7 +174,6 @@ def _client(args: argparse.Namespace, terminal: Terminal) -> Iterator[Client]:
         with arguments.connect(args) as client:
             yield client
         return
-    forward.require_linux("calibrate --weights")
     forward.require_engine("calibrate --weights")
     options = ["--weights", str(args.weights)]
     for name in ("model", "tokenizer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
@@ -76,33 +77,28 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
                 terminal.line(f"{error}{hint}")
 
 
+@dataclasses.dataclass(slots=True)
 class ChatHistory:
     """Messages so far, without unanswered questions."""
 
-    def __init__(
-        self, system: str, image: bytes | None, reasoning: bool, sampling: Sampling
-    ) -> None:
-        self.system = system
-        self.image = image
-        self._reasoning = reasoning
-        self._sampling = sampling
-        self._history: list[Message] = []
-
-    def begin_again(self) -> None:
-        self._history.clear()
+    system: str
+    image: bytes | None
+    reasoning: bool
+    sampling: Sampling
+    history: list[Message] = dataclasses.field(default_factory=list)
 
     def task(self, question: str) -> QueryTask:
         said = (Message("system", self.system),) if self.system else ()
-        first = not self._history and self.image is not None
-        asked = Message("user", (self.image, question) if first and self.image else question)
+        image = None if self.history else self.image
+        asked = Message("user", question if image is None else (image, question))
         return QueryTask(
-            reasoning=self._reasoning,
-            sampling=self._sampling,
-            messages=(*said, *self._history, asked),
+            reasoning=self.reasoning,
+            sampling=self.sampling,
+            messages=(*said, *self.history, asked),
         )
 
     def add(self, task: QueryTask, answer: str) -> None:
-        self._history += (task.messages[-1], Message("assistant", answer))
+        self.history += (task.messages[-1], Message("assistant", answer))
 
 
 def _answer(
@@ -141,7 +137,7 @@ def _command(talk: ChatHistory, line: str, terminal: Terminal) -> None:
                 raise CommandError(f"no such command: {name}\n{_HELP}", ExitCode.USAGE)
             terminal.line(_HELP)
             return
-    talk.begin_again()
+    talk.history.clear()
 
 
 def _image(name: str | None) -> bytes | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,6 @@ from legato_client.cli import (
     calibrate,
     chat,
     compat,
-    completion,
     demo,
     forward,
     http,
@@ -31,10 +32,11 @@ from legato_client.cli import (
     watch,
 )
 from legato_client.cli.settings import CommandError
+from legato_client.cli.terminal import Terminal
 
 _OWN = (
     demo, ask, run, calibrate, watch, bag, ros2, chat, info, status, load, token, http,
-    mcp, compat, playground, completion,
+    mcp, compat, playground,
 )  # fmt: skip
 
 
@@ -94,9 +96,7 @@ def make_parser(*, complete: bool = False) -> arguments.Parser:
     commands.groups = GROUPS
     for module in _OWN:
         module.add_command(commands)
-    commands.choices["completion"].set_defaults(
-        whole=lambda: make_parser(complete=True), leaves=leaves
-    )
+    _add_completion(commands)
     for name, program in forward.MODULES.items():
         parents = [each] if complete and (each := installed(name)) else []
         commands.add_parser(
@@ -135,8 +135,8 @@ def installed(name: str) -> argparse.ArgumentParser | None:
     try:
         parser = forward.parser_of(name)
     except CommandError:
-        return trace.make_parser() if name == "trace" else None
-    return trace.with_remote_options(parser) if name == "trace" else parser
+        parser = None
+    return trace.make_parser(parser) if name == "trace" else parser
 
 
 def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -149,3 +149,28 @@ def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
 def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     found = below(parser)
     return [leaf for each in found.values() for leaf in leaves(each)] if found else [parser]
+
+
+def _add_completion(commands: Any) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="print the completion of this command for a shell",
+        description="Print a script that completes commands and options.\n"
+        '  bash  put `eval "$(legato completion bash)"` into ~/.bashrc\n'
+        "  zsh   write it to a file _legato in a folder of $fpath\n"
+        "  fish  write it to ~/.config/fish/completions/legato.fish",
+        example='eval "$(legato completion bash)"',
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")
+    parser.set_defaults(run=_complete)
+
+
+def _complete(args: argparse.Namespace, _terminal: Terminal) -> None:
+    """Print the completion script."""
+    forward.require("completion", "cli", "shtab")
+    shtab: Any = importlib.import_module("shtab")
+    parser = make_parser(complete=True)
+    for leaf in leaves(parser):
+        for action in leaf._actions:
+            action.option_strings = arguments.visible_names(action)
+    sys.stdout.write(f"{shtab.complete(parser, args.shell)}\n")

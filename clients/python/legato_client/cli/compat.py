@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from legato_client.cli import arguments, forward, http
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
-from legato_client.web.listen import Listen
 
 if TYPE_CHECKING:
-    from legato_client.compat import CompatServer, ForeignService
+    from legato_client.compat import ForeignService
 
 _NEEDS = ("jmespath", "grpc_tools")
 _LISTEN = "127.0.0.1:50052"
@@ -68,30 +67,24 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
                 folders=folders,
                 require_token=bool(listen.require_token),
             )
-            await _serve(args, terminal, listen, certificate, service, server)
+            try:
+                port = await server.start(listen.address, certificate)
+            except RuntimeError:
+                raise CommandError(f"cannot listen on {listen.address}") from None
+            stopped = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+            address = f"{listen.address.rpartition(':')[0]}:{port}"
+            _announce(address, args.server, service, terminal)
+            await stopped.wait()
+            await server.stop()
 
     asyncio.run(serve())
 
 
-async def _serve(
-    args: argparse.Namespace,
-    terminal: Terminal,
-    listen: Listen,
-    certificate: tuple[bytes, bytes] | None,
-    service: ForeignService,
-    server: CompatServer,
-) -> None:
-    """Serve until a signal."""
-    try:
-        port = await server.start(listen.address, certificate)
-    except RuntimeError:
-        raise CommandError(f"cannot listen on {listen.address}") from None
-    address = f"{listen.address.rpartition(':')[0]}:{port}"
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+def _announce(address: str, server: str, service: ForeignService, terminal: Terminal) -> None:
     name = service.descriptor.full_name
-    terminal.line(f"{address} answers {name}, asks the Legato server {args.server}; Ctrl-C stops")
+    terminal.line(f"{address} answers {name}, asks the Legato server {server}; Ctrl-C stops")
     if service.unmapped:
         terminal.line(f"UNIMPLEMENTED, as not mapped: {', '.join(service.unmapped)}")
     methods = [each.name for each in service.methods]
@@ -99,5 +92,3 @@ async def _serve(
         {"address": address, "service": name, "methods": methods, "unmapped": service.unmapped}
     )
     sys.stdout.flush()
-    await stopped.wait()
-    await server.stop()

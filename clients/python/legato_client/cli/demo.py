@@ -44,11 +44,8 @@ class Script:
         return dataclasses.replace(self, subjects={**self.subjects, **changes})
 
     def read_image(self) -> bytes:
-        try:
+        with arguments.readable_options():
             return self.image.read_bytes()
-        except OSError as error:
-            message = f"cannot read {self.image}: {error.strerror}"
-            raise CommandError(message, ExitCode.USAGE) from error
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
         if self.caption_length:
@@ -238,7 +235,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    forward.require_linux("demo")
     forward.require_engine("demo")
     ask.check_output(args.output)
     script = script_for(args.image) if args.image else sample_script()

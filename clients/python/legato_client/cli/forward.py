@@ -17,18 +17,6 @@ import legato_client
 from legato_client.cli.arguments import Parser
 from legato_client.cli.settings import HELP, CommandError
 
-_PARTS = {
-    "cli": ('"{root}[cli]"',),
-    "compat": ('"{root}[compat]"',),
-    "mcp": ('"{root}[mcp]"',),
-    "web": ('"{root}[web]"',),
-    "dds": ('"{root}[dds]"',),
-    "ros": ('"{root}[ros]"',),
-    "video": ('"{root}[video]"',),
-    "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
-}
-"""Packages to install from a clone for each extra of a wheel."""
-
 
 def hint(extra: str) -> str:
     """Return the install command; a clone installs its own folders."""
@@ -36,8 +24,9 @@ def hint(extra: str) -> str:
     if root is None:
         return f'pip install "legato[{extra}]"'
     typed = "." if root == Path.cwd() else root
-    parts = (part.format(root=typed) for part in _PARTS[extra])
-    return " ".join(("pip install", *(f"-e {part}" for part in parts)))
+    if extra == "engine":
+        return f"pip install -e {typed} -e {typed}/engine/tiny -e {typed}/service"
+    return f'pip install -e "{typed}[{extra}]"'
 
 
 def require(what: str, extra: str, *modules: str) -> None:
@@ -131,9 +120,6 @@ MODULES = {
         "legato replay /tmp/legato-crashes-1000/BUNDLE",
     ),
 }
-_LINUX_FUNCTIONS = ("eventfd", "memfd_create", "sched_getaffinity")
-"""Functions of `os` that a server and its engine call."""
-
 _PORTABLE_COMMANDS = ("models", "pull")
 """Commands that start no engine."""
 
@@ -142,8 +128,6 @@ _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msg
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the command's parser. Raises CommandError unless the installed server has it."""
-    if command not in _PORTABLE_COMMANDS:
-        require_linux(command)
     require_engine(command)
     module, _, function = MODULES[command].parser.partition(":")
     try:
@@ -168,18 +152,14 @@ def run(command: str, arguments: Sequence[str]) -> None:
         runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 
-def require_linux(command: str) -> None:
-    """Raise CommandError on a system without what a server calls."""
-    if sys.platform != "linux":
+def require_engine(command: str) -> None:
+    """Raise CommandError where the server or its dependencies cannot run or are missing."""
+    if sys.platform != "linux" and command not in _PORTABLE_COMMANDS:
         raise CommandError(
-            f"`legato {command}` needs Linux ({', '.join(_LINUX_FUNCTIONS)}), and this is "
-            f"{sys.platform}: start it in a Linux machine or container; the client works here, "
+            f"`legato {command}` needs Linux (eventfd, memfd_create, sched_getaffinity), and this "
+            f"is {sys.platform}: start it in a Linux machine or container; the client works here, "
             "with --server HOST:PORT"
         )
-
-
-def require_engine(command: str) -> None:
-    """Raise CommandError unless the server's dependencies are installed."""
     missing = [name for name in _ENGINE_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(

@@ -85,7 +85,6 @@ def _machine() -> dict[str, Any]:
     }
     about: dict[str, Any] = {"client": version(), "settings": settings_in_force}
     try:
-        forward.require_linux("info")
         forward.require_engine("info")
     except CommandError as error:
         return {**about, "engine": None, "reason": str(error)}

@@ -105,11 +105,8 @@ def _task(args: argparse.Namespace) -> Task:
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
     """Read the image; None if none is given and none is needed."""
     if args.image:
-        try:
+        with arguments.readable_options():
             return sources.to_image(args.image)
-        except OSError as error:
-            problem = f"cannot read {args.image}: {error.strerror}"
-            raise CommandError(problem, ExitCode.USAGE) from None
     if args.task == "query" and args.kind != "session":
         return None
     image = media_pb2.Image()

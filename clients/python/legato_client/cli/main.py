@@ -93,13 +93,23 @@ def _run_here(
     words: Sequence[str],
     terminal: Terminal,
 ) -> None:
+    """Run a command of this program, else that of a server, which has no `run`."""
     resolved = settings.resolve(command, parser, words, _tables)
     args = parser.parse_args(resolved.words)
     terminal.json_output = getattr(args, "json", False)
     if args.print_config:
-        _print_config(command, parser, args, resolved, terminal)
-    else:
+        rows = list(settings.rows(parser, args, resolved))
+        for line in settings.lines(command, rows):
+            terminal.line(line)
+        terminal.document(
+            {name: {"value": value, "source": source} for name, value, source in rows}
+        )
+    elif hasattr(args, "run"):
         args.run(args, terminal)
+    else:
+        ours = argparse.ArgumentParser(prog="legato", add_help=False, allow_abbrev=False)
+        settings.add_options(ours)
+        forward.run(command[0], ours.parse_known_args(resolved.words)[1])
 
 
 def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
@@ -107,15 +117,7 @@ def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
     parser = forward.parser_of(name)
     _report_unknown_variables(terminal, parser)
     settings.add_options(parser)
-    resolved = settings.resolve((name,), parser, words, _tables)
-    ours = argparse.ArgumentParser(prog="legato", add_help=False, allow_abbrev=False)
-    settings.add_options(ours)
-    own, theirs = ours.parse_known_args(resolved.words)
-    args = parser.parse_args(resolved.words)
-    if own.print_config:
-        _print_config((name,), parser, args, resolved, terminal)
-    else:
-        forward.run(name, theirs)
+    _run_here((name,), parser, words, terminal)
 
 
 def _tables() -> frozenset[str]:
@@ -123,16 +125,3 @@ def _tables() -> frozenset[str]:
     from legato_client.cli import commands
 
     return frozenset(commands.below(commands.make_parser()))
-
-
-def _print_config(
-    command: tuple[str, ...],
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    resolved: settings.Resolved,
-    terminal: Terminal,
-) -> None:
-    for line in settings.lines(command, parser, args, resolved):
-        terminal.line(line)
-    rows = settings.rows(parser, args, resolved)
-    terminal.document({name: {"value": value, "source": source} for name, value, source in rows})

@@ -75,9 +75,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise CommandError(problem, ExitCode.USAGE)
     how = FeedSettings(asked, False, args.max_age, args.model, args.adapter, args.name, args.track)
     try:
-        _run(args, how, terminal)
-    except ValueError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from None
+        with settings.reporting(ValueError):
+            _run(args, how, terminal)
     except DDSException as error:
         raise CommandError(f"DDS: {error}") from None
 

@@ -18,7 +18,7 @@ from legato_client.batch.output import write as write_coco
 from legato_client.batch.run import Run
 from legato_client.batch.video import FrameChoice
 from legato_client.cli import arguments, forward
-from legato_client.cli.settings import CommandError, ExitCode, of_file
+from legato_client.cli.settings import CommandError, reporting
 from legato_client.cli.show import show_notice
 from legato_client.cli.terminal import Terminal
 
@@ -76,17 +76,9 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@reporting(RunError)
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     """Run the command. Raises CommandError, also at the end if images failed."""
-    try:
-        _run(args, terminal)
-    except RunError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from None
-    except OSError as error:
-        raise of_file(error) from None
-
-
-def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     asked = _tasks(args)
     if args.coco and not any(map(tasks.object_of, asked.values())):
         raise RunError(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")

@@ -50,26 +50,31 @@ def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def of_file(error: OSError) -> CommandError:
-    """Convert an OSError to a command error that names the file, if it is known."""
-    where = f"{error.filename}: " if error.filename else ""
-    return CommandError(f"{where}{error.strerror or error}")
+@contextlib.contextmanager
+def reporting(*usage: type[Exception]) -> Iterator[None]:
+    """Turn errors of files and of wrong `usage` into command errors."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # the reader of standard output left
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise CommandError(f"{where}{error.strerror or error}") from None
+    except usage as error:
+        raise CommandError(str(error), ExitCode.USAGE) from None
+
+
+_EXIT_CODES = (
+    (_errors.InvalidArgument, ExitCode.USAGE),
+    (_errors.NotFound, ExitCode.NOT_FOUND),
+    (_errors.Unavailable, ExitCode.UNAVAILABLE),
+    (_errors.DeadlineExceeded, ExitCode.DEADLINE),
+    (_errors.Busy, ExitCode.BUSY),
+)
 
 
 def exit_code_of(error: _errors.LegatoError) -> ExitCode:
-    match error:
-        case _errors.InvalidArgument():
-            return ExitCode.USAGE
-        case _errors.NotFound():
-            return ExitCode.NOT_FOUND
-        case _errors.Unavailable():
-            return ExitCode.UNAVAILABLE
-        case _errors.DeadlineExceeded():
-            return ExitCode.DEADLINE
-        case _errors.Busy():
-            return ExitCode.BUSY
-        case _:
-            return ExitCode.OTHER
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), ExitCode.OTHER)
 
 
 @contextlib.contextmanager
@@ -106,10 +111,9 @@ _TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolved:
-    """The words of a complete command line; `sources` holds those of options not from a flag."""
+    """The words of a complete command line, and the sources of the options that are set."""
 
     words: tuple[str, ...]
-    given: frozenset[str]
     sources: Mapping[str, str]
 
 
@@ -187,21 +191,18 @@ def resolve(
         CommandError: a value or a key is wrong, with its source; or the file cannot be read.
     """
     options = options_of(parser)
-    given = _given(options, words)
-    taken = set(given)
+    sources = dict.fromkeys(_given(options, words), "flag")
     lower: list[str] = []
-    sources: dict[str, str] = {}
     for layer in (_environment(options), _file(command, options, _config(words), tables)):
         found = {
             name: entry
             for name, entry in layer.items()
-            if name not in taken and not taken & _rivals(parser, options, name)
+            if not sources.keys() & {name, *_rivals(parser, options, name)}
         }
         for name, (value, source) in found.items():
             lower += _words(options[name], name, value, source)
             sources[name] = source
-        taken |= found.keys()
-    return Resolved((*lower, *words), frozenset(given), sources)
+    return Resolved((*lower, *words), sources)
 
 
 def older_names(action: argparse.Action) -> list[str]:
@@ -223,15 +224,10 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {name: action for name, action in named.items() if name not in _OWN}
 
 
-def lines(
-    command: Sequence[str],
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    resolved: Resolved,
-) -> Iterator[str]:
+def lines(command: Sequence[str], rows: Iterable[tuple[str, Any, str]]) -> Iterator[str]:
     """Return the lines of an equivalent settings file."""
     yield f"[{'.'.join(command)}]"
-    for name, value, source in rows(parser, args, resolved):
+    for name, value, source in rows:
         if value is None:
             yield f"# {name} is not set"
         else:
@@ -250,8 +246,7 @@ def rows(
             value = ",".join(map(str, value))
         elif isinstance(value, Path):
             value = str(value)
-        source = "flag" if name in resolved.given else resolved.sources.get(name, "default")
-        yield name, value, source
+        yield name, value, resolved.sources.get(name, "default")
 
 
 def _toml(value: Any) -> str:

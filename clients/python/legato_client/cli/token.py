@@ -99,15 +99,11 @@ def _record(
     name: str, tenant: str, scopes: list[str], secret: str, san: list[str], days: float | None
 ) -> str:
     """Format a credential as TOML, whose strings may be JSON's."""
-    lines = ["[[credential]]", f"id = {json.dumps(name, ensure_ascii=False)}"]
-    if tenant:
-        lines.append(f"tenant = {json.dumps(tenant, ensure_ascii=False)}")
-    lines.append(f"scopes = {json.dumps(scopes, ensure_ascii=False)}")
-    if secret:
-        lines.append(f'sha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"')
-    if san:
-        lines.append(f"san = {json.dumps(san, ensure_ascii=False)}")
+    sha256 = secret and hashlib.sha256(secret.encode()).hexdigest()
+    fields = {"id": name, "tenant": tenant, "scopes": scopes, "sha256": sha256, "san": san}
+    given = {field: value for field, value in fields.items() if value}
+    lines = [f"{field} = {json.dumps(value, ensure_ascii=False)}" for field, value in given.items()]
     if days is not None:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         lines.append(f"expires = {end.strftime('%Y-%m-%dT%H:%M:%SZ')}")
-    return "\n".join((*lines, "", ""))
+    return "\n".join(("[[credential]]", *lines, "", ""))

@@ -252,31 +252,21 @@ def check_local(words: Sequence[str]) -> None:
             raise CommandError(f"{name} needs {FLAG}: it is for a running server", ExitCode.USAGE)
 
 
-def make_parser() -> arguments.Parser:
-    program = forward.MODULES["trace"]
-    parser = arguments.Parser(
-        prog="legato trace", description=_DESCRIPTION, example=program.example
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="file to write, for Perfetto or chrome://tracing",
-    )
-    _add_remote_options(parser)
+def make_parser(local: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Build the parser for a running server, or add its options to that of a run here."""
+    parser = local
+    if parser is None:
+        example = forward.MODULES["trace"].example
+        parser = arguments.Parser(prog="legato trace", example=example)
+        parser.add_argument(
+            "--output",
+            type=Path,
+            default=Path("trace.json"),
+            metavar="FILE",
+            help="file to write, for Perfetto or chrome://tracing",
+        )
+    parser.description = _DESCRIPTION
     parser.set_defaults(run=run)
-    return parser
-
-
-def with_remote_options(local: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options for a running server to the parser of a short run here, for its help."""
-    local.description = _DESCRIPTION
-    _add_remote_options(local)
-    return local
-
-
-def _add_remote_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a running server (with --server)")
     group.add_argument(
         "--seconds",
@@ -292,3 +282,4 @@ def _add_remote_options(parser: argparse.ArgumentParser) -> None:
         help="show slots, device and host live instead of writing a file",
     )
     arguments.add_server_options(parser)
+    return parser

@@ -15,7 +15,6 @@ from legato_client import Detection, LegatoError, PointedObject, Result
 from legato_client._proto import skills
 from legato_client._types.results import Mark
 from legato_client.cli import arguments, forward, settings
-from legato_client.cli.settings import CommandError, ExitCode, of_file
 from legato_client.cli.show import show_notice
 from legato_client.cli.terminal import Terminal, printable
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
@@ -152,31 +151,18 @@ def _cells(outcome: Result | LegatoError, size: tuple[int, int]) -> list[tuple[s
         case LegatoError():
             return [(f"failed: {outcome}", "", "", "")]
         case _ if skills.of(outcome).places:
-            return [
-                (mark.label, _place(mark, size), _number(mark.confidence), _track(mark))
-                for mark in outcome.marks
-            ]
+            return [_mark_cells(mark, size) for mark in outcome.marks]
         case _:
             return [(outcome.text, "", "", "")]
 
 
-def _place(mark: Mark, size: tuple[int, int]) -> str:
+def _mark_cells(mark: Mark, size: tuple[int, int]) -> tuple[str, ...]:
     if isinstance(mark, PointedObject):
-        return "{}, {}".format(*mark.to_pixels(*size))
-    return _box(mark.box.to_pixels(*size))
-
-
-def _track(mark: Mark) -> str:
-    return mark.track_id if isinstance(mark, Detection) else ""
-
-
-def _box(pixels: tuple[int, int, int, int]) -> str:
-    left, top, right, bottom = pixels
-    return f"{left}, {top} to {right}, {bottom}"
-
-
-def _number(confidence: float | None) -> str:
-    return "" if confidence is None else f"{confidence:.2f}"
+        place = "{}, {}".format(*mark.to_pixels(*size))
+    else:
+        place = "{}, {} to {}, {}".format(*mark.box.to_pixels(*size))
+    confidence = "" if mark.confidence is None else f"{mark.confidence:.2f}"
+    return mark.label, place, confidence, mark.track_id if isinstance(mark, Detection) else ""
 
 
 _PATIENCE = 60.0  # seconds
@@ -226,20 +212,9 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@settings.reporting(ValueError)
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     forward.require("videos", "video", "av", "PIL")
-    try:
-        _run(args, terminal)
-    except BrokenPipeError:
-        raise  # the reader of standard output left
-    except OSError as error:
-        raise of_file(error) from None
-    except ValueError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from None
-
-
-def _run(args: argparse.Namespace, terminal: Terminal) -> None:
-    # needs Pillow
     from legato_client.stream import outputs
     from legato_client.stream.camera import Camera, FrameEncoding, parse_source
 
@@ -281,7 +256,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             rate=args.speed,
             patience=args.retry_for,
         )
-        problem = _Watch(feed, camera).perform(args.seconds, view.refresh)
+        problem = _watch(feed, camera, args.seconds, view.refresh)
     totals = counters.totals()
     not_drawn = sum(each.num_dropped for each in receivers if isinstance(each, outputs.VideoOutput))
     for line in summary(totals):
@@ -293,53 +268,52 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise problem
 
 
-class _Watch:
-    """Pair of threads that read and send frames, until either ends both."""
+def _watch(
+    feed: Feed, camera: Camera, seconds: float | None, refresh: Callable[[], None]
+) -> Exception | None:
+    """Read and send frames in two threads until either ends both; return what went wrong.
 
-    def __init__(self, feed: Feed, camera: Camera) -> None:
-        self._feed = feed
-        self._camera = camera
-        self._problem: Exception | None = None
-        self._ended = threading.Event()
+    SIGINT and SIGTERM end normally.
+    """
+    problems: list[Exception] = []
+    ended = threading.Event()
 
-    def perform(self, seconds: float | None, refresh: Any) -> Exception | None:
-        """Return what went wrong; SIGINT and SIGTERM end normally."""
-        end = None if seconds is None else time.monotonic() + seconds
-        threads = [
-            threading.Thread(target=work, name=f"legato-{name}", daemon=True)
-            for name, work in (("send", self._send), ("camera", self._take))
-        ]
-        for thread in threads:
-            thread.start()
-        with settings.calling(self._ended.set):
-            while not self._ended.wait(_REFRESH):
-                refresh()
-                if end is not None and time.monotonic() >= end:
-                    self._camera.stop()
-                    self._feed.finish()
-                    end = None
-        self._camera.stop()
-        self._feed.stop()
-        for thread in threads:
-            thread.join(_PATIENCE)
-        return self._problem
-
-    def _send(self) -> None:
+    def send() -> None:
         try:
-            self._feed.run()
+            feed.run()
         except (LegatoError, OSError) as error:
-            self._problem = error
+            problems.insert(0, error)
         finally:
-            self._camera.stop()
-            self._ended.set()
+            camera.stop()
+            ended.set()
 
-    def _take(self) -> None:
+    def take() -> None:
         try:
-            self._camera.run()
+            camera.run()
         except (OSError, ValueError, ModuleNotFoundError) as error:
-            self._problem = self._problem or error
+            problems.append(error)
         finally:
-            self._feed.finish()
+            feed.finish()
+
+    end = None if seconds is None else time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=work, name=f"legato-{name}", daemon=True)
+        for name, work in (("send", send), ("camera", take))
+    ]
+    for thread in threads:
+        thread.start()
+    with settings.calling(ended.set):
+        while not ended.wait(_REFRESH):
+            refresh()
+            if end is not None and time.monotonic() >= end:
+                camera.stop()
+                feed.finish()
+                end = None
+    camera.stop()
+    feed.stop()
+    for thread in threads:
+        thread.join(_PATIENCE)
+    return next(iter(problems), None)
 
 
 @contextlib.contextmanager
