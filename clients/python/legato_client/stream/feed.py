@@ -78,8 +78,8 @@ class TrackNames:
                 for each in unnamed
                 if track.task_id == task_id
             )
-            for overlap, name, own in sorted(pairs, reverse=True):
-                if overlap >= _SAME_OBJECT and own not in self._names and not self._is_taken(name):
+            for shared, name, own in sorted(pairs, reverse=True):
+                if shared >= _SAME_OBJECT and own not in self._names and not self._is_taken(name):
                     self._names[own] = name
             if self.earlier is not None:  # a name never changes
                 for each in unnamed:
