@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 from legato.v1 import inference_pb2 as pb
-from legato.v1 import inference_pb2_grpc, media_pb2, task_pb2
+from legato.v1 import inference_pb2_grpc, media_pb2
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import InternalError, LegatoError
 from legato_engine.ipc.messages import Done, ServedModel
-from legato_engine.types import Request, RequestKey, TaskSpec
+from legato_engine.types import Request, RequestKey
 
 from legato_service.convert import requests, skills
 from legato_service.convert.responses import (
@@ -40,96 +40,52 @@ from legato_service.rpc import call
 from legato_service.rpc.call import Context
 
 
-class TaskRun:
-    """RunTasks call.
+def _task_requests(message: pb.RunTasksRequest, key: RequestKey) -> list[Request]:
+    """Convert the tasks; their image is always cached, so that it is encoded once.
 
     Raises:
         InvalidField: the list of tasks is malformed.
     """
+    converted = []
+    for index, task in enumerate(requests.tasks(message.tasks)):
+        sampling = requests.sampling(message.tasks[index].sampling, f"tasks[{index}].")
+        part = key.with_part(str(index))
+        request = requests.request(part, task, sampling, message.options, deltas=False)
+        converted.append(msgspec.structs.replace(request, cache_image=True))
+    return converted
 
-    def __init__(
-        self, dispatcher: Dispatcher, message: pb.RunTasksRequest, key: RequestKey
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._message = message
-        self._key = key
-        self._requests = [
-            self._request(index, task, each)
-            for index, (task, each) in enumerate(
-                zip(requests.tasks(message.tasks), message.tasks, strict=True)
+
+async def _run_all(
+    dispatcher: Dispatcher,
+    message: pb.RunTasksRequest,
+    converted: Sequence[Request],
+    image: CheckedImage,
+    active: ActiveRequest,
+) -> list[Done | LegatoError]:
+    """Run all tasks at the same time and return their outcomes in order.
+
+    The first task that starts carries the image's bytes, the others refer to the engine's cache.
+
+    Raises:
+        LegatoError: a failure that all tasks share.
+    """
+    submitted: list[RequestStream | LegatoError] = []
+    original = image
+    for index, request in enumerate(converted):
+        try:
+            requests.check_image(message.image, request.task, f"tasks[{index}].query.")
+            stream = dispatcher.submit(
+                request, (image,), active, originals=(original,), may_wait=index > 0
             )
-        ]
-
-    def _request(self, index: int, task: TaskSpec, message: task_pb2.Task) -> Request:
-        """Build a task's request; its image is always cached, so that it is encoded once."""
-        sampling = requests.sampling(message.sampling, f"tasks[{index}].")
-        key = self._key.with_part(str(index))
-        options = self._message.options
-        request = requests.request(key, task, sampling, options, deltas=False)
-        return msgspec.structs.replace(request, cache_image=True)
-
-    def check(self) -> ServedModel:
-        models = [
-            self._dispatcher.check(request, f"tasks[{index}].")
-            for index, request in enumerate(self._requests)
-        ]
-        return models[0]
-
-    async def execute(self, image: CheckedImage, active: ActiveRequest) -> list[Done | LegatoError]:
-        """Run all tasks at the same time and return their outcomes in order.
-
-        The first task that starts carries the image's bytes, the others refer to the engine's
-        cache.
-
-        Raises:
-            LegatoError: a failure that all tasks share.
-        """
-        submitted: list[RequestStream | LegatoError] = []
-        original = image
-        for index, request in enumerate(self._requests):
-            try:
-                requests.check_image(self._message.image, request.task, f"tasks[{index}].query.")
-                stream = self._dispatcher.submit(
-                    request, (image,), active, originals=(original,), may_wait=index > 0
-                )
-                if isinstance(image, NewImage) and index + 1 < len(self._requests):
-                    image = cached_image(await started(stream)) or image
-            except SHARED_FAILURES:
-                raise
-            except LegatoError as error:
-                submitted.append(error)
-            else:
-                submitted.append(stream)
-        return [await _outcome(each) for each in submitted]
-
-    def response(
-        self, outcomes: Sequence[Done | LegatoError], model: ServedModel
-    ) -> pb.RunTasksResponse:
-        results = [
-            task_result(task.task_id, each, self._key.caller_id)
-            for task, each in zip(self._message.tasks, outcomes, strict=True)
-        ]
-        response = pb.RunTasksResponse(results=results)
-        done = [each for each in outcomes if isinstance(each, Done)]
-        self._fill_info(response.info, done, model)
-        if self._requests[0].return_tokens:
-            for each in outcomes:
-                tokens = each.tokens if isinstance(each, Done) else ()
-                fill_tokens(response.tokens.add().tokens, tokens)
-        return response
-
-    def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ServedModel) -> None:
-        """Fill in the sum of usages, the longest image time, and the time of the whole call."""
-        info.request_id = self._key.caller_id
-        info.model = model.name
-        info.resumptions = max((each.resumptions for each in done), default=0)
-        fill_usage(info.usage, call.total(each.usage for each in done))
-        fill_duration(info.timings.image, max((each.timings.image for each in done), default=0.0))
-        fill_duration(info.timings.total, time.monotonic() - call.current().started)
-        if done and done[0].image is not None:
-            info.image.CopyFrom(image_info(done[0].image))
-        if self._message.HasField("stamp"):
-            info.stamp.CopyFrom(self._message.stamp)
+            if isinstance(image, NewImage) and index + 1 < len(converted):
+                image = cached_image(await started(stream)) or image
+        except SHARED_FAILURES:
+            raise
+        except LegatoError as error:
+            submitted.append(error)
+        else:
+            submitted.append(stream)
+    return [await _outcome(each) for each in submitted]
 
 
 async def _outcome(submitted: RequestStream | LegatoError) -> Done | LegatoError:
@@ -141,6 +97,38 @@ async def _outcome(submitted: RequestStream | LegatoError) -> Done | LegatoError
         raise
     except LegatoError as error:
         return error
+
+
+def _tasks_response(
+    message: pb.RunTasksRequest,
+    converted: Sequence[Request],
+    outcomes: Sequence[Done | LegatoError],
+    model: ServedModel,
+) -> pb.RunTasksResponse:
+    """Build the response, with the sum of usages, and the time of the whole call."""
+    request_id = converted[0].request_id.caller_id
+    results = [
+        task_result(task.task_id, each, request_id)
+        for task, each in zip(message.tasks, outcomes, strict=True)
+    ]
+    response = pb.RunTasksResponse(results=results)
+    done = [each for each in outcomes if isinstance(each, Done)]
+    info = response.info
+    info.request_id = request_id
+    info.model = model.name
+    info.resumptions = max((each.resumptions for each in done), default=0)
+    fill_usage(info.usage, call.total(each.usage for each in done))
+    fill_duration(info.timings.image, max((each.timings.image for each in done), default=0.0))
+    fill_duration(info.timings.total, time.monotonic() - call.current().started)
+    if done and done[0].image is not None:
+        info.image.CopyFrom(image_info(done[0].image))
+    if message.HasField("stamp"):
+        info.stamp.CopyFrom(message.stamp)
+    if converted[0].return_tokens:
+        for each in outcomes:
+            tokens = each.tokens if isinstance(each, Done) else ()
+            fill_tokens(response.tokens.add().tokens, tokens)
+    return response
 
 
 # ---------------------------------------------------------------- inference
@@ -247,13 +235,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         key: RequestKey,
         context: Context,
     ) -> ReplyT:
-        """Deduplicate calls with the same client request id."""
         rpc = call.current()
         content = await fingerprint(rpc.method, rpc.received)
         return await self._idempotency_cache.get_or_run(key, content, work, context)
 
     async def _run_skill(self, request: Any, key: RequestKey, time_left: float | None) -> Any:
-        """Run the skill of the request's type."""
         skill = skills.BY_REQUEST[type(request)]
         task = skill.task(request, "")
         several = request.images if isinstance(request, pb.QueryRequest) else ()
@@ -276,9 +262,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _run_tasks(
         self, request: pb.RunTasksRequest, key: RequestKey, time_left: float | None
     ) -> pb.RunTasksResponse:
-        run = TaskRun(self._dispatcher, request, key)
+        converted = _task_requests(request, key)
         with self._dispatcher.admit(key, time_left, self._unary_deadline) as active:
-            model = run.check()
+            models = [
+                self._dispatcher.check(each, f"tasks[{index}].")
+                for index, each in enumerate(converted)
+            ]
             image = await self._dispatcher.images.check(request.image)
-            outcomes = await run.execute(image, active)
-        return run.response(outcomes, model)
+            outcomes = await _run_all(self._dispatcher, request, converted, image, active)
+        return _tasks_response(request, converted, outcomes, models[0])

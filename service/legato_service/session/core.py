@@ -431,7 +431,7 @@ class SessionCore(Generic[F]):
         """Queue, start or drop a frame that arrived.
 
         Raises:
-            SessionProtocol: its sequence number does not increase.
+            SessionOutOfOrder: its sequence number does not increase.
             ClientTooSlow: the client leaves too many notices unread.
         """
         if frame.sequence <= self._last_sequence:

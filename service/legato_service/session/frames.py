@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import structlog
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
@@ -156,7 +155,7 @@ class FramePlanner:
         """Convert a frame that arrived at `now` (`time.monotonic`) and `wall_clock`.
 
         Raises:
-            SessionProtocol: the frame has no stamp.
+            SessionOutOfOrder: the frame has no stamp.
         """
         if not message.HasField("stamp"):
             raise SessionOutOfOrder("a frame needs its stamp", field="frame.stamp")
@@ -225,13 +224,12 @@ class FramePlanner:
             return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
     def _request(self, task: TaskSpec, message: task_pb2.Task, path: str) -> Request:
-        """Build a task's request; the image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
         request = requests.request(
             RequestKey(""), task, sampling, self._options, deltas=self._deltas
         )
         self._dispatcher.check(request, path)
-        return msgspec.structs.replace(request, cache_image=True)
+        return request
 
 
 def _over_quota() -> QuotaExceeded | None:

@@ -340,25 +340,19 @@ class FrameRunner:
             await asyncio.wait(self._tasks)
 
 
+@dataclasses.dataclass(eq=False)
 class FrameRun:
     """A running frame. `cancel` cancels its asyncio task."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        listener: SessionDriver,
-        frame: FrameRequest,
-        key: RequestKey,
-        deadline: float,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._listener = listener
-        self._frame = frame
-        self._key = key
-        self._deadline = deadline
-        self._streams: dict[int, RequestStream] = {}
-        self._stopped: set[int] = set()
-        self.cancel: Callable[[], object] = lambda: None
+    _dispatcher: Dispatcher
+    _listener: SessionDriver
+    _frame: FrameRequest
+    _key: RequestKey
+    _deadline: float
+    _image: CheckedImage = dataclasses.field(default=None, init=False)  # with its bytes
+    _streams: dict[int, RequestStream] = dataclasses.field(default_factory=dict, init=False)
+    _stopped: set[int] = dataclasses.field(default_factory=set, init=False)
+    cancel: Callable[[], object] = dataclasses.field(default=lambda: None, init=False)
 
     def stop(self, index: int) -> None:
         self._stopped.add(index)
@@ -401,7 +395,7 @@ class FrameRun:
     ) -> None:
         """Start the tasks; the first carries the image's bytes, the others refer to it."""
         last = len(self._frame.tasks) - 1
-        original = None if isinstance(image, LegatoError) else image
+        self._image = None if isinstance(image, LegatoError) else image
         for index, task in enumerate(self._frame.tasks):
             request = task.request
             if isinstance(request, LegatoError):
@@ -409,23 +403,18 @@ class FrameRun:
             elif isinstance(image, LegatoError):
                 self._listener.ended(self._frame, index, _with_session_field(image))
             else:
-                cached: ImageResult = asyncio.get_running_loop().create_future()
-                group.create_task(self._run_task(index, request, image, cached, original))
+                cached = ImageResult()
+                group.create_task(self._run_task(index, request, image, cached))
                 if isinstance(image, NewImage) and index < last:
                     image = await cached or image
 
     async def _run_task(
-        self,
-        index: int,
-        request: Request,
-        image: CheckedImage,
-        cached: ImageResult,
-        original: CheckedImage,
+        self, index: int, request: Request, image: CheckedImage, cached: ImageResult
     ) -> None:
         outcome: Outcome = None
         try:
             if index not in self._stopped:
-                outcome = await self._follow(index, request, image, cached, original)
+                outcome = await self._follow(index, request, image, cached)
         except LegatoError as error:
             outcome = _with_session_field(error)
         if not cached.done():
@@ -433,19 +422,14 @@ class FrameRun:
         self._listener.ended(self._frame, index, outcome)
 
     async def _follow(
-        self,
-        index: int,
-        request: Request,
-        image: CheckedImage,
-        cached: ImageResult,
-        original: CheckedImage,
+        self, index: int, request: Request, image: CheckedImage, cached: ImageResult
     ) -> Done:
         part = f"{self._key.part}.{index}"
         key = RequestKey(self._key.caller_id, call.current().tenant, part)
         request = msgspec.structs.replace(request, request_id=key)
         with ActiveRequest(self._deadline) as active:
             stream = self._streams[index] = self._dispatcher.submit(
-                request, (image,), active, originals=(original,), may_wait=index > 0
+                request, (image,), active, originals=(self._image,), may_wait=index > 0
             )
             async with aclosing(follow(stream)) as outputs:
                 async for output in outputs:
