@@ -107,12 +107,7 @@ class _CallRecord(logs.LogRecord, omit_defaults=True):
 
 
 def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _CallRecord:
-    queue = prefill = decode = None
-    if (timings := call.timings) is not None:
-        queue = _milliseconds(timings.queue)
-        prefill = _milliseconds(timings.prefill)
-        decode = _milliseconds(timings.decode)
-    usage = call.usage
+    timings, usage = call.timings, call.usage
     return _CallRecord(
         "rpc_ended",
         "debug" if call.method.startswith(DEBUG_METHODS) else "info",
@@ -121,9 +116,9 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
         call.method,
         code,
         _milliseconds(seconds),
-        queue,
-        prefill,
-        decode,
+        None if timings is None else _milliseconds(timings.queue),
+        None if timings is None else _milliseconds(timings.prefill),
+        None if timings is None else _milliseconds(timings.decode),
         None if usage is None else usage.input_tokens,
         None if usage is None else usage.output_tokens,
         reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import os
@@ -10,7 +11,7 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -66,12 +67,14 @@ class GateSlot(msgspec.Struct, eq=False):
         if not (self.is_submitted or self.is_paused):
             gate.num_unsubmitted -= 1
         if tenant is not None:
-            left = gate.calls_by_tenant[tenant] - 1
-            if left:
-                gate.calls_by_tenant[tenant] = left
-            else:
-                del gate.calls_by_tenant[tenant]
+            _decrement(gate.calls_by_tenant, tenant)
         gate.note_left()
+
+
+def _decrement(counts: dict[str, int], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 class Gate:
@@ -92,7 +95,6 @@ class Gate:
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
 
     def enter(self, task: asyncio.Task[object]) -> GateSlot:
-        """Return a place for the call of this task."""
         self.num_unsubmitted += 1
         self._num_calls += 1
         gate_slot = GateSlot(self)
@@ -165,12 +167,10 @@ class ReceiveLimit:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether a call waits for a place."""
         return bool(self._waiting)
 
     @property
     def num_paused(self) -> int:
-        """Return how many callers are paused."""
         return len(self._paused)
 
     def take(self, sender: str, connection: str) -> bool:
@@ -199,13 +199,8 @@ class ReceiveLimit:
             raise
 
     def give_back(self, sender: str) -> None:
-        """Give the place of a call back."""
         self.num_free += 1
-        left = self._taken[sender] - 1
-        if left:
-            self._taken[sender] = left
-        else:
-            del self._taken[sender]
+        _decrement(self._taken, sender)
         if self._waiting:
             self._grant()
 
@@ -359,7 +354,6 @@ class _Connection:
         self.finished = self.received()
 
     def _find(self) -> int | None:
-        """Return the descriptor of gRPC's socket."""
         try:
             descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
         except OSError:
@@ -373,32 +367,35 @@ class _Connection:
         return self._last_received
 
 
-def _bytes_received(descriptor: int) -> int:
-    """Return the bytes that a TCP connection has received; 0 where the kernel does not count."""
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Yield the socket of this descriptor, and leave it open."""
     borrowed = socket.socket(fileno=descriptor)
     try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:
-        return 0
+        yield borrowed
     finally:
         borrowed.detach()
+
+
+def _bytes_received(descriptor: int) -> int:
+    """Return the bytes that a TCP connection has received; 0 where the kernel does not count."""
+    try:
+        with _borrowed(descriptor) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0
     return int(_TCP_INFO.unpack(info)[0]) if len(info) == _TCP_INFO.size else 0
 
 
 def _peer_of(descriptor: int) -> tuple[str, str] | None:
     """Return host and port of the peer of a TCP connection."""
     try:
-        borrowed = socket.socket(fileno=descriptor)
-    except OSError:  # no socket
+        with _borrowed(descriptor) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            host, port = connection.getpeername()[:2]
+    except OSError:  # no socket, or not connected
         return None
-    try:
-        if borrowed.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        host, port = borrowed.getpeername()[:2]
-    except OSError:
-        return None
-    finally:
-        borrowed.detach()
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address), str(port)

@@ -61,22 +61,17 @@ def reader(handler: Handler, receive: Receive, receive_later: Receive) -> Callab
     def message(data: bytes) -> Any:
         begun = time.perf_counter()
         try:
-            return checked(data)
-        finally:
-            CURRENT.get().seconds_held = len(data) * COPY_SECONDS + time.perf_counter() - begun
-
-    def checked(data: bytes) -> Any:
-        try:
             kind.check(data)
+            return parse(data)
+        except DecodeError:
+            raise InvalidRequest("the request is not a valid protobuf message") from None
         except InvalidRequest:
             given = kind.request_id(data)
             if ID_FORM.fullmatch(given):
                 CURRENT.get().adopt(given)  # as the handler would have
             raise
-        try:
-            return parse(data)
-        except DecodeError:
-            raise InvalidRequest("the request is not a valid protobuf message") from None
+        finally:
+            CURRENT.get().seconds_held = len(data) * COPY_SECONDS + time.perf_counter() - begun
 
     async def messages(context: Context) -> AsyncIterator[Any]:
         """Yield checked messages.
@@ -247,7 +242,6 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return message
 
     async def _message(self, call: Call, context: Context) -> Any:
-        """Return the message of a unary call."""
         message = await self._receive(call, context)
         if message is grpc.aio.EOF:
             raise InvalidRequest("the call ended without a message")
