@@ -5,19 +5,11 @@ Names are without the suffix `_total` of counters, which the text format adds.
 
 from __future__ import annotations
 
-import enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from legato_engine.ipc.messages import SECONDS_BOUNDS
 
-
-class MetricKind(enum.StrEnum):
-    """The kinds of Prometheus that are used here."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-    INFO = "info"
+MetricKind: TypeAlias = Literal["counter", "gauge", "histogram", "info"]
 
 
 class Metric(NamedTuple):
@@ -29,11 +21,6 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
     repeats: str = ""
-
-    @property
-    def is_additive(self) -> bool:
-        """Return whether the metric only grows, so that dead processes still count."""
-        return self.kind in (MetricKind.COUNTER, MetricKind.HISTOGRAM)
 
 
 CALL_BOUNDS = (
@@ -48,17 +35,17 @@ LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, MetricKind.COUNTER, help, labels)
+    return Metric(name, "counter", help, labels)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, MetricKind.GAUGE, help, labels)
+    return Metric(name, "gauge", help, labels)
 
 
 def _histogram(
     name: str, help: str, *labels: str, bounds: tuple[float, ...] = CALL_BOUNDS
 ) -> Metric:
-    return Metric(name, MetricKind.HISTOGRAM, help, labels, bounds)
+    return Metric(name, "histogram", help, labels, bounds)
 
 
 def _by(labels: tuple[str, ...], *metrics: Metric) -> tuple[Metric, ...]:
@@ -154,12 +141,12 @@ PROCESSES = (
     _gauge("legato_process_open_fds", "Open files of a process.", "process"),
 )
 ENGINE = (
-    Metric("legato_build", MetricKind.INFO, "The server.", ("version", "python", "processes")),
+    Metric("legato_build", "info", "The server.", ("version", "python", "processes")),
     *_by(
         ("engine",),
         Metric(
             "legato_model",
-            MetricKind.INFO,
+            "info",
             "The served model.",
             ("model", "device", "dtype", "kv_dtype"),
         ),
@@ -234,7 +221,7 @@ _VLLM_LABELS = ("model_name", "engine")
 
 def _gen_ai(name: str, repeats: str) -> Metric:
     full = f"gen_ai_server_{name}"
-    return Metric(full, MetricKind.HISTOGRAM, f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
+    return Metric(full, "histogram", f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
 
 
 def _vllm(name: str, kind: MetricKind, repeats: str) -> Metric:
@@ -246,36 +233,35 @@ GEN_AI = (
     _gen_ai("time_to_first_token_seconds", "legato_request_first_token_seconds"),
     _gen_ai("time_per_output_token_seconds", "legato_request_token_seconds"),
 )
-_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 VLLM = (
-    _vllm("num_requests_running", _G, "legato_engine_requests_running"),
-    _vllm("num_requests_waiting", _G, "legato_engine_requests_waiting"),
+    _vllm("num_requests_running", "gauge", "legato_engine_requests_running"),
+    _vllm("num_requests_waiting", "gauge", "legato_engine_requests_waiting"),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", *_VLLM_LABELS),
     _gauge(
         "vllm:cache_config_info",
         "Pages of the KV cache, and the positions of one.",
         *("block_size", "num_gpu_blocks", "engine"),
     ),
-    _vllm("prompt_tokens", _C, "legato_prompt_tokens"),
-    _vllm("generation_tokens", _C, "legato_output_tokens"),
-    _vllm("num_preemptions", _C, "legato_preemptions"),
-    _vllm("prefix_cache_queries", _C, "legato_prefix_cache_queries"),
-    _vllm("prefix_cache_hits", _C, "legato_prefix_cache_hits"),
-    _vllm("mm_cache_queries", _C, "legato_image_cache_queries"),
-    _vllm("mm_cache_hits", _C, "legato_image_cache_hits"),
+    _vllm("prompt_tokens", "counter", "legato_prompt_tokens"),
+    _vllm("generation_tokens", "counter", "legato_output_tokens"),
+    _vllm("num_preemptions", "counter", "legato_preemptions"),
+    _vllm("prefix_cache_queries", "counter", "legato_prefix_cache_queries"),
+    _vllm("prefix_cache_hits", "counter", "legato_prefix_cache_hits"),
+    _vllm("mm_cache_queries", "counter", "legato_image_cache_queries"),
+    _vllm("mm_cache_hits", "counter", "legato_image_cache_hits"),
     _counter("vllm:corrupted_requests", "legato_rpcs of reason NUMERIC.", *_VLLM_LABELS),
     _counter(
         "vllm:request_success", "Finished requests, by reason.", *_VLLM_LABELS, "finished_reason"
     ),
-    _vllm("time_to_first_token_seconds", _H, "legato_request_first_token_seconds"),
-    _vllm("inter_token_latency_seconds", _H, "legato_inter_token_seconds"),
-    _vllm("e2e_request_latency_seconds", _H, "legato_request_seconds"),
-    _vllm("request_queue_time_seconds", _H, "legato_request_queue_seconds"),
-    _vllm("request_prefill_time_seconds", _H, "legato_request_prefill_seconds"),
-    _vllm("request_decode_time_seconds", _H, "legato_request_decode_seconds"),
-    _vllm("request_time_per_output_token_seconds", _H, "legato_request_token_seconds"),
-    _vllm("request_prompt_tokens", _H, "legato_request_prompt_size_tokens"),
-    _vllm("request_generation_tokens", _H, "legato_request_output_size_tokens"),
+    _vllm("time_to_first_token_seconds", "histogram", "legato_request_first_token_seconds"),
+    _vllm("inter_token_latency_seconds", "histogram", "legato_inter_token_seconds"),
+    _vllm("e2e_request_latency_seconds", "histogram", "legato_request_seconds"),
+    _vllm("request_queue_time_seconds", "histogram", "legato_request_queue_seconds"),
+    _vllm("request_prefill_time_seconds", "histogram", "legato_request_prefill_seconds"),
+    _vllm("request_decode_time_seconds", "histogram", "legato_request_decode_seconds"),
+    _vllm("request_time_per_output_token_seconds", "histogram", "legato_request_token_seconds"),
+    _vllm("request_prompt_tokens", "histogram", "legato_request_prompt_size_tokens"),
+    _vllm("request_generation_tokens", "histogram", "legato_request_output_size_tokens"),
 )
 
 OWN = (*CALLS, *REQUESTS, *PROCESSES, *ENGINE)

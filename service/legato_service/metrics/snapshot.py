@@ -25,7 +25,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from legato_service.metrics import catalogue
-from legato_service.metrics.catalogue import MetricKind
 
 Labels = tuple[str, ...]
 """Values of a metric's labels, in the order of its `catalogue` entry."""
@@ -131,7 +130,7 @@ async def render(
 
 def _family(metric: catalogue.Metric, series: list[Series]) -> Metric:
     names = metric.labels
-    if metric.kind is MetricKind.HISTOGRAM:
+    if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
         bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
         for each in series:
@@ -139,12 +138,12 @@ def _family(metric: catalogue.Metric, series: list[Series]) -> Metric:
             buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
             histograms.add_metric(each.labels, buckets, total)
         return histograms
-    if metric.kind is MetricKind.INFO:
+    if metric.kind == "info":
         info = InfoMetricFamily(metric.name, metric.help)
         for each in series:
             info.add_metric((), dict(zip(names, each.labels, strict=True)))
         return info
-    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family: CounterMetricFamily | GaugeMetricFamily = kind(metric.name, metric.help, labels=names)
     for each in series:
         family.add_metric(each.labels, each.values[0])
@@ -189,7 +188,7 @@ def add_vllm(snapshot: Snapshot, model: str, page_size: int) -> None:
         reason = _FINISHED_REASONS[FinishReason(each.labels[2])]
         snapshot.add("vllm:request_success", each.values[0], *labels, reason)
     for metric in catalogue.VLLM:
-        if metric.repeats and metric.kind is not MetricKind.HISTOGRAM:
+        if metric.repeats and metric.kind != "histogram":
             snapshot.add(metric.name, 0, *labels)  # also without a series to repeat
         repeated = snapshot.named(metric.repeats)
         snapshot.series += [Series(metric.name, labels, each.values) for each in repeated]

@@ -82,7 +82,7 @@ class ControlChannel:
 # ---------------------------------------------------------------- metrics exchange
 
 TIMEOUT = 2.0  # seconds for another process to reply
-_GROWING = frozenset(each.name for each in catalogue.OWN if each.is_additive)
+_GROWING = frozenset(each.name for each in catalogue.OWN if each.kind in ("counter", "histogram"))
 
 
 class MetricsExchange:
