@@ -25,7 +25,7 @@ from legato_engine.images.memory import ByteQuota
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import HeldUploads, ImageIntake
-from legato_service.images.shared_memory import shared_reader
+from legato_service.images.shared_memory import SharedMemory
 from legato_service.lifecycle import CUT_WRITES, LAST_WRITES, Drain, Peers
 from legato_service.listeners import Listeners
 from legato_service.metrics.calls import CallMetrics
@@ -107,10 +107,14 @@ class Server:
             total=config.engine.image_hold_bytes,
         )
         self.held_uploads = HeldUploads(engines, self._upload_quota)
+        max_pixels = config.engine.max_image_pixels
+        stores = [each.blobs for each in engines.members]
+        read_shared = None
+        if config.shared_images:
+            shared = SharedMemory(stores, max_bytes=config.max_image_bytes, max_pixels=max_pixels)
+            read_shared = shared.read
         self.images = ImageIntake(
-            max_bytes=config.max_request_bytes,
-            max_pixels=config.engine.max_image_pixels,
-            read_shared=shared_reader(config, [each.blobs for each in engines.members]),
+            max_bytes=config.max_request_bytes, max_pixels=max_pixels, read_shared=read_shared
         )
         self.health = HealthServicer(MAIN_SERVICES)
         self.listeners = Listeners(

@@ -258,7 +258,7 @@ class HeldUploads:
             make = functools.partial(self._command, key, held)
             asked = self._being_held[key] = asyncio.Event()
             try:
-                engine = (await self._engines.hold(make)).engine
+                engine, _ = await self._engines.hold(make)
             except EngineUnavailable:
                 return  # the next `READY` begins again
             except LegatoError as error:
@@ -399,7 +399,7 @@ class ImageIntake:
             ImageTooLarge: the image has too many bytes or pixels.
             QuotaExceeded: the caller has sent too many pixels.
             Forbidden: the credential lacks the scope to name regions of shared memory.
-            SharedMemoryRefused: its region must not be read.
+            SharedMemoryForbidden: its region must not be read.
             SharedMemoryTorn: its slot was written meanwhile.
         """
         match image.WhichOneof("source"):

@@ -19,12 +19,10 @@ from legato.v1 import media_pb2
 from legato_engine.errors import InvalidField, exhaustion
 from legato_engine.shm import BlobStore, BlobWriter, blob_folder
 
-from legato_service.config import ServiceConfig
 from legato_service.errors import SharedMemoryForbidden, SharedMemoryTorn
 from legato_service.images.intake import (
     BlobImage,
     Layout,
-    ReadShared,
     check_complete,
     check_size,
     file_type,
@@ -50,19 +48,11 @@ def shm_namespace() -> str:
         return ""
 
 
-def shared_reader(config: ServiceConfig, stores: Sequence[BlobStore]) -> ReadShared | None:
-    """Return the reader of shared images; the first of this process's `stores` takes them."""
-    if not config.shared_images:
-        return None
-    return SharedMemory(
-        stores, max_bytes=config.max_image_bytes, max_pixels=config.engine.max_image_pixels
-    ).read
-
-
 class SharedMemory:
     """Reader of slots in regions of this process's own user.
 
-    Only the owner of its files identifies a client: TCP carries no peer credentials.
+    The first of this process's `stores` takes the images. Only the owner of its files identifies a
+    client: TCP carries no peer credentials.
     """
 
     def __init__(self, stores: Sequence[BlobStore], *, max_bytes: int, max_pixels: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
@@ -37,7 +37,7 @@ from legato_service.images.upload import (
     read_header,
 )
 from legato_service.requests.dispatcher import bytes_key
-from legato_service.requests.registry import ActiveRequest, RequestRegistry
+from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.call import Context, quota_owner
 
@@ -76,20 +76,18 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         self, request_iterator: AsyncIterator[pb.PutImageRequest], context: Context
     ) -> pb.PutImageResponse:
         owner = quota_owner(context)
-        key = self._key()
-        with self._registry.admit(key) as active, self._timeout(context, active) as timeout:
-            async with timeout:
-                messages = aiter(request_iterator)
-                header = read_header(await self._next(messages), self._limits)
-                with PartialUpload.begin(
-                    header, self._limits, self._blobs, self._quota, owner
-                ) as upload:
-                    while (message := await self._next(messages)) is not None:
-                        await upload.add(message)
-                    # gRPC ends the messages of a cancelled call as if it were complete. The
-                    # cancellation follows, here or, after an Abort, within the hold.
-                    await asyncio.sleep(0)
-                    held = await self._hold(key, upload, header, owner)
+        async with self._admitted(context) as key:
+            messages = aiter(request_iterator)
+            header = read_header(await self._next(messages), self._limits)
+            with PartialUpload.begin(
+                header, self._limits, self._blobs, self._quota, owner
+            ) as upload:
+                while (message := await self._next(messages)) is not None:
+                    await upload.add(message)
+                # gRPC ends the messages of a cancelled call as if it were complete. The
+                # cancellation follows, here or, after an Abort, within the hold.
+                await asyncio.sleep(0)
+                held = await self._hold(key, upload, header, owner)
         return pb.PutImageResponse(image=image_info(held.image), expire_time=_wall_time(held.until))
 
     async def DeleteImage(
@@ -97,10 +95,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     ) -> pb.DeleteImageResponse:
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
-        key = self._key()
-        with self._registry.admit(key) as active, self._timeout(context, active) as timeout:
-            async with timeout:
-                await self._drop(key, request.image_id, quota_owner(context))
+        async with self._admitted(context) as key:
+            await self._drop(key, request.image_id, quota_owner(context))
         return pb.DeleteImageResponse()
 
     async def _hold(
@@ -145,9 +141,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             if not was_lost:
                 raise
 
-    def _key(self) -> RequestKey:
-        return call.current().avoid(self._registry)
-
     async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
         try:
             async with asyncio.timeout(self._stall_timeout):
@@ -158,21 +151,25 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
                 limit_ms=round(self._stall_timeout * 1000),
             ) from None
 
-    @contextmanager
-    def _timeout(self, context: Context, active: ActiveRequest) -> Iterator[asyncio.Timeout]:
-        """End the call at its deadline, or when `active` fails."""
-        # None without a deadline, despite grpc's annotation.
-        given: float | None = context.time_remaining()
-        left = self._deadline if given is None else given
-        call.current().deadline = time.monotonic() + left
-        timeout = asyncio.timeout(max(left, 0))
-        active.on_fail = functools.partial(_end_now, timeout)
-        try:
-            yield timeout
-        except TimeoutError:
-            raise active.failure or DeadlineExceeded("the deadline passed") from None
-        finally:
-            active.on_fail = None
+    @asynccontextmanager
+    async def _admitted(self, context: Context) -> AsyncIterator[RequestKey]:
+        """Yield the call's key; end the block at the deadline, or when the request fails."""
+        rpc = call.current()
+        key = rpc.avoid(self._registry)
+        with self._registry.admit(key) as active:
+            # None without a deadline, despite grpc's annotation.
+            given: float | None = context.time_remaining()
+            left = self._deadline if given is None else given
+            rpc.deadline = time.monotonic() + left
+            timeout = asyncio.timeout(max(left, 0))
+            active.on_fail = functools.partial(_end_now, timeout)
+            try:
+                async with timeout:
+                    yield key
+            except TimeoutError:
+                raise active.failure or DeadlineExceeded("the deadline passed") from None
+            finally:
+                active.on_fail = None
 
 
 def _end_now(timeout: asyncio.Timeout) -> None:
