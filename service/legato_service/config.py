@@ -64,7 +64,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_credentials(self) -> bool:
-        """Return whether callers need a credential."""
         return bool(self.tokens or self.tls_client_ca)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 from legato_engine.ipc.messages import Loading, ServedModel
@@ -14,22 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
-
-
-class Announcer(Protocol):
-    """Display of the progress of the start."""
-
-    def loading(self, progress: Loading) -> None:
-        """Show the progress; called repeatedly, also without a change."""
-        ...
-
-    def ready(self, address: str, models: Sequence[ServedModel]) -> None:
-        """Announce that the server is ready; `models` has one for each engine and device."""
-        ...
-
-    def close(self) -> None:
-        """Restore the terminal. Idempotent."""
-        ...
 
 
 class TerminalAnnouncer:
@@ -69,6 +52,7 @@ class TerminalAnnouncer:
         self._console.print(Text(example(address, model.tasks)), soft_wrap=True)
 
     def close(self) -> None:
+        """Restore the terminal. Idempotent."""
         self._bar.stop()
 
 
@@ -92,6 +76,11 @@ class LogAnnouncer:
 
     def close(self) -> None:
         pass
+
+
+Announcer = TerminalAnnouncer | LogAnnouncer
+"""Display of the progress of the start: `loading` is called repeatedly, also without a change;
+`ready` gets a model for each engine and device."""
 
 
 def example(address: str, tasks: Sequence[str]) -> str:

@@ -124,7 +124,6 @@ class Listener:
 
     @property
     def as_server(self) -> grpc.aio.Server:
-        """Takes servicers."""
         return self._middleware.as_server
 
     def reflect(self, services: Sequence[str]) -> None:
@@ -240,7 +239,6 @@ class Listeners:
             self.admin_problem = str(error)
 
     def reload_failures(self) -> dict[str, int]:
-        """Return the number of rejected reloads by kind of file."""
         watched = {"tls": self.certificate, "credentials": self.access}
         return {
             files: 0 if each is None else each.num_failed_reloads for files, each in watched.items()

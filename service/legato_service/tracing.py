@@ -40,10 +40,6 @@ _FAULTS = frozenset(
 """Codes that mark a server span as failed; other codes are the caller's fault."""
 
 
-def is_fault(code: str) -> bool:
-    return code in _FAULTS
-
-
 class RpcConvention:
     """The attributes of RPCs, whose names changed.
 
@@ -192,7 +188,7 @@ class Tracer:
             ended_ns,
             attributes=self._convention.attributes(call, code, reason),
             kind=SpanKind.SERVER,
-            status=Status(StatusCode.ERROR) if is_fault(code) else Status(),
+            status=Status(StatusCode.ERROR) if code in _FAULTS else Status(),
         )
 
     def _add_request(self, call: Call, done: Done, ended_ns: int) -> None:

@@ -55,7 +55,7 @@ class AccessControl:
         A token decides when there is one, else the certificate of the connection.
 
         Raises:
-            Unauthenticated: no credential, or none that is valid.
+            CredentialRejected: no credential, or none that is valid.
             Forbidden: the credential lacks the method's scope.
             QuotaExceeded: the credential has sent too many requests.
         """

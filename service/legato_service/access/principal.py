@@ -179,7 +179,7 @@ class Principal:
         """Check the principal, for every call and for every message of a stream.
 
         Raises:
-            Unauthenticated: the credential has expired or was removed.
+            CredentialRejected: the credential has expired or was removed.
         """
         if self.expires <= time.time():
             raise CredentialRejected("the credential is not valid any more")

@@ -27,7 +27,6 @@ class Checkpoints:
         self._resumptions = resumptions
 
     def begin(self, event: inference_pb2.GenerateResponse) -> None:
-        """Begin with `started`."""
         message = event.checkpoint
         message.model = event.started.model
         message.seed = self._seed

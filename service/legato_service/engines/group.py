@@ -117,7 +117,6 @@ class Directory:
                 yield frozenset(each for each in range(bits.bit_length()) if bits >> each & 1)
 
     def forget(self, number: int) -> None:
-        """Forget all that the engine of this number held."""
         kept = {key: bits & ~(1 << number) for key, bits in self._holders.items()}
         self._holders = collections.OrderedDict((key, bits) for key, bits in kept.items() if bits)
 
@@ -196,13 +195,6 @@ _LATEST_SHARE = 0.1  # weight of a new value in the moving average
 
 Keys = Sequence[Key]
 """Cache keys that a request needs of an engine, the most valuable first."""
-
-
-class EngineHold(NamedTuple):
-    """Hold and its engine."""
-
-    engine: EngineConnection
-    reply: ImageHeld
 
 
 class EngineGroup(Observable):
@@ -291,8 +283,12 @@ class EngineGroup(Observable):
         self._directory.note(keys[0 if has_bytes else 1 :], number)
         return self.members[number]
 
-    async def hold(self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()) -> EngineHold:
-        """Let an engine hold an image, and another one if it is lost; `make` stages it.
+    async def hold(
+        self, make: Callable[[BlobStore], HoldImage], keys: Keys = ()
+    ) -> tuple[EngineConnection, ImageHeld]:
+        """Let an engine hold an image, and another one if it is lost; return it and its reply.
+
+        `make` stages the image.
 
         Raises:
             LegatoError: as `EngineConnection.hold` raises.
@@ -309,7 +305,7 @@ class EngineGroup(Observable):
             reply = await engine.hold(make(engine.blobs))
         key = image_key(reply.request_id.tenant, reply.image.image_id)
         self._directory.note((key,), engine.number)
-        return EngineHold(engine, reply)
+        return engine, reply
 
     async def drop(self, command: DropImage) -> None:
         """End the owner's holds on an image, wherever they are.
@@ -335,12 +331,9 @@ class EngineGroup(Observable):
     # ------------------------------------------------------------ what engines ask of the others
 
     def take_over(self, stream: RequestStream) -> bool:
-        serving = self.serving
-        if not serving:
+        if not self.serving:
             return False
-        self._turn += 1
-        candidates = [self._candidate(each, frozenset()) for each in serving]
-        self.members[least_loaded(candidates, self._turn).number].adopt(stream)
+        self.route().adopt(stream)
         return True
 
     def find_image(self, stream: RequestStream) -> bool:
@@ -392,7 +385,6 @@ class EngineGroup(Observable):
         )
 
     def _cache_serving(self) -> None:
-        """Cache the serving engines; recomputed on state changes."""
         self.serving = [each for each in self.members if each.state is _READY]
         self._asked = self.serving or self.members  # for what a new request meets
         models = [each.model for each in self.members if each.model is not None]

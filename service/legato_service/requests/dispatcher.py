@@ -62,11 +62,6 @@ PREFIX = 256
 _PART = 512  # bytes of an image, of its beginning, middle and end
 
 
-def keys_of(request: Request, image: CheckedImage) -> tuple[Key, ...]:
-    """Return cache keys by value: image or prefix, other parts of the call or session, adapter."""
-    return tuple(_keys(request, image))
-
-
 def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
     """Return a key that is equal for equal images; hashing all bytes would cost more."""
     middle = len(data) // 2
@@ -74,7 +69,8 @@ def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
     return "bytes", tenant, len(data), hash(tuple(map(bytes, parts)))
 
 
-def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
+def keys_of(request: Request, image: CheckedImage) -> Iterator[Key]:
+    """Yield cache keys by value: image or prefix, other parts of the call or session, adapter."""
     tenant = request.tenant
     match image:
         case CachedImageRef():
@@ -141,7 +137,7 @@ class Dispatcher:
 
         Raises:
             Draining: the server is shutting down.
-            DuplicateRequest: a request with this id is in flight.
+            RequestIdInUse: a request with this id is in flight.
             DeadlineExceeded: the deadline passed already.
             DeadlineUnreachable: the estimated wait is longer than the time left.
         """
@@ -274,7 +270,7 @@ class Dispatcher:
     ) -> EngineConnection:
         if len(self._engines.members) == 1:
             return self._engines.members[0]
-        return self._engines.route(keys_of(request, image), has_bytes=has_bytes)
+        return self._engines.route(tuple(keys_of(request, image)), has_bytes=has_bytes)
 
 
 def _is_queued_last(rpc: call.Call) -> bool:
@@ -334,7 +330,7 @@ def completed(done: Done) -> Done:
     """Record the costs of a unary call's request.
 
     Raises:
-        Preempted: an operator stopped the request.
+        StoppedByOperator: an operator stopped the request.
     """
     _record(done)
     if done.finish_reason is FinishReason.CANCELLED:

@@ -98,7 +98,7 @@ class IdempotencyCache:
         `work` takes the time left to this call, None without a deadline.
 
         Raises:
-            DuplicateRequest: the key belongs to a call with another fingerprint.
+            RequestIdInUse: the key belongs to a call with another fingerprint.
             Exception: whatever the run raises.
         """
         while (run := self._runs.get(key)) is not None and run.is_abandoned:
@@ -130,7 +130,7 @@ class IdempotencyCache:
         """Reserve the key for a stream, and for `keep` seconds after a block that ended well.
 
         Raises:
-            DuplicateRequest: the key is known.
+            RequestIdInUse: the key is known.
         """
         if key in self._runs or self._look_up(key) is not None:
             raise duplicate(key)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 from legato_engine.client.request_stream import RequestStream
@@ -100,13 +100,6 @@ class ActiveRequest(msgspec.Struct, eq=False):
             error.metadata["field"] = "options.adapter"
 
 
-class Stopped(NamedTuple):
-    """Counts of an operator's stop."""
-
-    aborted: int
-    already_finished: int
-
-
 class RequestRegistry:
     """The requests in flight by key."""
 
@@ -132,7 +125,7 @@ class RequestRegistry:
 
         Raises:
             Draining: the server is shutting down.
-            DuplicateRequest: a request of this key is in flight.
+            RequestIdInUse: a request of this key is in flight.
         """
         if not self._open:
             raise Draining("the server is shutting down")
@@ -164,10 +157,10 @@ class RequestRegistry:
         if not self._active:
             self._empty.set()
 
-    def stop(self, target: RequestKey) -> Stopped:
-        """Stop the requests; those that ended before count too."""
+    def stop(self, target: RequestKey) -> tuple[int, int]:
+        """Stop the requests; return how many, and how many had ended before."""
         aborted = sum(each.stop() for key, each in self._active.items() if key.matches(target))
-        return Stopped(aborted, sum(key.matches(target) for key in self._ended))
+        return aborted, sum(key.matches(target) for key in self._ended)
 
     def stop_all(self) -> int:
         """Return how many were not stopped before."""
