@@ -7,6 +7,7 @@ curves become one chord to their end point.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 Ring = tuple[tuple[float, float], ...]
 
@@ -73,38 +74,26 @@ def _open(ring: list[tuple[float, float]]) -> Ring:
     return tuple(ring[:-1] if len(ring) > 1 and ring[0] == ring[-1] else ring)
 
 
-def _strokes(path: str) -> list[tuple[str, list[float]]]:
+def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
     """Yield the path's strokes; repeated number groups repeat the command."""
-    strokes: list[tuple[str, list[float]]] = []
-    command, numbers = "", list[float]()
-    for piece in _pieces(path):
-        if piece.isalpha():
-            if numbers:
-                raise ValueError(f"path command {command} lacks numbers: {path!r}")
-            command = piece
-            if _count(command, path) == 0:
-                strokes.append((command, []))
-            continue
-        if not command or _count(command, path) == 0:
-            raise ValueError(f"path has a number without a command: {path!r}")
-        numbers.append(float(piece))
-        if len(numbers) == _count(command, path):
-            strokes.append((command, numbers))
-            numbers = []
-            command = {"M": "L", "m": "l"}.get(command, command)
-    if numbers:
-        raise ValueError(f"path ends inside command {command}: {path!r}")
-    return strokes
-
-
-def _count(command: str, path: str) -> int:
-    try:
-        return _NUM_ARGUMENTS[command.upper()]
-    except KeyError:
-        raise ValueError(f"path has an unknown command {command}: {path!r}") from None
-
-
-def _pieces(path: str) -> list[str]:
     if not _SEPARATORS.fullmatch(_PIECE.sub("", path)):
         raise ValueError(f"not a path: {path!r}")
-    return _PIECE.findall(path)
+    commands: list[tuple[str, list[float]]] = []
+    for piece in _PIECE.findall(path):
+        if piece.isalpha():
+            commands.append((piece, []))
+        elif commands:
+            commands[-1][1].append(float(piece))
+        else:
+            raise ValueError(f"path has a number without a command: {path!r}")
+    for command, numbers in commands:
+        count = _NUM_ARGUMENTS.get(command.upper())
+        if count is None:
+            raise ValueError(f"path has an unknown command {command}: {path!r}")
+        if numbers and (count == 0 or len(numbers) % count):
+            raise ValueError(f"path command {command} takes {count} numbers at a time: {path!r}")
+        if count == 0:
+            yield command, []
+        repeated = {"M": "L", "m": "l"}.get(command, command)
+        for start in range(0, len(numbers), count or 1):
+            yield repeated if start else command, numbers[start : start + count]

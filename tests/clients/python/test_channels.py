@@ -397,7 +397,7 @@ def test_it_speaks_of_what_there_is():
     for service in (*names, config["healthCheckConfig"]["serviceName"]):
         assert pool.FindServiceByName(service).full_name == service
     assert method["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
-    assert channel.max_attempts() == method["retryPolicy"]["maxAttempts"]
+    assert method["retryPolicy"]["maxAttempts"] == channel.MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize(

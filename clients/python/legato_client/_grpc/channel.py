@@ -59,11 +59,6 @@ def has_several_addresses(target: str) -> bool:
     return "," in target or target.startswith(_SEVERAL_SCHEMES)
 
 
-def max_attempts() -> int:
-    attempts: int = load()["methodConfig"][0]["retryPolicy"]["maxAttempts"]
-    return attempts
-
-
 # ---------------------------------------------------------------- affinity
 
 # Metadata by which a proxy routes calls about one image, or of one session, to one server.
@@ -73,18 +68,15 @@ KEY = "legato-affinity"
 
 def of(request: Message) -> str:
     """Return the image id that a server must hold, or the session's name; empty: any server."""
+    image = getattr(request, "image", None)
     match request:
         case session_pb2.SessionOpen():
-            return _text(request.session_name)
+            name = request.session_name
         case image_pb2.DeleteImageRequest():
-            return _text(request.image_id)
-    image = getattr(request, "image", None)
-    return _text(image.image_id) if isinstance(image, media_pb2.Image) else ""
-
-
-def _text(value: str) -> str:
-    """Escape text for metadata: printable ASCII."""
-    return quote(value, safe="")
+            name = request.image_id
+        case _:
+            name = image.image_id if isinstance(image, media_pb2.Image) else ""
+    return quote(name, safe="")  # metadata is printable ASCII
 
 
 # ---------------------------------------------------------------- channel
@@ -93,7 +85,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT = 60.0  # seconds, unary
 DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-MAX_ATTEMPTS = max_attempts()
+MAX_ATTEMPTS: int = load()["methodConfig"][0]["retryPolicy"]["maxAttempts"]
 COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # any gRPC server takes this by default
 
 _OTHER_TARGET = re.compile(
@@ -193,11 +185,8 @@ def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
 
     gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
     """
-    if error.retry_after is None:
-        return None
-    if attempt >= MAX_ATTEMPTS or error.retry_after >= time_left:
-        return None
-    return error.retry_after
+    delay = error.retry_after
+    return None if delay is None or attempt >= MAX_ATTEMPTS or delay >= time_left else delay
 
 
 # ---------------------------------------------------------------- wire

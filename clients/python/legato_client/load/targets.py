@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 from legato.v1 import media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
-from legato_client._grpc.channel import GENERATE, OF_SKILLS
+from legato_client._grpc.channel import GENERATE, OF_SKILLS, SESSION_PATH
 from legato_client.load.plan import LoadPlan
 from legato_client.load.report import RequestMeasurement
 
-SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
     method.path: method.response for method in (*OF_SKILLS.values(), GENERATE)
 }
 _PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
-
-
-class LoadTarget(Protocol):
-    """The target of one sender's requests."""
-
-    async def open(self) -> None: ...
-
-    async def send(self, watch: RequestMeasurement) -> None:
-        """Send one request and record its messages; raise `CallFailed` or `grpc.RpcError`."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class CallFailed(Exception):
@@ -59,6 +46,7 @@ class CallTarget:
         pass
 
     async def send(self, watch: RequestMeasurement) -> None:
+        """Send one request and record its messages. Raises `grpc.RpcError`."""
         plan = self._plan
         call = self._call(plan.request, timeout=plan.timeout, metadata=plan.security.metadata())
         if not self._streams:
@@ -77,7 +65,7 @@ class SessionTarget:
 
     def __init__(self, channel: grpc.aio.Channel, plan: LoadPlan, sessions: int) -> None:
         parse = session_pb2.SessionResponse.FromString
-        start: Any = channel.stream_stream(SESSION, response_deserializer=parse)
+        start: Any = channel.stream_stream(SESSION_PATH, response_deserializer=parse)
         self._sessions = [_Session(start, plan) for _ in range(max(sessions, 1))]
         self._num_sent = 0
 
@@ -180,3 +168,6 @@ def make_target(channel: grpc.aio.Channel, plan: LoadPlan, share: int) -> LoadTa
     if plan.kind == "session":
         return SessionTarget(channel, plan, len(range(share, plan.sessions, plan.senders)))
     return CallTarget(channel, plan)
+
+
+LoadTarget = CallTarget | SessionTarget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import io
 import os
 import threading
@@ -155,7 +154,10 @@ class Camera:
         # A stream's own times restart with each connection.
         time = frame.time if self._source.is_file else (captured_ns - self._begin_ns) / 1e9
         number, self._count = self._count, self._count + 1
-        read = functools.partial(_sent, frame, self._encoding)
+
+        def read() -> ImageInput:
+            return self._encoding.encode(frame.image())
+
         return CapturedFrame(number, time, captured_ns, read, frame.image, self._source.shown)
 
     def _paced(
@@ -185,7 +187,3 @@ class Camera:
 def _without_password(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
-def _sent(frame: video.DecodedFrame, encoding: FrameEncoding) -> ImageInput:
-    return encoding.encode(frame.image())

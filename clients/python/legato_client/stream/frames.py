@@ -322,6 +322,5 @@ class Mailbox:
         """Close, and return how many frames were held."""
         with self._changed:
             held, self._frame = int(self._frame is not None), None
-            self._closed = True
-            self._changed.notify_all()
+            self.close()
             return held
