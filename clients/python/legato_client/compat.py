@@ -149,7 +149,6 @@ def _value(value: Any, field: Field) -> Any:
 
 
 def _sample_message(descriptor: Descriptor, depth: int = 0) -> dict[str, Any]:
-    """Return a document in which every field is set."""
     return {each.name: _sample_field(each, depth) for each in descriptor.fields}
 
 
@@ -376,12 +375,10 @@ class ForeignService:
 
     @property
     def reads_paths(self) -> bool:
-        """Return whether a request names an image by its path."""
         return any(each.image_form == "path" for each in self.methods)
 
     @property
     def unmapped(self) -> tuple[str, ...]:
-        """The names of methods that the mapping leaves out."""
         mapped = {each.name for each in self.methods}
         return tuple(each.name for each in self.descriptor.methods if each.name not in mapped)
 

@@ -26,6 +26,7 @@ from legato_client._types.results import (
     ImageInfo,
     Mark,
     Outline,
+    Point,
     PointedObject,
     Result,
     TrackNow,
@@ -272,11 +273,8 @@ def _region(mark: Mark | TrackNow, shape: tuple[int, ...], camera: _Camera) -> _
     middle = (edges[0] + edges[2]) / 2, (edges[1] + edges[3]) / 2
     weights = np.outer(_tent(rows, edges[1], edges[3]), _tent(columns, edges[0], edges[2]))
     if isinstance(mark, Outline) and (rings := rings_of(mark)):
-        scale = np.array([width, height])
         is_box = False
-        weights = _inside(
-            [np.array([(p.x, p.y) for p in ring]) * scale for ring in rings], columns, rows
-        )
+        weights = _inside(rings, shape, columns, rows)
         if weights.any():
             middle = (
                 float(np.average(columns, weights=weights.sum(axis=0))),
@@ -320,10 +318,13 @@ def _deviation(
     )
 
 
-def _inside(rings: list[Array], columns: Array, rows: Array) -> Array:
+def _inside(
+    rings: Iterable[Iterable[Point]], shape: tuple[int, ...], columns: Array, rows: Array
+) -> Array:
     """Return 1 for pixels inside the rings by SVG's nonzero rule, and 0 for others."""
     winding = np.zeros((len(rows), len(columns)), np.int32)
-    for ring in rings:
+    for points in rings:
+        ring = np.array([(point.x * shape[1], point.y * shape[0]) for point in points])
         for (x0, y0), (x1, y1) in zip(ring, np.roll(ring, -1, axis=0), strict=True):
             low, high = sorted((y0, y1))
             crossed = np.flatnonzero((rows >= low) & (rows < high))
@@ -344,9 +345,8 @@ def mask(outline: Outline, width: int, height: int) -> npt.NDArray[np.bool_]:
         np.arange(max(start, 0), min(max(end, 0), limit), dtype=float) + 0.5
         for start, end, limit in ((left, right, width), (top, bottom, height))
     )
-    scale = np.array([width, height])
-    rings = [np.array([(p.x, p.y) for p in ring]) * scale for ring in rings_of(outline)]
-    area = _inside(rings, columns, rows) > 0 if rings else True
+    rings = rings_of(outline)
+    area = _inside(rings, inside.shape, columns, rows) > 0 if rings else True
     inside[np.ix_(rows.astype(int), columns.astype(int))] = area
     return inside
 

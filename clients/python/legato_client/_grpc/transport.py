@@ -73,9 +73,9 @@ class ServerStatus:
         return self._error or error
 
     def _note(self, call: Any) -> None:
-        code, details = _at_once(call.code()), _at_once(call.details())
+        code, details = run(call.code()), run(call.details())
         if not _is_failed_write(code, details):
-            trailers = _at_once(call.trailing_metadata())
+            trailers = run(call.trailing_metadata())
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
             self._known.set()
 
@@ -84,15 +84,15 @@ def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
     return code is grpc.StatusCode.INTERNAL and details == _FAILED_WRITE
 
 
-def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """Return the response of a finished call; the coroutine never suspends."""
+def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """Run a coroutine that never suspends: it may block, or ask a finished call."""
     try:
-        coroutine.send(None)
+        call.send(None)
     except StopIteration as done:
         value: ValueT = done.value
         return value
-    coroutine.close()
-    raise AssertionError("a call that is done has a status")
+    call.close()
+    raise AssertionError("a coroutine suspended that must not")
 
 
 # ---------------------------------------------------------------- async transport
@@ -119,7 +119,6 @@ class PooledChannel:
         self.num_calls -= 1
 
     def carry(self, call: grpc.aio.Call) -> None:
-        """Count a call until it is done."""
         self.num_calls += 1
         call.add_done_callback(self.__exit__)
 
@@ -197,17 +196,6 @@ class AsyncTransport:
 # ---------------------------------------------------------------- blocking transport
 
 # ruff: noqa: ASYNC109, ASYNC251 - coroutines in shape only: they block by contract, see `run`
-
-
-def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """Run the coroutine, which blocks and never suspends."""
-    try:
-        call.send(None)
-    except StopIteration as done:
-        value: ValueT = done.value
-        return value
-    call.close()
-    raise AssertionError("a call over the blocking transport suspended")
 
 
 class BlockingTransport:

@@ -11,7 +11,6 @@ from legato.v1 import image_pb2, inference_pb2, media_pb2, task_pb2
 
 from legato_client._proto import skills
 from legato_client._proto.pieces import duration, fill
-from legato_client._proto.skills import refuse_images
 from legato_client._types.results import FrameStamp
 from legato_client._types.tasks import Options, Task
 
@@ -21,7 +20,6 @@ _MAX_TASK_ID = 64  # characters that the contract allows
 
 
 def question(image: media_pb2.Image | None, task: Task, options: Options) -> Any:
-    """Build the request of the skill's own call."""
     request: Any = skills.of(task).request()
     skills.write(task, request)
     return _asking(request, options, image)
@@ -50,7 +48,9 @@ def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) 
 
 
 def shared_task(asked: Task) -> task_pb2.Task:
-    refuse_images(asked)
+    """Convert one of the tasks that share the call's image. Raises ValueError for one in it."""
+    if skills.shown_images(asked):
+        raise ValueError("this call is given its image beside the tasks, not inside a message")
     return task_message(asked)
 
 

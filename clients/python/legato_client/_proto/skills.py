@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
@@ -24,7 +24,7 @@ def images_of(
     Raises:
         ValueError: there are both, or several for a task other than a query.
     """
-    shown = _shown(task)
+    shown = shown_images(task)
     if shown and images is not None:
         raise ValueError("images in the messages or beside them, not both")
     if isinstance(images, list | tuple):
@@ -34,17 +34,6 @@ def images_of(
     if len(shown) > 1 and not isinstance(task, tasks.QueryTask):
         raise ValueError(f"{of(task).name} takes one image, got {len(shown)}")
     return shown
-
-
-def refuse_images(task: tasks.Task) -> None:
-    """Raise ValueError for an image in a message: several tasks share the call's image."""
-    if _shown(task):
-        raise ValueError("this call is given its image beside the tasks, not inside a message")
-
-
-def to_messages(messages: Iterable[tasks.Message]) -> list[task_pb2.ChatMessage]:
-    """Convert messages. Raises ValueError for an unknown role."""
-    return [_to_message(message) for message in messages]
 
 
 def _to_message(message: tasks.Message) -> task_pb2.ChatMessage:
@@ -58,7 +47,8 @@ def _to_message(message: tasks.Message) -> task_pb2.ChatMessage:
     return task_pb2.ChatMessage(role=role, parts=parts)
 
 
-def _shown(task: tasks.Task) -> list[ImageInput | tasks.ClipFrame]:
+def shown_images(task: tasks.Task) -> list[ImageInput | tasks.ClipFrame]:
+    """Return the images inside the messages of a task."""
     if not isinstance(task, tasks.QueryTask):
         return []
     parts = [part for message in task.messages for part in _parts(message)]
@@ -186,7 +176,6 @@ _BY_VALUE: Mapping[type, AnySkill] = {
 
 
 def of(value: tasks.Task | results.Result) -> AnySkill:
-    """Return the skill of a task or of a result."""
     return _BY_VALUE[type(value)]
 
 
@@ -240,7 +229,7 @@ _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "order": _to_order,
     "tracking": _to_tracking,  # of a session's task; no request has it
     "spatial_refs": pieces.to_refs,
-    "messages": to_messages,
+    "messages": lambda messages: [_to_message(each) for each in messages],
     "response_format": to_response_format,
     "sampling": to_sampling,
 }

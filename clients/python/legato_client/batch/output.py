@@ -69,7 +69,6 @@ def has_failed(line: Mapping[str, Any]) -> bool:
 def answered_line(
     image: BatchImage, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
 ) -> Line:
-    """Build the line of an image, where single tasks may have failed."""
     line = _new_line(image)
     info = next((each.info.image for each in outcomes if not isinstance(each, LegatoError)), None)
     if info is not None:
@@ -92,7 +91,6 @@ def unreadable_line(image: BatchImage, error: OSError | ValueError) -> Line:
 
 
 def marks(line: Mapping[str, Any]) -> Iterator[Mark]:
-    """Return the results that have a place in the image."""
     for result in line.get("results", {}).values():
         yield from map(_mark, places(result))
 
@@ -296,7 +294,6 @@ class Output:
         return line
 
     def sort(self) -> None:
-        """Order the lines by source and frame."""
         order = sorted(self.places(), key=lambda each: (each[0].source, each[0].frame or 0))
         self._rewrite(encode(self.line_at(place)) for _, place in order)
 

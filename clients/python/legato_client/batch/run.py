@@ -70,7 +70,6 @@ class BatchClient:
 
 
 def is_about_image(error: LegatoError) -> bool:
-    """Return whether the failure concerns this image only."""
     match error:
         case InvalidArgument():
             fields = (violation.field for violation in error.field_violations)
@@ -83,70 +82,64 @@ def is_about_image(error: LegatoError) -> bool:
             return False
 
 
-class Run:
-    """Batch run over images, `parallel` at a time, that appends their lines to `output`.
+def perform(
+    client: Client,
+    tasks: Mapping[str, Task],
+    options: Options,
+    output: Output,
+    images: Iterable[BatchImage],
+    on_image: Callable[[], None],
+    *,
+    parallel: int,
+) -> None:
+    """Append the lines of the images that the output lacks, `parallel` at a time.
 
     An image's own failure becomes its line. A failure unrelated to the image ends the run: images
-    in flight still get their lines, the rest is left to a later run.
+    in flight still get their lines, the rest is left to a later run. `on_image` is called after
+    each image, in any thread.
+
+    Raises:
+        LegatoError: a failure unrelated to the image.
+        OSError: the output cannot be written, or `images` not read.
     """
+    batch_client = BatchClient(client, tuple(tasks.values()), options)
 
-    def __init__(
-        self,
-        client: Client,
-        tasks: Mapping[str, Task],
-        options: Options,
-        output: Output,
-        *,
-        parallel: int,
-    ) -> None:
-        self._client = client
-        self._names = tuple(tasks)
-        self._batch_client = BatchClient(client, tuple(tasks.values()), options)
-        self._output = output
-        self._parallel = parallel
-
-    def perform(self, images: Iterable[BatchImage], on_image: Callable[[], None]) -> None:
-        """Process the images that the output lacks; call `on_image` after each, in any thread.
-
-        Raises:
-            LegatoError: a failure unrelated to the image.
-            OSError: the output cannot be written, or `images` not read.
-        """
-        pool = futures.ThreadPoolExecutor(self._parallel, "legato-run")
-        running: set[futures.Future[None]] = set()
-        try:
-            for image in images:
-                if image.key in self._output.done:
-                    continue
-                running.add(pool.submit(self._process, image, on_image))
-                if len(running) > self._parallel:  # keep one image ready for a free thread
-                    done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
-                    _raise_first(done)
-            _raise_first(futures.as_completed(running))
-        except KeyboardInterrupt:
-            self._client.close()  # ends the calls
-            raise
-        finally:
-            self._batch_client.end()
-            pool.shutdown(cancel_futures=True)
-
-    def _process(self, image: BatchImage, on_image: Callable[[], None]) -> None:
-        if not self._batch_client.has_ended:
-            self._output.append(self._line(image))
+    def process(image: BatchImage) -> None:
+        if not batch_client.has_ended:
+            output.append(_line(batch_client, tuple(tasks), image))
             on_image()
 
-    def _line(self, image: BatchImage) -> Line:
-        try:
-            data = image.read()
-        except (OSError, ValueError) as error:
-            return unreadable_line(image, error)
-        try:
-            outcomes = self._batch_client.ask(data)
-        except LegatoError as error:
-            if not is_about_image(error):
-                raise
-            return failed_line(image, error)
-        return answered_line(image, self._names, outcomes)
+    pool = futures.ThreadPoolExecutor(parallel, "legato-run")
+    running: set[futures.Future[None]] = set()
+    try:
+        for image in images:
+            if image.key in output.done:
+                continue
+            running.add(pool.submit(process, image))
+            if len(running) > parallel:  # keep one image ready for a free thread
+                done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
+                _raise_first(done)
+        _raise_first(futures.as_completed(running))
+    except KeyboardInterrupt:
+        client.close()  # ends the calls
+        raise
+    finally:
+        batch_client.end()
+        pool.shutdown(cancel_futures=True)
+
+
+def _line(client: BatchClient, names: Sequence[str], image: BatchImage) -> Line:
+    try:
+        data = image.read()
+    except (OSError, ValueError) as error:
+        return unreadable_line(image, error)
+    try:
+        outcomes = client.ask(data)
+    except LegatoError as error:
+        if not is_about_image(error):
+            raise
+        return failed_line(image, error)
+    return answered_line(image, names, outcomes)
 
 
 def _raise_first(done: Iterable[futures.Future[None]]) -> None:

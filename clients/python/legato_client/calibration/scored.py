@@ -113,7 +113,6 @@ def lines(name: str, found: Iterable[Scored]) -> Iterator[str]:
 
 
 def read(path: Path, name: str) -> list[Scored]:
-    """Read the objects of one of the sets."""
     with path.open(encoding="utf-8") as file:
         documents = (json.loads(line) for line in file)
         return [_scored(each) for each in documents if each["set"] == name]
@@ -251,7 +250,6 @@ def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Optio
 
 
 def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
-    """Return the certainties of each complete object's tokens."""
     found_certainties = [
         (each.certainty.existence, each.certainty.concentration)
         for each in tokens

@@ -15,7 +15,7 @@ from legato_client.batch import images, tasks
 from legato_client.batch.images import RunError
 from legato_client.batch.output import Output
 from legato_client.batch.output import write as write_coco
-from legato_client.batch.run import Run
+from legato_client.batch.run import perform
 from legato_client.batch.video import FrameChoice
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, reporting
@@ -159,7 +159,7 @@ def _ask(
         arguments.naming_options(args),
         terminal.counting("images", total, len(output.done)) as count,
     ):
-        Run(client, asked, options, output, parallel=args.parallel).perform(chosen, count)
+        perform(client, asked, options, output, chosen, count, parallel=args.parallel)
         show_notice(terminal, client)
 
 

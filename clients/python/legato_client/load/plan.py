@@ -70,5 +70,4 @@ class LoadPlan:
 
     @property
     def window(self) -> float:
-        """Seconds that are measured."""
         return self.seconds - self.warm_up

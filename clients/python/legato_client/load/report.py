@@ -168,7 +168,6 @@ class RequestMeasurement:
             record.latency.add(now - self._due)
 
     def fail(self, reason: str) -> None:
-        """Record a failed request, which has no latency."""
         if self._counted:
             self._meter.record.errors[reason] += 1
 

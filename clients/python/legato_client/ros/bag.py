@@ -87,7 +87,6 @@ class Bag:
         self._file.close()
 
     def _check(self, path: Path, topic: str) -> int:
-        """Check the bag; return its number of images."""
         try:
             summary = self.reader.get_summary()
         except McapError as error:

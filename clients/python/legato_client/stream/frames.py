@@ -163,7 +163,6 @@ class FrameCounters:
             self._response_time = response_time or self._response_time
 
     def count_answered(self, age: float, failed_tasks: int) -> None:
-        """Count a frame that has all its results."""
         self.count("answered")
         with self._lock:
             self._ages.add(age)
@@ -282,7 +281,6 @@ class Mailbox:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the mailbox is empty and closed."""
         with self._changed:
             return self._closed and self._frame is None
 
