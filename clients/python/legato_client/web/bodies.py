@@ -84,7 +84,9 @@ class Bodies:
         return bool(silent)
 
     @contextlib.asynccontextmanager
-    async def reading(self, request: Request, kind: type[BodyT]) -> AsyncIterator[BodyT]:
+    async def reading(
+        self, request: Request, kind: type[BodyT], limit: int | None = None
+    ) -> AsyncIterator[BodyT]:
         """Parse the body as `kind`; its memory is counted until the block ends.
 
         Raises:
@@ -92,7 +94,7 @@ class Bodies:
             LegatoError: the server does not accept the caller's token.
         """
         _check_type(request)
-        async with self._received(request, self._each, JsonSize()) as data:
+        async with self._received(request, limit or self._each, JsonSize()) as data:
             body = await _parse(data, kind)
             with contextlib.suppress(BufferError):  # a raw field is a view of it
                 data.clear()

@@ -16,10 +16,9 @@ from typing import Any
 
 import h11
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from legato_client.web.errors import RejectedRequest, document_of, response_of
+from legato_client.web.errors import RejectedRequest, document_of
 
 _OTHER_DESCRIPTORS = 128  # of this process's channels, files and libraries
 _ACCEPT_PAUSE = 1.0  # seconds after an accept that failed
@@ -263,32 +262,3 @@ class Acceptor:
             name = errno.errorcode.get(error.errno or 0, type(error).__name__)
             log.error("cannot accept connections (%s), %d times", name, self._num_failed)
             self._logged, self._num_failed = now, 0
-
-
-class RequestLimit:
-    """Middleware that refuses requests beyond a limit in flight, except on the `free` paths."""
-
-    def __init__(self, app: ASGIApp, *, limit: int, free: frozenset[str]) -> None:
-        self._app = app
-        self._limit = limit
-        self._free = free
-        self._num_running = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._free:
-            await self._app(scope, receive, send)
-            return
-        if self._num_running >= self._limit:
-            refusal = RejectedRequest(
-                f"{self._limit} requests are being answered, the limit of this process",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-                code="queue_full",
-                retry_after=1.0,
-            )
-            await response_of(refusal)(scope, receive, send)
-            return
-        self._num_running += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_running -= 1

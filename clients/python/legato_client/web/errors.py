@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -71,24 +72,16 @@ class ErrorDocument(msgspec.Struct):
     error: ErrorDetails
 
 
+@dataclasses.dataclass(eq=False)
 class RejectedRequest(Exception):
     """Request that is not passed on. `field` names the body's member that is wrong."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str | None = None,
-        status: int = HTTPStatus.BAD_REQUEST,
-        code: str = "invalid_field",
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.status = status
-        self.code = code
-        self.retry_after = retry_after
+    message: str
+    _: dataclasses.KW_ONLY
+    field: str | None = None
+    status: int = HTTPStatus.BAD_REQUEST
+    code: str = "invalid_field"
+    retry_after: float | None = None
 
 
 def status_of(error: _errors.LegatoError) -> int:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import errno
 import io
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -28,15 +27,13 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from legato_client import draw
+from legato_client._async_client import ask
 from legato_client._errors import LegatoError
 from legato_client._grpc.channel import MAX_MESSAGE_BYTES
 from legato_client._images.sources import AllowedFolders, OutsideFoldersError
 from legato_client._proto import skills
 from legato_client._types.results import Result
-from legato_client._types.tasks import (
-    Options,
-    Task,
-)
+from legato_client._types.tasks import Options, Task
 from legato_client._version import version
 from legato_client.web import bodies, moondream_api, operations
 from legato_client.web.errors import RejectedRequest, document_of, response_of
@@ -306,7 +303,7 @@ class ToolServer:
         name = "image_path"
         try:
             image, name = await self._sources.load(arguments)
-            result = await operations.ask(
+            result = await ask(
                 self._backend.client, image, arguments.task(), Options(), self._backend.timeout
             )
         except (RejectedRequest, LegatoError) as error:
@@ -351,7 +348,7 @@ class Endpoint:
     def __init__(self, tools: ToolServer, backend: Backend, listen: Listen) -> None:
         names = ["localhost:*", "127.0.0.1:*", "[::1]:*"] if listen.is_local else []
         self._backend = backend
-        self._manager = StreamableHTTPSessionManager(
+        self.manager = StreamableHTTPSessionManager(
             tools.server,
             json_response=True,
             stateless=True,
@@ -363,11 +360,6 @@ class Endpoint:
             ),
         )
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._manager.run():
-            yield
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whose body is bounded and read after its token was accepted."""
         request = Request(scope, receive)
@@ -375,7 +367,7 @@ class Endpoint:
             async with self._backend.bodies.holding(
                 request, bodies.MAX_BODY_BYTES, is_json=True
             ) as data:
-                await self._manager.handle_request(scope, _replayed(bytes(data), receive), send)
+                await self.manager.handle_request(scope, _replayed(bytes(data), receive), send)
         except (RejectedRequest, LegatoError) as error:
             await response_of(error)(scope, receive, send)
 
@@ -391,4 +383,4 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 def route(tools: ToolServer, backend: Backend, listen: Listen) -> BackgroundRoute:
     endpoint = Endpoint(tools, backend, listen)
-    return BackgroundRoute(PATH, endpoint, methods=["POST"], background=endpoint.running)
+    return BackgroundRoute(PATH, endpoint, methods=["POST"], background=endpoint.manager.run)

@@ -22,7 +22,6 @@ from legato_client._types.results import (
     Finished,
     QueryResult,
     ReasoningDelta,
-    ResponseInfo,
     Started,
     TextDelta,
     Token,
@@ -588,17 +587,14 @@ class ChatForm(WireForm):
             case Finished(QueryResult() as result):
                 if self._logprobs and tokens:
                     yield self._chunk(Delta(content=""), tokens)
-                yield self._last(result.info)
+                self._model = result.info.model
+                yield self._make([ChunkChoice(Delta(), finish_reason(result.info))])
                 if self._tells_usage:
                     yield self._make([], usage_of(result.info))
 
     def _chunk(self, delta: Delta, tokens: list[Token] | None = None) -> ChatChunk:
         logprobs = logprobs_of(tokens) if self._logprobs and tokens else None
         return self._make([ChunkChoice(delta, logprobs=logprobs)])
-
-    def _last(self, info: ResponseInfo) -> ChatChunk:
-        self._model = info.model
-        return self._make([ChunkChoice(Delta(), finish_reason(info))])
 
     def _make(self, choices: list[ChunkChoice], usage: ChatUsage | None = None) -> ChatChunk:
         """Build a chunk; if requested, `usage` is null except in the last."""

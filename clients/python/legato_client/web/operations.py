@@ -15,9 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from legato_client._async_client import AsyncClient
-from legato_client._async_client import ask as call
-from legato_client._errors import InvalidArgument, LegatoError
+from legato_client._async_client import ask
+from legato_client._errors import LegatoError
 from legato_client._types.results import (
     Event,
     Finished,
@@ -27,7 +26,7 @@ from legato_client._types.results import (
     Token,
     TokensDelta,
 )
-from legato_client._types.tasks import Options, QueryTask, Sampling, Task
+from legato_client._types.tasks import Options, Sampling, Task
 from legato_client.web import streams
 from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.server import backend_of
@@ -197,18 +196,6 @@ def timeout_of(request: Request, *, streaming: bool) -> float:
     if not seconds > 0:
         raise RejectedRequest(f"{TIMEOUT} takes seconds above 0, not {given!r}", field=TIMEOUT)
     return min(seconds, longest)
-
-
-async def ask(
-    client: AsyncClient, image: bytes | None, task: Task, options: Options, seconds: float
-) -> Result:
-    """Run the skill's own call, which gRPC retries where it may; fails as the client's call does.
-
-    A question, not a conversation: that has its image among its messages.
-    """
-    if image is None and not isinstance(task, QueryTask):
-        raise InvalidArgument("this task needs an image", reason="INVALID_FIELD")
-    return await call(client, image, task, options, seconds)
 
 
 def options_of(request: Request, model: str | None, *, top_logprobs: int | None = None) -> Options:

@@ -29,12 +29,7 @@ from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client.web import errors
 from legato_client.web.bodies import Bodies
-from legato_client.web.connections import (
-    Acceptor,
-    ConnectionLimits,
-    GuardedConnection,
-    RequestLimit,
-)
+from legato_client.web.connections import Acceptor, ConnectionLimits, GuardedConnection
 from legato_client.web.errors import RejectedRequest, response_of
 from legato_client.web.listen import Listen
 
@@ -64,32 +59,6 @@ def token_of(headers: Headers) -> str:
     return found.strip()
 
 
-class CallerMiddleware:
-    """Caller identity: middleware that sets `token()` in all tasks that answer a request.
-
-    On the paths in `free` none is required, and one that is malformed is taken for none.
-    """
-
-    def __init__(self, app: ASGIApp, *, required: bool, free: frozenset[str]) -> None:
-        self._app = app
-        self._required = required
-        self._free = free
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            found = ""
-            try:
-                found = token_of(Headers(scope=scope))
-                if self._required and not found:
-                    raise _refusal("send a token: Authorization: Bearer TOKEN")
-            except RejectedRequest as refusal:
-                if scope["path"] not in self._free:
-                    await response_of(refusal)(scope, receive, send)
-                    return
-            _TOKEN.set(found)
-        await self._app(scope, receive, send)
-
-
 class TokenCheck:
     """Check that the server accepts the token of the current request.
 
@@ -117,27 +86,6 @@ class TokenCheck:
         self._valid_until[key] = time.monotonic() + self.PERIOD
 
 
-class HostCheck:
-    """Middleware that refuses a Host that is no name of this host.
-
-    A page in a browser can reach this host under a name of its own, which the browser then takes
-    for the page's.
-    """
-
-    def __init__(self, app: ASGIApp, *, allowed: Callable[[str], bool]) -> None:
-        self._app = app
-        self._allowed = allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            host = Headers(scope=scope).get("host", "")
-            if not self._allowed(host):
-                refusal = RejectedRequest("the Host is not a name of this host", code="wrong_host")
-                await response_of(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 def _refusal(message: str) -> RejectedRequest:
     return RejectedRequest(message, status=HTTPStatus.UNAUTHORIZED, code="unauthenticated")
 
@@ -147,6 +95,58 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 
 MAX_WEBSOCKET_MESSAGE = 4 * 1024 * 1024 + 64
 """Maximum bytes of the playground's frame with its header."""
+
+
+class Admission:
+    """Middleware that limits the requests in flight, checks hosts, and sets `token()`.
+
+    `OPEN_PATHS` have no limit and need no token; a malformed one counts as none there. On loopback
+    a Host that is no name of this host is refused: a page in a browser can reach this host under a
+    name of its own, which the browser then takes for the page's.
+    """
+
+    def __init__(self, app: ASGIApp, *, listen: Listen, limit: int) -> None:
+        self._app = app
+        self._listen = listen
+        self._limit = limit
+        self._num_running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        is_limited = scope["path"] not in OPEN_PATHS
+        try:
+            _TOKEN.set(self._admit(Headers(scope=scope), is_limited=is_limited))
+        except RejectedRequest as refusal:
+            await response_of(refusal)(scope, receive, send)
+            return
+        self._num_running += is_limited
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_running -= is_limited
+
+    def _admit(self, headers: Headers, *, is_limited: bool) -> str:
+        """Return the caller's token. Raises RejectedRequest."""
+        if self._listen.is_local and not self._listen.is_named(headers.get("host", "")):
+            raise RejectedRequest("the Host is not a name of this host", code="wrong_host")
+        if is_limited and self._num_running >= self._limit:
+            raise RejectedRequest(
+                f"{self._limit} requests are being answered, the limit of this process",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                code="queue_full",
+                retry_after=1.0,
+            )
+        try:
+            found = token_of(headers)
+            if self._listen.require_token and not found:
+                raise _refusal("send a token: Authorization: Bearer TOKEN")
+        except RejectedRequest:
+            if is_limited:
+                raise
+            return ""
+        return found
 
 
 class LoopStalls:
@@ -249,18 +249,13 @@ def make_app(
             stack.callback(measuring.cancel)
             yield {"backend": backend}
 
+    limit = (limits or ConnectionLimits.of_process()).requests
     return Starlette(
         routes=routes,
         lifespan=lifespan,
         middleware=[
             *middleware,
-            *([Middleware(HostCheck, allowed=listen.is_named)] if listen.is_local else []),
-            Middleware(
-                RequestLimit,
-                limit=(limits or ConnectionLimits.of_process()).requests,
-                free=OPEN_PATHS,
-            ),
-            Middleware(CallerMiddleware, required=bool(listen.require_token), free=OPEN_PATHS),
+            Middleware(Admission, listen=listen, limit=limit),
         ],
         exception_handlers={
             LegatoError: errors.on_legato_error,

@@ -8,14 +8,15 @@ import dataclasses
 import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from legato_client._async_client import AsyncClient
-from legato_client._errors import InvalidArgument, LegatoError
+from legato_client._errors import LegatoError
 from legato_client._types.server import TimelineSpan, TimelineUpdate
 from legato_client.web.server import backend_of
 from legato_client.web.streams import continued
@@ -40,7 +41,6 @@ SILENCE = 15.0
 
 QUIET = b": quiet\n\n"
 _MAX_BODY = 1024
-_JSON = "application/json"
 _US = 1e6
 
 
@@ -53,6 +53,10 @@ def routes(operator: Callable[[], str] | None = None, *, switch: bool = True) ->
     timeline = _Timeline(operator, switch)
     depth = [Route("/timeline/depth", timeline.set_depth, methods=["POST"])] if switch else []
     return [Route("/timeline/events", timeline.events), *depth]
+
+
+class _Depth(msgspec.Struct):
+    depth: Literal[1, 2]
 
 
 class _Timeline:
@@ -75,17 +79,13 @@ class _Timeline:
         )
 
     async def set_depth(self, request: Request) -> Response:
-        """Set the pipeline's depth from `{"depth": 1}`.
-
-        A form of another page cannot send JSON's content type.
-        """
-        if request.headers.get("content-type", "").partition(";")[0].strip() != _JSON:
-            raise InvalidArgument(f"the body must be {_JSON}")
-        async with backend_of(request).bodies.holding(request, _MAX_BODY) as body:
-            depth = _depth_of(body)
-        async with self._client(request) as client:
-            await client.set_pipeline_depth(depth)
-        return JSONResponse({"depth": depth})
+        bodies = backend_of(request).bodies
+        async with (
+            bodies.reading(request, _Depth, _MAX_BODY) as body,
+            self._client(request) as client,
+        ):
+            await client.set_pipeline_depth(body.depth)
+        return JSONResponse({"depth": body.depth})
 
     @contextlib.asynccontextmanager
     async def _client(self, request: Request) -> AsyncIterator[AsyncClient]:
@@ -119,10 +119,10 @@ async def _with_silences(
     updates: AsyncGenerator[TimelineUpdate, None],
 ) -> AsyncGenerator[TimelineUpdate | None, None]:
     """Yield updates, and None every `SILENCE` seconds without one."""
-    pending: asyncio.Task[TimelineUpdate] | None = None
+    pending: asyncio.Future[TimelineUpdate] | None = None
     try:
         while True:
-            pending = pending or asyncio.create_task(_next(updates))
+            pending = pending or asyncio.ensure_future(anext(updates))
             done, _ = await asyncio.wait({pending}, timeout=SILENCE)
             if done:
                 update, pending = pending.result(), None
@@ -135,20 +135,6 @@ async def _with_silences(
         if pending is not None:
             pending.cancel()
             await asyncio.wait({pending})
-
-
-async def _next(updates: AsyncGenerator[TimelineUpdate, None]) -> TimelineUpdate:
-    return await anext(updates)
-
-
-def _depth_of(body: bytearray) -> int:
-    try:
-        depth = json.loads(body)["depth"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise InvalidArgument("the body must be a JSON object with `depth`") from None
-    if type(depth) is not int or depth not in (1, 2):
-        raise InvalidArgument("depth must be 1 or 2")
-    return depth
 
 
 def document(update: TimelineUpdate, switch: bool = True) -> dict[str, Any]:

@@ -476,31 +476,31 @@ async def _send_frame(websocket: WebSocket, running: AsyncSession, data: bytes) 
     stamp = results.FrameStamp("playground", round(captured * 1e6), sequence)
     sent = await running.send(data[_HEAD.size :], stamp=stamp)
     if sent is None:
-        await websocket.send_json(
-            {"type": "left_out", "sequence": sequence, **_counts(running.stats, running.credits)}
-        )
+        await websocket.send_json({"type": "left_out", "sequence": sequence, **_counts(running)})
 
 
 async def _tell_page(websocket: WebSocket, running: AsyncSession) -> None:
     async for answer in running:
-        counts = _counts(running.stats, running.credits)
-        await websocket.send_json({**answer_of(answer), **counts})
-    await websocket.send_json({"type": "ended", **_counts(running.stats, running.credits)})
+        await websocket.send_json({**answer_of(answer), **_counts(running)})
+    await websocket.send_json({"type": "ended", **_counts(running)})
 
 
-def _counts(stats: server.SessionStats, credits: int) -> Json:
-    return {"stats": dataclasses.asdict(stats), "credits": credits}
+def _counts(running: AsyncSession) -> Json:
+    return {"stats": dataclasses.asdict(running.stats), "credits": running.credits}
 
 
 def answer_of(answer: server.Answer) -> Json:
     match answer:
         case server.FrameResult():
+            found = answer.outcome
             return {
                 "type": "result",
                 "sequence": answer.sequence,
                 "task_id": answer.task_id,
                 "last": answer.last_for_frame,
-                "outcome": _outcome(answer.outcome),
+                "outcome": failure_json(found)
+                if isinstance(found, _errors.LegatoError)
+                else result(found),
             }
         case server.FrameDropped():
             return {"type": "dropped", **dataclasses.asdict(answer)}
@@ -511,12 +511,6 @@ def answer_of(answer: server.Answer) -> Json:
         case server.GoAway():
             reason = failure_json(answer.reason) if answer.reason else None
             return {"type": "go_away", "time_left": answer.time_left, "reason": reason}
-
-
-def _outcome(outcome: results.Result | _errors.LegatoError) -> Json:
-    if isinstance(outcome, _errors.LegatoError):
-        return failure_json(outcome)
-    return result(outcome)
 
 
 # ---------------------------------------------------------------- routes

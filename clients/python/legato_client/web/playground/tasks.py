@@ -35,16 +35,7 @@ def read_task(value: Mapping[str, Any], files: Sequence[str] = ()) -> tasks.Task
 
     Its messages show the images that the server holds under the task's ids, or else `files`.
     """
-    return task_of(_parsed("task", value, task_pb2.Task()), files)
-
-
-def read_options(value: Mapping[str, Any]) -> tasks.Options:
-    """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
-    return pieces.read(tasks.Options, _parsed("options", value, inference_pb2.RequestOptions()))
-
-
-def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> tasks.Task:
-    """Build the task. Raises InvalidArgument for a missing skill or an unknown word."""
+    message = _parsed("task", value, task_pb2.Task())
     kind = message.WhichOneof("kind")
     if kind is None:
         raise invalid("task", f"names no skill: {listed(tuple(skills.BY_NAME))}")
@@ -57,6 +48,11 @@ def task_of(message: task_pb2.Task, files: Sequence[str] = ()) -> tasks.Task:
     given |= {"sampling": _sampling(message.sampling), "task_id": message.task_id}
     task: tasks.Task = pieces.read(skill.task, own, **given)
     return task
+
+
+def read_options(value: Mapping[str, Any]) -> tasks.Options:
+    """Parse the page's fields of `legato.v1.RequestOptions`. Raises InvalidArgument."""
+    return pieces.read(tasks.Options, _parsed("options", value, inference_pb2.RequestOptions()))
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
