@@ -78,11 +78,7 @@ _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
 
 def read_image(name: str) -> bytes:
-    """Read an image file, or standard input for "-".
-
-    Raises:
-        CommandError: it cannot be read, or is no JPEG, PNG or WebP image.
-    """
+    """Read a JPEG, PNG or WebP file, or standard input for "-"."""
     with readable_options():
         data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
     if not (data.startswith(_MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")):
@@ -294,10 +290,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
-    """Connect to the server; `as_operator` without a credential: to the operator's own socket.
-
-    Raises CommandError for security options that make no connection.
-    """
+    """Connect to the server; `as_operator` without a credential: to the operator's own socket."""
     target = args.server
     if as_operator and not (args.token_file or args.cert):
         target = admin_target(target)
@@ -312,12 +305,10 @@ def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
 
 
 def tls_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a client that are about TLS."""
     return {"tls": args.tls or None, "ca": args.ca, "cert": args.cert, "key": args.key}
 
 
 def security_of(args: argparse.Namespace) -> Security:
-    """Build the security settings. Raises as `connect`."""
     with readable_options():
         return read_security(args.server, token=args.token_file, **tls_of(args))
 
@@ -370,8 +361,7 @@ def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -
 def tasks_of(args: argparse.Namespace) -> dict[str, Task]:
     """Return the tasks of `add_task_options` by the texts that name them.
 
-    Raises:
-        ValueError: two are the same, or one does not take an option that is given.
+    Raises ValueError if two are the same, or one does not take an option that is given.
     """
     return tasks.parse_all(args.task, sampling_of(args), args.max_objects, args.min_confidence)
 
@@ -408,7 +398,6 @@ def image(text: str) -> Path:
 
 
 def task_name(text: str) -> str:
-    """Parse a task's short form."""
     try:
         tasks.parse(text, Sampling(), None)
     except ValueError as error:

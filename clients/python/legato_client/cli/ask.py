@@ -94,7 +94,7 @@ def document(result: Result) -> dict[str, Any]:
 
 
 def check_output(path: Path) -> None:
-    """Check before any work that a drawing can be saved. Raises CommandError."""
+    """Check before any work that a drawing can be saved."""
     forward.require("drawings", "cli", "PIL")
     if not path.parent.is_dir():
         raise CommandError(f"cannot write {path}: no folder {path.parent}", ExitCode.USAGE)

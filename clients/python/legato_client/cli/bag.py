@@ -51,7 +51,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Run the command. Raises CommandError, also at the end if images failed."""
     forward.require("bags", "ros", "mcap", "mcap_ros2")
     if args.draw:
         forward.require("drawings", "cli", "PIL")

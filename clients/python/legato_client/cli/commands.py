@@ -21,8 +21,6 @@ from legato_client.cli import (
     http,
     info,
     load,
-    mcp,
-    playground,
     ros2,
     run,
     settings,
@@ -36,7 +34,7 @@ from legato_client.cli.terminal import Terminal
 
 _OWN = (
     demo, ask, run, calibrate, watch, bag, ros2, chat, info, status, load, token, http,
-    mcp, compat, playground,
+    compat,
 )  # fmt: skip
 
 
@@ -166,7 +164,6 @@ def _add_completion(commands: Any) -> None:
 
 
 def _complete(args: argparse.Namespace, _terminal: Terminal) -> None:
-    """Print the completion script."""
     forward.require("completion", "cli", "shtab")
     shtab: Any = importlib.import_module("shtab")
     parser = make_parser(complete=True)

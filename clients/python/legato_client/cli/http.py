@@ -1,8 +1,9 @@
-"""`legato http`, and the options and the process of the commands that serve other interfaces."""
+"""`legato http`, `mcp` and `playground`: other interfaces of a Legato server."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from legato_client.web.server import Backend
 
-NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
-"""Packages of the extra `web`."""
+_NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
+_MCP_NEEDS = (*_NEEDS, "mcp", "httpx2", "PIL")
 
 _LONGEST = 600.0  # seconds; what OpenAI's clients wait by default
 _CHECK_TIMEOUT = 10.0  # seconds
@@ -36,17 +37,101 @@ def add_command(commands: Any) -> None:
         example="legato http --server gpu-box:50051 --listen 127.0.0.1:8091",
     )
     add_options(parser, "http")
-    parser.set_defaults(run=run_http)
+    parser.set_defaults(run=_run_http)
+    parser = commands.add_parser(
+        "mcp",
+        help="offer a server's skills as tools of the Model Context Protocol",
+        description="Offer detect, point, segment, caption and query as tools: to the program that "
+        "starts this command, over standard input and output; with --listen to others, over "
+        "streamable HTTP at /mcp, until SIGINT or SIGTERM.",
+        example="legato mcp --server gpu-box:50051 --allow-path photos/",
+    )
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--allow-path",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="read images below it, instead of below the working directory; may be repeated",
+    )
+    group.add_argument(
+        "--allow-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="fetch images below it, such as https://cameras.example/yard/; may be repeated; none "
+        "without it",
+    )
+    add_options(parser, "mcp", listen="", aliases=False)
+    parser.set_defaults(run=_run_mcp)
+    parser = commands.add_parser(
+        "playground",
+        help="try a server in a browser",
+        description="Serve one page that asks a Legato server about images, clips and a webcam, "
+        "until SIGINT or SIGTERM. Whoever can reach the page asks with the credential of this "
+        "process, which the page never sees.",
+        example="legato playground --server gpu-box:50051",
+    )
+    add_options(parser, "playground", listen="127.0.0.1:8090", offer_require_token=False)
+    parser.set_defaults(run=_run_playground)
 
 
-def run_http(args: argparse.Namespace, terminal: Terminal) -> None:
-    run(args, terminal, lambda *_: _routes())
+def _run_http(args: argparse.Namespace, terminal: Terminal) -> None:
+    def make_routes(_backend: Backend, _listen: Listen) -> Sequence[BaseRoute]:
+        from legato_client.web import openapi
+
+        return openapi.routes()
+
+    _run(args, terminal, make_routes)
 
 
-def _routes() -> Sequence[BaseRoute]:
-    from legato_client.web import openapi
+def _run_mcp(args: argparse.Namespace, terminal: Terminal) -> None:
+    forward.require("`legato mcp`", "mcp", *_MCP_NEEDS)
+    from legato_client.web import mcp_server, openapi
 
-    return openapi.routes()
+    def make_routes(backend: Backend, listen: Listen) -> Sequence[BaseRoute]:
+        tools = mcp_server.ToolServer(backend, sources)
+        return [*openapi.about_routes(), mcp_server.route(tools, backend, listen)]
+
+    with arguments.readable_options():
+        sources = mcp_server.ImageSources(args.allow_path or ["."], args.allow_url)
+    if args.listen:
+        _run(args, terminal, make_routes)
+        return
+    # Standard output belongs to the protocol.
+    backend = _backend_of(args, terminal.on_standard_error(), lend=True)
+    asyncio.run(mcp_server.ToolServer(backend, sources).serve_standard_input())
+
+
+def _run_playground(args: argparse.Namespace, terminal: Terminal) -> None:
+    def make_routes(_backend: Backend, listen: Listen) -> Sequence[BaseRoute]:
+        from legato_client.web.playground.routes import routes
+        from legato_client.web.playground.snippets import Connection
+
+        connection = Connection(
+            target=args.server,
+            encrypted=bool(args.tls or args.ca or args.cert),
+            authorities=bool(args.ca),
+            certificate=bool(args.cert),
+            token=source_of(args.token_file) is not None,
+        )
+        # Only a page for this host may make the operator's calls.
+        return routes(connection, operator_target if listen.is_local else None)
+
+    def operator_target() -> str:
+        if args.token_file or args.cert:
+            return ""
+        found = arguments.admin_target(args.server)
+        return "" if found == args.server else found
+
+    def make_middleware() -> Sequence[Middleware]:
+        from starlette.middleware import Middleware
+
+        from legato_client.web.playground.routes import Guard
+
+        return [Middleware(Guard)]
+
+    _run(args, terminal, make_routes, make_middleware=make_middleware)
 
 
 def add_options(
@@ -100,7 +185,7 @@ def add_options(
     arguments.add_server_options(parser, timeout=_LONGEST)
 
 
-def run(
+def _run(
     args: argparse.Namespace,
     terminal: Terminal,
     make_routes: Callable[[Backend, Listen], Sequence[BaseRoute]],
@@ -110,16 +195,13 @@ def run(
     """Serve these routes until SIGINT or SIGTERM; the functions may import what `web` brings.
 
     The middleware is around everything else.
-
-    Raises:
-        CommandError: the extra is not installed, or an option is wrong.
     """
-    forward.require(f"`legato {args.command}`", "web", *NEEDS)
+    forward.require(f"`legato {args.command}`", "web", *_NEEDS)
     from legato_client.web import server
 
     listen = listen_of(args)
-    backend = backend_of(args, terminal, lend=not listen.require_token)
-    app = server.make_app(make_routes(backend, listen), backend, listen, make_middleware())
+    backend = _backend_of(args, terminal, lend=not listen.require_token)
+    routes = make_routes(backend, listen)
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
@@ -127,20 +209,15 @@ def run(
         sys.stdout.flush()
 
     try:
-        http_server = server.HttpServer(app, listen, ready)
+        http_server = server.HttpServer(routes, backend, listen, ready, make_middleware())
     except OSError as error:
         problem = f"cannot listen on {listen.address}: {error.strerror or error}"
         raise CommandError(problem) from None
     http_server.serve_forever()
 
 
-def backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> Backend:
-    """Return the Legato server as callers reach it; `lend` is as in `connector`.
-
-    Raises:
-        CommandError: an option of the connection is wrong.
-        LegatoError: as `connector` raises.
-    """
+def _backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> Backend:
+    """Return the Legato server as callers reach it; `lend` is as in `connector`."""
     from legato_client.web import server
 
     aliases = _aliases(args.alias)
@@ -150,12 +227,6 @@ def backend_of(args: argparse.Namespace, terminal: Terminal, *, lend: bool) -> B
 
 
 def listen_of(args: argparse.Namespace) -> Listen:
-    """Return the address and its protection, checked.
-
-    Raises:
-        CommandError: an option is wrong, or the server behind takes calls without a token although
-            they are required.
-    """
     listen = Listen(
         address=args.listen,
         allow_remote=args.allow_remote,
@@ -183,11 +254,8 @@ def connector(
 ) -> Callable[[], AsyncClient]:
     """Return a function that makes a client for all requests, which call with their own tokens.
 
-    `lend`: a caller without a token calls with that of this process, if it has one.
-
-    Raises:
-        CommandError: an option of the connection is wrong.
-        LegatoError: this process' token cannot be read, or would leave this host unencrypted.
+    `lend`: a caller without a token calls with that of this process, if it has one, which must not
+    leave this host unencrypted.
     """
     with arguments.readable_options():
         own = source_of(args.token_file) if lend else None

@@ -29,7 +29,6 @@ _SIDE = 32  # pixels of the grey square shown without an image
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Run the command. Raises CommandError if the load could not be run."""
     plan = plan_of(args)
     try:
         with terminal.progress(f"{plan.kind} load on {plan.target} for {plan.seconds:g} s"):
@@ -48,7 +47,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> LoadPlan:
-    """Build the plan. Raises CommandError for options that make no plan."""
     if args.warm_up >= args.seconds:
         raise CommandError("--warm-up must be shorter than --seconds", ExitCode.USAGE)
     image = _image(args)

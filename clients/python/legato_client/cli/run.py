@@ -78,7 +78,6 @@ def add_command(commands: Any) -> None:
 
 @reporting(RunError)
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Run the command. Raises CommandError, also at the end if images failed."""
     asked = _tasks(args)
     if args.coco and not any(map(tasks.object_of, asked.values())):
         raise RunError(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")
@@ -128,11 +127,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sources(args: argparse.Namespace) -> tuple[Iterable[str], int | None]:
-    """Return the files to ask about, and how many images they are if that is known.
-
-    Raises:
-        CommandError: there are videos, and what reads them is not installed.
-    """
+    """Return the files to ask about, and how many images they are if that is known."""
     excluded = [args.annotate] if args.annotate else []
     names: Iterable[str] = images.files(args.sources, excluded, sys.stdin.buffer)
     total = None

@@ -18,7 +18,7 @@ from legato_client import _errors
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of `legato`."""
+    """Exit codes of `legato`."""
 
     OK = 0
     OTHER = 1
@@ -186,9 +186,6 @@ def resolve(
     """Add what the environment and the file say to the `words` typed after the command's name.
 
     `tables` returns those that a file may have.
-
-    Raises:
-        CommandError: a value or a key is wrong, with its source; or the file cannot be read.
     """
     options = options_of(parser)
     sources = dict.fromkeys(_given(options, words), "flag")

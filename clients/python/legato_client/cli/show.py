@@ -120,7 +120,6 @@ def box_text(box: results.Box, image: results.ImageInfo | None) -> str:
 
 
 def point_text(point: results.Point, image: results.ImageInfo | None) -> str:
-    """Format a place in pixels if the image's size is known, else as fractions."""
     if image is None:
         return f"({point.x:.3f}, {point.y:.3f})"
     x, y = point.to_pixels(image.width, image.height)

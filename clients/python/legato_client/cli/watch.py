@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import Detection, LegatoError, PointedObject, Result
@@ -65,9 +65,6 @@ class LiveView:
     def take(self, answered: AnsweredFrame) -> None:
         self._latest = answered
 
-    def close(self) -> None:
-        """Close; nothing to release."""
-
     def refresh(self) -> None:
         if self._live is not None:
             self._live.update(self._image_and_table(self._live.console.size), refresh=True)
@@ -100,10 +97,6 @@ class LiveView:
             parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
         parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
         return Group(*parts)
-
-
-def ignore(state: str) -> None:
-    """Drop a notice: the table shows the state."""
 
 
 def server_notices(terminal: Terminal, server: str) -> Callable[[str], None]:
@@ -222,18 +215,26 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     source = parse_source(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()
-    notices = ignore if terminal.can_draw else server_notices(terminal, args.server)
+    report = server_notices(terminal, args.server)
+    notices = (lambda _state: None) if terminal.can_draw else report  # the view shows the state
     counters = FrameCounters(args.max_age, notices)
     drawings = outputs.Drawings()
     with (
         arguments.connect(args) as client,
-        _receivers(args, source.shown, drawings) as receivers,
+        contextlib.ExitStack() as stack,
         LiveView(terminal, counters, source.shown, drawings) as view,
     ):
-        receivers.append(view)
+        receivers: list[Receiver] = []
+        for name in args.output:
+            output = outputs.open_output(
+                name, source.shown, args.every_frame, _standard_output, drawings
+            )
+            stack.callback(output.close)  # may raise OSError, too
+            receivers.append(output)
         show_notice(terminal, client)
 
         def deliver(answered: AnsweredFrame) -> None:
+            view.take(answered)
             for receiver in receivers:
                 receiver.take(answered)
 
@@ -314,23 +315,6 @@ def _watch(
     for thread in threads:
         thread.join(_PATIENCE)
     return next(iter(problems), None)
-
-
-@contextlib.contextmanager
-def _receivers(
-    args: argparse.Namespace, source: str, drawings: Drawings
-) -> Iterator[list[Receiver]]:
-    """Open the outputs. Raises OSError for a file that cannot be written, also at its end."""
-    from legato_client.stream import outputs
-
-    with contextlib.ExitStack() as stack:
-        found: list[Receiver] = []
-        for name in args.output:
-            found.append(
-                outputs.open_output(name, source, args.every_frame, _standard_output, drawings)
-            )
-            stack.callback(found[-1].close)
-        yield found
 
 
 def _standard_output() -> IO[bytes]:

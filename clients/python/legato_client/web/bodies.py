@@ -89,9 +89,7 @@ class Bodies:
     ) -> AsyncIterator[BodyT]:
         """Parse the body as `kind`; its memory is counted until the block ends.
 
-        Raises:
-            RejectedRequest: the body is too large, too slow, of another type, or malformed.
-            LegatoError: the server does not accept the caller's token.
+        Raises RejectedRequest, and LegatoError if the server does not accept the caller's token.
         """
         _check_type(request)
         async with self._received(request, limit or self._each, JsonSize()) as data:
@@ -106,11 +104,7 @@ class Bodies:
     ) -> AsyncIterator[bytearray]:
         """Read a body of at most `limit` bytes; its memory is counted until the block ends.
 
-        JSON counts as what it becomes parsed.
-
-        Raises:
-            RejectedRequest: as `reading` raises, but for the type and form.
-            LegatoError: the server does not accept the caller's token.
+        JSON counts as what it becomes parsed. Raises as `reading`, but for the type and form.
         """
         async with self._received(request, limit, JsonSize() if is_json else None) as data:
             yield data
@@ -234,10 +228,7 @@ class JsonSize:
         self._num_plain = 0  # bytes of this string
 
     def add(self, chunk: bytes) -> float:
-        """Count a piece; return the memory that it adds.
-
-        Raises RejectedRequest once there are more than `MAX_VALUES`.
-        """
+        """Count a piece; return the memory that it adds."""
         at, size, before = 0, _PLAIN * len(chunk), self.num_values
         while at < len(chunk):
             if self._in_string:
@@ -359,10 +350,7 @@ async def decoded(url: str, field: str) -> bytes:
     """Decode a data URL in base64 as browsers do.
 
     Line breaks and other whitespace, absent padding, the URL-safe alphabet and percent-encoded
-    characters of base64 are accepted.
-
-    Raises:
-        RejectedRequest: it names a place elsewhere, or is malformed.
+    characters of base64 are accepted; a place elsewhere is not.
     """
     url = url.strip()
     head, comma = url[:_LONGEST_HEAD].partition(",")[:2]

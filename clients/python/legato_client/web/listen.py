@@ -51,12 +51,7 @@ class Listen:
         return name in (*_LOCAL_NAMES, self.address.rpartition(":")[0].lower())
 
     def check(self) -> None:
-        """Check the address and what protects it.
-
-        Raises:
-            ValueError: it has no valid form, or lacks protection.
-            OSError: a file of TLS cannot be read.
-        """
+        """Check the address and what protects it. Raises ValueError, or OSError for a file."""
         host, _, port = self.address.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
             raise ValueError(f"--listen takes HOST:PORT, not {self.address!r}")
@@ -73,11 +68,6 @@ class Listen:
             )
 
     def bind(self) -> socket.socket:
-        """Bind a listening socket.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
         family, kind, protocol, _, name = socket.getaddrinfo(
             self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -92,6 +82,5 @@ class Listen:
         return bound
 
     def url(self, bound: socket.socket) -> str:
-        """Return the URL with the actual port."""
         scheme = "https" if self.tls_cert else "http"
         return f"{scheme}://{self.address.rpartition(':')[0]}:{bound.getsockname()[1]}"

@@ -153,11 +153,7 @@ class ImageSources:
         self._urls = [urlsplit(each) for each in urls]
 
     async def load(self, arguments: ToolArguments) -> tuple[bytes | None, str]:
-        """Return the image, if one is named, and the argument that names it.
-
-        Raises:
-            RejectedRequest: several are named, or one that is not allowed or too large.
-        """
+        """Return the image, if one is named, and the argument that names it."""
         named = [
             name
             for name in ("image_path", "image_url", "image_base64")

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from legato_client._proto import skills
@@ -350,7 +349,7 @@ ANSWERS: Mapping[str, type[Answer]] = {body.skill.name: answer for body, answer,
 """Answers by the skill's name."""
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[OperationRoute]:
     return [
         OperationRoute(
             f"/v1/{body.skill.name}",

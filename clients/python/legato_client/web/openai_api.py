@@ -11,7 +11,6 @@ from typing import Annotated, Literal, NamedTuple, Protocol, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from starlette.requests import Request
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from legato_client._errors import NotFound, Preempted
@@ -612,7 +611,7 @@ class ChatForm(WireForm):
 _TAG = "OpenAI"
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[OperationRoute]:
     return [
         OperationRoute(
             "/v1/chat/completions",
@@ -637,11 +636,9 @@ class ConversationBody(Protocol):
 
     def asked(self) -> Conversation:
         """Return the request. Raises RejectedRequest for what is not served."""
-        ...
 
     def form(self, created: int) -> WireForm:
         """Return the form of its answer, made at `created` seconds."""
-        ...
 
 
 async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import UnionType
 from typing import Any
 
@@ -30,9 +30,8 @@ _HEADERS = {
 }
 
 
-def route(described: Sequence[BaseRoute]) -> Route:
+def route(served: Sequence[OperationRoute]) -> Route:
     """Return the route `/openapi.json`, which describes these routes."""
-    served = (each for each in described if isinstance(each, OperationRoute))
     document = msgspec.json.encode(make_document(served))
 
     async def answer(_request: Request) -> Response:
@@ -41,8 +40,7 @@ def route(described: Sequence[BaseRoute]) -> Route:
     return Route("/openapi.json", answer)
 
 
-def make_document(routes: Iterable[OperationRoute]) -> dict[str, Any]:
-    served = list(routes)
+def make_document(served: Sequence[OperationRoute]) -> dict[str, Any]:
     kinds: dict[Kind, None] = {
         kind: None for each in served for kind in (each.body, each.answer, each.event) if kind
     }  # in order, once

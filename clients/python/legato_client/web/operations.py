@@ -178,11 +178,7 @@ async def _collected(events: AsyncGenerator[Event, None]) -> tuple[Result, list[
 
 
 def timeout_of(request: Request, *, streaming: bool) -> float:
-    """Return the call's timeout: the caller's, at most this process's limit.
-
-    Raises:
-        RejectedRequest: the header is no positive number.
-    """
+    """Return the call's timeout: the caller's, at most this process's limit."""
     longest = backend_of(request).timeout
     given = request.headers.get(TIMEOUT)
     if given is None and not streaming:

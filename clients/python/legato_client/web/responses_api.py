@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from starlette.requests import Request
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from legato_client._errors import LegatoError
@@ -494,7 +493,7 @@ def _is_complete(result: results.QueryResult) -> bool:
     return finish_reason(result.info) == "stop"
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[OperationRoute]:
     return [
         OperationRoute(
             "/v1/responses",

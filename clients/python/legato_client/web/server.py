@@ -46,8 +46,7 @@ def token() -> str:
 def token_of(headers: Headers) -> str:
     """Return the bearer token or the one of Moondream's header; "" without one.
 
-    Raises:
-        RejectedRequest: it is malformed or of another scheme, and must not be ignored.
+    One that is malformed or of another scheme must not be ignored.
     """
     scheme, _, found = headers.get("authorization", "").strip().partition(" ")
     if not scheme:
@@ -75,7 +74,6 @@ class TokenCheck:
         self._valid_until: dict[bytes, float] = {}  # by a token's hash, oldest first
 
     async def __call__(self) -> None:
-        """Check the token. Raises LegatoError."""
         key = hashlib.sha256(token().encode()).digest()
         if self._valid_until.get(key, 0.0) > time.monotonic():
             return
@@ -164,7 +162,6 @@ class LoopStalls:
         return max(self._longest, self._longest_before)
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         while True:
             self._longest_before, self._longest = self._longest, 0.0
             until = time.monotonic() + self.WINDOW
@@ -227,17 +224,14 @@ def backend_of(request: Request) -> Backend:
     return backend
 
 
-def make_app(
+def _make_app(
     routes: Sequence[BaseRoute],
     backend: Backend,
     listen: Listen,
-    middleware: Sequence[Middleware] = (),
-    limits: ConnectionLimits | None = None,
+    middleware: Sequence[Middleware],
+    limit: int,
 ) -> Starlette:
-    """Build the app: the routes and what they share; leaving its lifespan closes the clients.
-
-    `middleware` is around everything else.
-    """
+    """Build the app: the routes and what they share; leaving its lifespan closes the clients."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[State]:
@@ -249,14 +243,10 @@ def make_app(
             stack.callback(measuring.cancel)
             yield {"backend": backend}
 
-    limit = (limits or ConnectionLimits.of_process()).requests
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[
-            *middleware,
-            Middleware(Admission, listen=listen, limit=limit),
-        ],
+        middleware=[*middleware, Middleware(Admission, listen=listen, limit=limit)],
         exception_handlers={
             LegatoError: errors.on_legato_error,
             errors.RejectedRequest: errors.on_legato_error,
@@ -274,7 +264,8 @@ _GRACE = 10  # seconds
 class HttpServer(uvicorn.Server):
     """HTTP server that runs in this thread; `ready` gets the URL once connections are accepted.
 
-    Running requests have `_GRACE` after a signal. A second signal does not wait.
+    `middleware` is around everything else. Running requests have `_GRACE` after a signal. A second
+    signal does not wait.
 
     Raises:
         OSError: from the constructor: the address cannot be bound, or TLS cannot be set up.
@@ -282,13 +273,16 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: Starlette,
+        routes: Sequence[BaseRoute],
+        backend: Backend,
         listen: Listen,
         ready: Callable[[str], None],
+        middleware: Sequence[Middleware] = (),
         limits: ConnectionLimits | None = None,
     ) -> None:
+        self._limits = limits or ConnectionLimits.of_process()
         config = uvicorn.Config(
-            app,
+            _make_app(routes, backend, listen, middleware, self._limits.requests),
             http=GuardedConnection,
             ws_max_size=MAX_WEBSOCKET_MESSAGE,
             ws_per_message_deflate=False,  # a small frame would become a large message
@@ -306,18 +300,14 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(config)
         self._socket = listen.bind()
-        self._limits = limits or ConnectionLimits.of_process()
         self._accepting: asyncio.Task[None] | None = None
         self.url = listen.url(self._socket)
         self._ready = ready
 
     def serve_forever(self) -> None:
-        """Serve until SIGINT or SIGTERM, or until `stop`, which another thread may call."""
+        """Serve until SIGINT or SIGTERM, or until another thread sets `should_exit`."""
         with contextlib.closing(self._socket):
             asyncio.run(self.serve([]))
-
-    def stop(self) -> None:
-        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start without uvicorn's own listeners, which have no limits."""

@@ -17,10 +17,9 @@ ValueT = TypeVar("ValueT")
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """Return the result of `work`, which is cancelled when the client leaves.
+    """Return the result of `work`; cancel it and raise ReaderLeft when the client leaves.
 
-    Raises:
-        ReaderLeft: it did. The body must have been read before.
+    The body must have been read before.
     """
     task = asyncio.create_task(work)
     left = asyncio.create_task(_wait_until_left(receive))

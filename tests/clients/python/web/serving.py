@@ -21,7 +21,7 @@ from legato_client.web.mcp_server import ImageSources
 from legato_client.web.playground import routes as playground
 from legato_client.web.playground.routes import Guard
 from legato_client.web.playground.snippets import Connection
-from legato_client.web.server import Backend, HttpServer, make_app
+from legato_client.web.server import Backend, HttpServer
 from starlette.middleware import Middleware
 
 from tests.clients.python.fake_server import FakeServer
@@ -119,15 +119,15 @@ def http_server(
     served = playground.routes(Connection(target)) if page else openapi.routes()
     if tools is not None:
         served = [mcp_server.route(mcp_server.ToolServer(backend, tools), backend, listen)]
-    app = make_app(served, backend, listen, [Middleware(Guard)] if page else (), limits)
-    server = HttpServer(app, listen, lambda _url: started.set(), limits=limits)
+    middleware = [Middleware(Guard)] if page else ()
+    server = HttpServer(served, backend, listen, lambda _url: started.set(), middleware, limits)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         assert started.wait(PATIENCE)
         yield server.url
     finally:
-        server.stop()
+        server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
 
