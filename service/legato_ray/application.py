@@ -12,7 +12,6 @@ from typing import Any
 import ray
 from ray import serve
 
-from legato_ray.autoscaling import BUSY, QUEUE_SECONDS
 from legato_ray.endpoints import Directory
 from legato_ray.settings import Settings
 from legato_ray.unit import Unit
@@ -66,8 +65,7 @@ class Server:
             raise RuntimeError("the server has ended or does not answer")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        load = self._unit.load()
-        return {QUEUE_SECONDS: load.queue_seconds, BUSY: load.busy}
+        return self._unit.load()
 
     def info(self) -> dict[str, Any]:
         return {"address": self._unit.address, "pid": self._unit.pid}

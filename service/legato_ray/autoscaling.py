@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 QUEUE_SECONDS = "queue_seconds"
+"""How long a request arriving now would wait at a server, as predicted."""
 BUSY = "busy"
+"""Running requests of a server, as a share of those that can run."""
 MOST_BUSY = 0.7
 """Mean share of busy rows up to which a server may be taken away."""
 

@@ -12,12 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc
+
+from legato_ray.autoscaling import BUSY, QUEUE_SECONDS
 
 INFERENCE = "legato.v1.InferenceService"
 LIVENESS = ""  # SERVING while the service process answers
@@ -29,16 +30,6 @@ _EXIT = 10.0  # seconds beyond delay and grace for the last writes
 
 class StartFailed(RuntimeError):
     """The server ended, or did not serve in time."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the autoscaling reads."""
-
-    queue_seconds: float
-    """How long a request arriving now would wait, as predicted."""
-    busy: float
-    """Running requests, as a share of those that can run."""
 
 
 class Unit:
@@ -109,13 +100,13 @@ class Unit:
             and serves(self.health_address, _ANSWER, LIVENESS)
         )
 
-    def load(self) -> Load:
-        """Ask for the load. Raises `grpc.RpcError` without an answer."""
+    def load(self) -> dict[str, float]:
+        """Ask for the figures of the autoscaling. Raises `grpc.RpcError` without an answer."""
         load: admin_pb2.GetLoadResponse = self._admin.GetLoad(
             admin_pb2.GetLoadRequest(), timeout=_ANSWER
         )
         wait = load.estimated_wait.seconds + load.estimated_wait.nanos / 1e9
-        return Load(queue_seconds=wait, busy=min(1.0, load.running / self._max_running))
+        return {QUEUE_SECONDS: wait, BUSY: min(1.0, load.running / self._max_running)}
 
     def stop(self) -> None:
         """Drain, and return when it has ended; one that hangs is killed at once. Idempotent."""

@@ -54,8 +54,8 @@ def test_a_unit_from_its_start_to_its_end(started: Unit, tmp_path: Path) -> None
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         assert stub.Query(inference_pb2.QueryRequest(question="How many?")).answer
     assert started.is_alive()
-    assert started.load().queue_seconds == 0
-    assert 0 <= started.load().busy <= 1
+    assert started.load()["queue_seconds"] == 0
+    assert 0 <= started.load()["busy"] <= 1
     answers = iter([{started.address: started.health_address}])
     writer = EndpointWriter(tmp_path, lambda: next(answers), lame_duck=0)
     for _ in range(2):  # the directory fails the second time, and health decides

@@ -83,24 +83,16 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
     return layout
 
 
+@dataclasses.dataclass(eq=False)
 class PartialUpload:
     """The bytes received so far, and their quota."""
 
-    def __init__(
-        self,
-        header: UploadHeader,
-        limits: UploadLimits,
-        writer: BlobWriter,
-        quota: ByteQuota,
-        owner: str,
-    ) -> None:
-        self.writer = writer
-        self._header = header
-        self._limits = limits
-        self._quota = quota
-        self._owner = owner
-        self._taken = 0
-        self._take(header.size)
+    writer: BlobWriter
+    _header: UploadHeader
+    _limits: UploadLimits
+    _quota: ByteQuota
+    _owner: str
+    _taken: int = 0
 
     @classmethod
     @contextmanager
@@ -118,7 +110,8 @@ class PartialUpload:
             QuotaExceeded: the announced size is above the owner's share.
         """
         with closing(blobs.open_writer()) as writer:
-            upload = cls(header, limits, writer, quota, owner)
+            upload = cls(writer, header, limits, quota, owner)
+            upload._take(header.size)
             try:
                 yield upload
             finally:

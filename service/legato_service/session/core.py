@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -173,57 +172,6 @@ class CaptureClock:
         return now - self._least_delay if math.isfinite(self._least_delay) else now
 
 
-# ---------------------------------------------------------------- frame queue
-
-
-class FrameQueue(Generic[F]):
-    """Queue of at most `capacity` mandatory frames, plus droppable frames by policy.
-
-    EVERY_FRAME allows `capacity` frames of both kinds together; the other policies the newest
-    droppable frame.
-    """
-
-    def __init__(self, policy: FramePolicy, capacity: int) -> None:
-        self._policy = policy
-        self._capacity = capacity
-        self._frames: list[F] = []
-
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    def __iter__(self) -> Iterator[F]:
-        return iter(list(self._frames))
-
-    def __contains__(self, frame: object) -> bool:
-        return frame in self._frames
-
-    def put(self, frame: F) -> tuple[F, DropReason] | None:
-        """Return the frame to drop for the new one, perhaps itself."""
-        victim = self._victim(frame)
-        self._frames.append(frame)
-        if victim is not None:
-            self._frames.remove(victim[0])
-        return victim
-
-    def take(self) -> F:
-        return self._frames.pop(0)
-
-    def remove(self, frame: F) -> None:
-        self._frames.remove(frame)
-
-    def _victim(self, frame: F) -> tuple[F, DropReason] | None:
-        replaceable = [each for each in self._frames if not each.must_run]
-        if self._policy is FramePolicy.EVERY_FRAME:
-            if len(self._frames) < self._capacity:
-                return None
-            if frame.must_run and replaceable:
-                return replaceable[-1], DropReason.OVERLOADED
-            return frame, DropReason.OVERLOADED
-        if frame.must_run and len(self._frames) - len(replaceable) >= self._capacity:
-            return frame, DropReason.OVERLOADED
-        return (replaceable[0], DropReason.SUPERSEDED) if replaceable else None
-
-
 # ---------------------------------------------------------------- totals
 
 MAX_AGES = 4096
@@ -251,7 +199,7 @@ class SendQueue(Generic[F]):
     """
 
     def __init__(self, num_credits: int | None) -> None:
-        self._credits = num_credits
+        self._credits = math.inf if num_credits is None else num_credits
         self._notices: collections.deque[Notice] = collections.deque()
         self._results: collections.deque[tuple[F, int, Outcome]] = collections.deque()
         self._events: dict[tuple[F, int], list[Output]] = {}
@@ -273,11 +221,10 @@ class SendQueue(Generic[F]):
         return list(dict.fromkeys(frame for frame, _, _ in self._results))
 
     def grant(self, count: int) -> None:
-        if self._credits is not None:
-            self._credits += count
+        self._credits += count
 
     def lift_limit(self) -> None:
-        self._credits = None
+        self._credits = math.inf
 
     def add_notice(self, notice: Notice) -> None:
         self._notices.append(notice)
@@ -314,11 +261,11 @@ class SendQueue(Generic[F]):
     def _next_of_result(self) -> FrameOutput[F] | FrameOutcome[F]:
         frame, index, outcome = self._results[0]
         waiting = self._events.get((frame, index), [])
-        if waiting and (self._credits is None or self._credits > len(waiting)):
+        if waiting and self._credits > len(waiting):
             return self._take_event(frame, index)
         self._events.pop((frame, index), None)
         self._results.popleft()
-        self._spend_credit()
+        self._credits -= 1
         frame.num_sent += 1
         last = frame.num_sent == len(frame.task_ids)
         return FrameOutcome(frame, index, outcome, frame.stopped.get(index), last)
@@ -327,12 +274,8 @@ class SendQueue(Generic[F]):
         waiting = self._events.pop((frame, index))
         if len(waiting) > 1:
             self._events[frame, index] = waiting[1:]  # moves behind those of other tasks
-        self._spend_credit()
+        self._credits -= 1
         return FrameOutput(frame, index, waiting[0])
-
-    def _spend_credit(self) -> None:
-        if self._credits is not None:
-            self._credits -= 1
 
 
 def _append_merged(waiting: list[Output], piece: Output) -> None:
@@ -386,7 +329,7 @@ class SessionCore(Generic[F]):
         self._settings = settings
         self._runner = runner
         self._totals = SessionTotals() if totals is None else totals
-        self._queue: FrameQueue[F] = FrameQueue(settings.policy, settings.frame_credits)
+        self._queue: list[F] = []
         self._send_queue: SendQueue[F] = SendQueue(settings.response_credits)
         self._open: dict[int, F] = {}
         self._running: list[F] = []
@@ -512,7 +455,7 @@ class SessionCore(Generic[F]):
             self._send_queue.add_notice(GoAwayNotice(time_left))
 
     def stop_all(self) -> None:
-        for frame in self._queue:
+        for frame in list(self._queue):
             self._drop(frame, DropReason.GOING_AWAY)
         for frame in list(self._running):
             self._stop(frame, DropReason.CANCELLED)
@@ -548,7 +491,8 @@ class SessionCore(Generic[F]):
     # ------------------------------------------------------------ the rules
 
     def _enqueue(self, frame: F) -> None:
-        victim = self._queue.put(frame)
+        victim = self._victim(frame)
+        self._queue.append(frame)
         if victim is not None:
             self._drop(*victim)
         if self._settings.policy is FramePolicy.PREEMPT and frame in self._queue:
@@ -557,13 +501,31 @@ class SessionCore(Generic[F]):
                     self._stop(older, DropReason.SUPERSEDED)
         self._start_waiting()
 
+    def _victim(self, frame: F) -> tuple[F, DropReason] | None:
+        """Return the frame to drop for a new one, perhaps itself.
+
+        At most `frame_credits` mandatory frames wait. EVERY_FRAME lets so many of both kinds wait
+        together; the other policies the newest droppable frame.
+        """
+        capacity = self._settings.frame_credits
+        replaceable = [each for each in self._queue if not each.must_run]
+        if self._settings.policy is FramePolicy.EVERY_FRAME:
+            if len(self._queue) < capacity:
+                return None
+            if frame.must_run and replaceable:
+                return replaceable[-1], DropReason.OVERLOADED
+            return frame, DropReason.OVERLOADED
+        if frame.must_run and len(self._queue) - len(replaceable) >= capacity:
+            return frame, DropReason.OVERLOADED
+        return (replaceable[0], DropReason.SUPERSEDED) if replaceable else None
+
     def _start_waiting(self) -> None:
         while (
-            len(self._queue) > 0
+            self._queue
             and len(self._running) < self._settings.max_in_flight
             and not self._is_blocked()
         ):
-            frame = self._queue.take()
+            frame = self._queue.pop(0)
             self._running.append(frame)
             self._runner.start(frame)
 
