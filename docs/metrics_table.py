@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from legato_service.metrics import catalogue
-from legato_service.metrics.catalogue import Metric, MetricKind
+from legato_service.metrics.catalogue import Metric
 
 PAGE = Path(__file__).with_name("observability.md")
 _BEGIN, _END = "<!-- table: metrics -->\n", "<!-- end of table -->\n"
@@ -18,7 +18,7 @@ _GROUPS: tuple[tuple[str, Sequence[Metric]], ...] = (
     ("OpenTelemetry's names", catalogue.GEN_AI),
     ("vLLM's names", catalogue.VLLM),
 )
-_SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}
+_SUFFIXES = {"counter": "_total", "info": "_info"}
 
 
 def tables() -> str:
@@ -39,7 +39,7 @@ def _table(title: str, metrics: Sequence[Metric]) -> str:
     for metric in metrics:
         name = f"`{metric.name}{_SUFFIXES.get(metric.kind, '')}`"
         labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.help} |")
+        lines.append(f"| {name} | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join([*lines, ""])
 
 
