@@ -1,33 +1,6 @@
 """Errors that a call can end with.
 
-    LegatoError
-    ├── InvalidArgument          change the request; `field_violations` says where
-    │   └── SessionProtocol      a session message came out of order
-    ├── NotFound                 model or adapter unknown here
-    │   └── ImageNotFound        the image is not held (any more): send it again
-    ├── AlreadyExists
-    │   └── DuplicateRequest     the request id names another request
-    ├── FailedPrecondition       this server cannot do the task
-    │   ├── ClientTooOld         it no longer serves clients of this version
-    │   ├── SharedMemoryRefused  it cannot read this shared memory: send the bytes
-    │   └── UnencryptedToken     a token would leave this host unencrypted: nothing was sent
-    ├── ResourceExhausted        a limit of the transport or of a proxy
-    │   └── Busy                 queue full; `retry_after` says when to come back
-    │       └── QuotaExceeded    the caller's own share is used up
-    ├── DeadlineExceeded         the deadline passed, or could not be met
-    ├── Cancelled
-    ├── Aborted                  this client read too slowly, or a shared frame was overwritten
-    │   └── Preempted            an operator stopped it
-    ├── Unavailable              starting, draining, engine lost, or not listening
-    │   └── IncompleteStream     a stream ended before it was complete
-    ├── Unimplemented            this server was not built with that call
-    ├── Unauthenticated          no credential, or one that is not valid (any more)
-    ├── PermissionDenied         the credential lacks the scope that `metadata` names
-    └── InternalError            a bug of the server
-        ├── Poisoned             this request ends the engine: do not send it again
-        └── Numeric              the model computed values that are not numbers
-
-`reason` is finer than the class and stable: "QUEUE_FULL", "IMAGE_TOO_LARGE", "ENGINE_LOST", ...
+`LegatoError.reason` is finer than the class and stable: "QUEUE_FULL", "IMAGE_TOO_LARGE", ...
 """
 
 from __future__ import annotations
@@ -90,7 +63,7 @@ class LegatoError(Exception):
 
 
 class InvalidArgument(LegatoError):
-    """The caller must change the request."""
+    """The caller must change the request; `field_violations` says where."""
 
     code = "INVALID_ARGUMENT"
 
@@ -120,7 +93,7 @@ class DuplicateRequest(AlreadyExists):
 
 
 class FailedPrecondition(LegatoError):
-    """The server cannot do that, whatever the arguments."""
+    """This server cannot do the task, whatever the arguments."""
 
     code = "FAILED_PRECONDITION"
 
@@ -144,7 +117,7 @@ class ResourceExhausted(LegatoError):
 
 
 class Busy(ResourceExhausted):
-    """The server is full or a quota is used up: come back later."""
+    """The server is full or a quota is used up: come back after `retry_after`."""
 
 
 class QuotaExceeded(Busy):
@@ -174,7 +147,7 @@ class Preempted(Aborted):
 
 
 class Unavailable(LegatoError):
-    """No server is available now; retry elsewhere or later."""
+    """The server is absent, starting or draining, or lost its engine: retry elsewhere or later."""
 
     code = "UNAVAILABLE"
 

@@ -34,7 +34,11 @@ def event_of(response: inference_pb2.GenerateResponse) -> results.Event | None:
     """
     kind = response.WhichOneof("event")
     if kind == "finished":
-        return _finished(response.finished)
+        message = response.finished
+        ended = outcome(message.result, read(results.ResponseInfo, message.info))
+        if isinstance(ended, LegatoError):
+            raise ended
+        return results.Finished(ended)
     return read(_EVENTS[kind], getattr(response, kind)) if kind in _EVENTS else None
 
 
@@ -56,13 +60,6 @@ def outcome(result: task_pb2.TaskResult, shared: results.ResponseInfo) -> TaskOu
         return _errors.from_status(result.error, info.request_id)
     answer: results.Result = skills.BY_NAME[kind].read(getattr(result, kind), info, result.task_id)
     return answer
-
-
-def _finished(message: inference_pb2.Finished) -> results.Finished:
-    ended = outcome(message.result, read(results.ResponseInfo, message.info))
-    if isinstance(ended, LegatoError):
-        raise ended
-    return results.Finished(ended)
 
 
 _EVENTS: dict[str, type[results.Event]] = {
@@ -123,11 +120,9 @@ def go_away(message: session_pb2.SessionGoAway) -> server.GoAway:
 
 
 def timeline(response: admin_pb2.WatchTimelineResponse) -> server.TimelineUpdate:
-    spans = tuple(_span(each, response.engine) for each in response.spans)
+    spans = []
+    for each in response.spans:
+        times = {"start": each.start_ns / 1e9, "duration": each.duration_ns / 1e9}
+        spans.append(read(server.TimelineSpan, each, **times, engine=response.engine))
     started = response.engine_started_ns / 1e9
-    return read(server.TimelineUpdate, response, spans=spans, engine_started=started)
-
-
-def _span(span: admin_pb2.TimelineSpan, engine: int) -> server.TimelineSpan:
-    start, duration = span.start_ns / 1e9, span.duration_ns / 1e9
-    return read(server.TimelineSpan, span, start=start, duration=duration, engine=engine)
+    return read(server.TimelineUpdate, response, spans=tuple(spans), engine_started=started)

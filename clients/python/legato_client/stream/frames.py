@@ -62,13 +62,9 @@ class Backoff:
 
 
 _RATE_SECONDS = 2.0
-_COUNTED = (
-    *("taken", "sent", "replaced", "refused", "unreadable", "answered", "failed_tasks"),
-    *("lost", "resent", "reconnects", "source_reconnects"),
-)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Totals:
     """Frame counts so far.
 
@@ -78,21 +74,21 @@ class Totals:
     measured if frames are too old in a row.
     """
 
-    taken: int
-    sent: int
-    replaced: int
-    refused: int
-    unreadable: int
-    answered: int
-    failed_tasks: int
-    dropped: dict[str, int]
-    lost: int
-    resent: int
-    reconnects: int
-    source_reconnects: int
-    age_p50: float | None
-    age_p95: float | None
-    seconds: float
+    taken: int = 0
+    sent: int = 0
+    replaced: int = 0
+    refused: int = 0
+    unreadable: int = 0
+    answered: int = 0
+    failed_tasks: int = 0
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    lost: int = 0
+    resent: int = 0
+    reconnects: int = 0
+    source_reconnects: int = 0
+    age_p50: float | None = None
+    age_p95: float | None = None
+    seconds: float = 0.0
     response_time: float | None = None
     max_age: float | None = None
 
@@ -124,15 +120,12 @@ class FrameCounters:
     ) -> None:
         self._lock = threading.Lock()
         self._begin = time.monotonic()
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._dropped: collections.Counter[str] = collections.Counter()
+        self._totals = Totals(max_age=max_age)
         self._ages = DurationHistogram()
         self._recent: dict[str, collections.deque[float]] = {
             name: collections.deque(maxlen=1000) for name in ("taken", "answered")
         }
         self.last_age: float | None = None
-        self._response_time: float | None = None
-        self._max_age = max_age
         self._server = "connecting"
         self._on_server = on_server
         self.source = "opening"
@@ -152,21 +145,21 @@ class FrameCounters:
     def count(self, name: str, number: int = 1) -> None:
         """Add to one of the fields of `Totals`."""
         with self._lock:
-            self._counts[name] += number
+            setattr(self._totals, name, getattr(self._totals, name) + number)
             if name in self._recent:
                 self._recent[name].append(time.monotonic())
 
     def count_dropped(self, reason: str, response_time: float | None = None) -> None:
         """Count a drop; `response_time` is the seconds that answers take, if that was measured."""
         with self._lock:
-            self._dropped[reason] += 1
-            self._response_time = response_time or self._response_time
+            self._totals.dropped[reason] = self._totals.dropped.get(reason, 0) + 1
+            self._totals.response_time = response_time or self._totals.response_time
 
     def count_answered(self, age: float, failed_tasks: int) -> None:
         self.count("answered")
         with self._lock:
             self._ages.add(age)
-            self._counts["failed_tasks"] += failed_tasks
+            self._totals.failed_tasks += failed_tasks
             self.last_age = age
 
     def rate(self, name: str) -> float:
@@ -178,14 +171,12 @@ class FrameCounters:
     def totals(self) -> Totals:
         with self._lock:
             known = self._ages.count > 0
-            return Totals(
-                **{name: self._counts[name] for name in _COUNTED},
-                dropped=dict(self._dropped),
+            return dataclasses.replace(
+                self._totals,
+                dropped=dict(self._totals.dropped),
                 age_p50=self._ages.percentile(50) if known else None,
                 age_p95=self._ages.percentile(95) if known else None,
                 seconds=time.monotonic() - self._begin,
-                response_time=self._response_time,
-                max_age=self._max_age,
             )
 
 
