@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from legato_engine.ipc.messages import KVCacheStats
-from legato_engine.kv_cache.pools import NO_ADAPTER, AdapterSlots, PagePool, SlotPool
+from legato_engine.kv_cache.pools import NO_ADAPTER, SCRATCH_PAGE, AdapterSlots, IdPool
 from legato_engine.kv_cache.prefix_cache import PageOwnership, PrefixCache, check_ownership
 from legato_engine.kv_cache.radix_tree import Match, RadixTree
 from legato_engine.sequence import Sequence
@@ -54,21 +54,6 @@ class KVCacheCounters:
         self.found_positions += num_found
         self.computed_positions += sequence.length - num_found
 
-    def stats(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
-        prompt = self.found_positions + self.computed_positions
-        return KVCacheStats(
-            free=free,
-            idle=idle,
-            shared=shared,
-            draft=draft,
-            hit_rate=self.found_positions / prompt if prompt else 0.0,
-            fragmentation_ratio=self.rejected_pages / self.draft_pages if self.draft_pages else 0.0,
-            preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed_positions,
-            found_tokens=self.found_positions,
-            computed_tokens=self.computed_positions,
-        )
-
 
 # ---------------------------------------------------------------- manager
 
@@ -94,26 +79,24 @@ class KVCacheManager:
 
         `num_pages` includes the scratch page; `max_context` is the model's, in positions.
         """
-        self._pool = PagePool(num_pages)
+        assert num_rows > 0, f"{num_rows} rows"
+        self._pool = IdPool(range(SCRATCH_PAGE + 1, num_pages))
+        assert self._pool.size, f"{num_pages} pages leave none beside the scratch page"
         self._tree = RadixTree(self._pool, page_size)
         self._prefix_cache = PrefixCache(self._tree, self._pool, page_size)
-        self._rows = SlotPool(num_rows)
+        self._rows = IdPool(range(num_rows))
         self._adapters = AdapterSlots(num_adapter_slots)
-        self._page_size = page_size
+        self.page_size = page_size
         self._owned: dict[Sequence, PageOwnership] = {}
         self._counters = KVCacheCounters()
-        capacity = self._pool.num_usable * page_size
+        capacity = self._pool.size * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
 
     # ------------------------------------------------------------ state
 
     @property
     def num_rows(self) -> int:
-        return self._rows.num_slots
-
-    @property
-    def page_size(self) -> int:
-        return self._page_size
+        return self._rows.size
 
     @property
     def pages_available(self) -> int:
@@ -134,23 +117,31 @@ class KVCacheManager:
 
     @property
     def pages_total(self) -> int:
-        return self._pool.num_usable
+        return self._pool.size
 
     @property
     def pages_used(self) -> int:
         """Return the pages of all sequences, including zombies; shared pages count once."""
-        return self._pool.num_usable - self.pages_available
+        return self._pool.size - self.pages_available
 
     @property
     def prefix_pages(self) -> int:
         return self._tree.idle_pages
 
     def stats(self) -> KVCacheStats:
-        return self._counters.stats(
+        counted = self._counters
+        prompt = counted.found_positions + counted.computed_positions
+        return KVCacheStats(
             free=self._pool.num_free,
             idle=self._tree.idle_pages,
             shared=self._tree.shared_pages,
             draft=sum(len(ownership.draft) for ownership in self._owned.values()),
+            hit_rate=counted.found_positions / max(1, prompt),
+            fragmentation_ratio=counted.rejected_pages / max(1, counted.draft_pages),
+            preemptions=counted.preemptions,
+            recomputed_tokens=counted.recomputed_positions,
+            found_tokens=counted.found_positions,
+            computed_tokens=counted.computed_positions,
         )
 
     # ------------------------------------------------------------ admission
@@ -160,9 +151,9 @@ class KVCacheManager:
         if sequence.max_length > self.max_length:
             return False
         copies = (
-            sequence.prefix_key is not None and sequence.image_prefix_length % self._page_size > 0
+            sequence.prefix_key is not None and sequence.image_prefix_length % self.page_size > 0
         )
-        return self._pages_for(sequence.max_length) + copies <= self._pool.num_usable
+        return self._pages_for(sequence.max_length) + copies <= self._pool.size
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Return whether `admit` would succeed and leave a page for each growing sequence.
@@ -197,7 +188,7 @@ class KVCacheManager:
         """Allocate a row, an adapter slot, and pages for the known tokens and the next."""
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
-        sequence.row = self._rows.allocate()
+        (sequence.row,) = self._rows.allocate(1)
         if not sequence.adapter.key:
             return work
         adapter = self._adapters.acquire(sequence.adapter.key)
@@ -223,7 +214,7 @@ class KVCacheManager:
         pages = sequence.pages
         pages.free_pages_when_refused = 0
         pages.ids = shared + private
-        pages.capacity = len(pages.ids) * self._page_size
+        pages.capacity = len(pages.ids) * self.page_size
         self._counters.count_admission(sequence, 0 if match is None else match.length)
         compute: tuple[int, ...] = ()
         if pages.cached_length == 0:
@@ -262,7 +253,7 @@ class KVCacheManager:
         else:
             return False
         ownership.private.add(page)
-        sequence.pages.capacity += self._page_size
+        sequence.pages.capacity += self.page_size
         self._prefix_cache.publish(sequence, ownership)
         return True
 
@@ -295,7 +286,7 @@ class KVCacheManager:
         Launches in flight may still write to freed pages: launches that reuse them come later.
         """
         pages = sequence.pages
-        if length <= pages.capacity and reserved > (len(pages.ids) - 1) * self._page_size:
+        if length <= pages.capacity and reserved > (len(pages.ids) - 1) * self.page_size:
             return
         draft = self._owned[sequence].draft
         num_committed = len(pages.ids) - len(draft)
@@ -337,7 +328,7 @@ class KVCacheManager:
         if sequence.adapter.key:
             self._adapters.release(sequence.adapter.key)
             sequence.adapter.slot = NO_ADAPTER
-        self._rows.free(sequence.row)
+        self._rows.free((sequence.row,))
         sequence.row = -1
 
     def preempt(self, sequence: Sequence) -> None:
@@ -346,10 +337,10 @@ class KVCacheManager:
         sequence.pages.num_preemptions += 1
 
     def check(self) -> None:
-        check_ownership(self._pool, self._tree, self._owned, self._page_size)
+        check_ownership(self._pool, self._tree, self._owned, self.page_size)
 
     def _pages_for(self, length: int) -> int:
-        return -(-length // self._page_size)
+        return -(-length // self.page_size)
 
     def _first_pages(self, sequence: Sequence) -> int:
         """Return the pages for the known tokens and the next one."""
@@ -359,11 +350,11 @@ class KVCacheManager:
         """Return the private pages to allocate, plus those of an uncached image prefix."""
         first = self._first_pages(sequence)
         if match is not None:
-            return first - match.node.length // self._page_size
+            return first - match.node.length // self.page_size
         if sequence.prefix_key is None:
             return first
         image = sequence.image_prefix_length
-        return first - image // self._page_size + self._pages_for(image)
+        return first - image // self.page_size + self._pages_for(image)
 
     def _fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
         """Return whether `available` pages suffice after `match` has acquired idle ones."""

@@ -10,51 +10,13 @@ SCRATCH_PAGE = 0
 """Page that the padding rows of a batch write; never allocated."""
 
 
-class PagePool:
-    """Allocator of the page ids `[1, num_pages)`."""
+class IdPool:
+    """Allocator of ids in a range: pages, rows or slots."""
 
-    def __init__(self, num_pages: int) -> None:
-        assert num_pages >= 2, f"{num_pages} pages leave none beside the scratch page"
-        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
-        self._allocated = bytearray(num_pages)
-        self.num_usable = num_pages - 1
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def free_pages(self) -> tuple[int, ...]:
-        return tuple(self._free)
-
-    def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
-
-    def allocate(self, count: int) -> tuple[int, ...]:
-        assert self.can_allocate(count), f"{count} pages requested, {len(self._free)} are free"
-        pages = tuple(self._free.pop() for _ in range(count))
-        for page in pages:
-            self._allocated[page] = 1
-        return pages
-
-    def free(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            assert self._allocated[page], f"double free of page {page}"
-            self._allocated[page] = 0
-            self._free.append(page)
-
-
-# ---------------------------------------------------------------- slot pool
-
-
-class SlotPool:
-    """Allocator of the slots `[0, num_slots)`."""
-
-    def __init__(self, num_slots: int) -> None:
-        assert num_slots >= 1, f"a pool of {num_slots} slots"
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._allocated = bytearray(num_slots)
-        self.num_slots = num_slots
+    def __init__(self, ids: range) -> None:
+        self._free = list(reversed(ids))
+        self._allocated: set[int] = set()
+        self.size = len(ids)
 
     @property
     def num_free(self) -> int:
@@ -62,22 +24,26 @@ class SlotPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_slots - len(self._free)
+        return len(self._allocated)
 
-    def can_allocate(self) -> bool:
-        return bool(self._free)
+    @property
+    def free_ids(self) -> tuple[int, ...]:
+        return tuple(self._free)
 
-    def allocate(self) -> int:
-        assert self._free, f"all {self.num_slots} slots are in use"
-        slot = self._free.pop()
-        self._allocated[slot] = 1
-        return slot
+    def can_allocate(self, count: int = 1) -> bool:
+        return count <= len(self._free)
 
-    def free(self, slot: int) -> None:
-        assert 0 <= slot < self.num_slots, f"slot {slot} is not in [0, {self.num_slots})"
-        assert self._allocated[slot], f"double free of slot {slot}"
-        self._allocated[slot] = 0
-        self._free.append(slot)
+    def allocate(self, count: int) -> tuple[int, ...]:
+        assert self.can_allocate(count), f"{count} ids requested, {len(self._free)} are free"
+        ids = tuple(self._free.pop() for _ in range(count))
+        self._allocated.update(ids)
+        return ids
+
+    def free(self, ids: Iterable[int]) -> None:
+        for each in ids:
+            assert each in self._allocated, f"{each} is freed without being allocated"
+            self._allocated.remove(each)
+            self._free.append(each)
 
 
 # ---------------------------------------------------------------- adapter slots
@@ -103,9 +69,7 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._pool = SlotPool(num_slots + 1)
-        none = self._pool.allocate()
-        assert none == NO_ADAPTER, f"slot {none} is reserved instead of {NO_ADAPTER}"
+        self._pool = IdPool(range(NO_ADAPTER + 1, num_slots + 1))
         self._entries: dict[str, AdapterEntry] = {}
         self._idle: OrderedDict[str, AdapterEntry] = OrderedDict()  # least recently used first
 
@@ -144,10 +108,11 @@ class AdapterSlots:
 
     def _allocate_slot(self) -> int:
         if not self._pool.can_allocate():
-            assert self._idle, f"all {self._pool.num_slots - 1} adapter slots are in use"
+            assert self._idle, f"all {self._pool.size} adapter slots are in use"
             self._evict(self._idle.popitem(last=False)[1])
-        return self._pool.allocate()
+        (slot,) = self._pool.allocate(1)
+        return slot
 
     def _evict(self, entry: AdapterEntry) -> None:
         del self._entries[entry.key]
-        self._pool.free(entry.slot)
+        self._pool.free((entry.slot,))

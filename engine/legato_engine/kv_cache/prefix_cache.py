@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from legato_engine.kv_cache.pools import PagePool
+from legato_engine.kv_cache.pools import IdPool
 from legato_engine.kv_cache.radix_tree import UNKNOWN_RATE, Match, Namespace, RadixTree, TreeNode
 from legato_engine.sequence import Sequence
 
@@ -21,23 +21,19 @@ class PageOwnership:
     The sequence references `node` and `source`.
     """
 
-    node: TreeNode | None = (
-        None  # deepest node with the sequence's content; None if it shares nothing
-    )
+    node: TreeNode | None = None  # deepest one with its content; None if it shares nothing
     private: set[int] = dataclasses.field(default_factory=set)
     draft: list[int] = dataclasses.field(default_factory=list)
-    source: TreeNode | None = (
-        None  # copied to the first private page; None once the copy is enqueued
-    )
+    source: TreeNode | None = None  # copied to the first private page, until that is enqueued
     copied: TreeNode | None = None  # `source` after the copy, without a reference
     invalid: bool = False  # positions after `node` must not be published
 
 
 def check_ownership(
-    pool: PagePool, tree: RadixTree, owned: Mapping[Sequence, PageOwnership], page_size: int
+    pool: IdPool, tree: RadixTree, owned: Mapping[Sequence, PageOwnership], page_size: int
 ) -> None:
     nodes = set(tree.nodes())
-    owners = [*pool.free_pages, *(page for node in nodes for page in node.pages)]
+    owners = [*pool.free_ids, *(page for node in nodes for page in node.pages)]
     idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)
     assert idle == tree.idle_pages, f"{tree.idle_pages} idle pages counted, {idle} found"
     detached: set[TreeNode] = set()
@@ -47,7 +43,7 @@ def check_ownership(
         detached.update(each for node in acquired for each in node.path if each not in nodes)
         _check_table(sequence, ownership, page_size)
     owners += [page for node in detached for page in node.pages]
-    assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has no owner or several"
+    assert sorted(owners) == list(range(1, pool.size + 1)), "a page has no owner or several"
 
 
 def _check_table(sequence: Sequence, ownership: PageOwnership, page_size: int) -> None:
@@ -64,7 +60,7 @@ def _check_table(sequence: Sequence, ownership: PageOwnership, page_size: int) -
 class PrefixCache:
     """Lookup, acquisition and publication of cached pages; only `add_root` allocates pages."""
 
-    def __init__(self, tree: RadixTree, pool: PagePool, page_size: int) -> None:
+    def __init__(self, tree: RadixTree, pool: IdPool, page_size: int) -> None:
         self._tree = tree
         self._pool = pool
         self._page_size = page_size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from legato_engine.kv_cache.pools import PagePool
+from legato_engine.kv_cache.pools import IdPool
 from legato_engine.sequence import Keys, Sequence
 
 UNKNOWN_RATE = 0.8
@@ -33,6 +34,7 @@ class Namespace(NamedTuple):
     tenant: str = ""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class TreeNode:
     """KV of the positions `[parent.length, length)`, in pages that the tree owns.
 
@@ -44,44 +46,19 @@ class TreeNode:
     reference then frees its pages.
     """
 
-    __slots__ = (
-        "acceptance",
-        "attached",
-        "children",
-        "keys",
-        "last_used",
-        "length",
-        "namespace",
-        "node_id",
-        "pages",
-        "parent",
-        "priority",
-        "ready",
-        "ref_count",
-    )
-
-    def __init__(
-        self,
-        node_id: int,
-        namespace: Namespace,
-        parent: TreeNode | None,
-        keys: Keys,
-        pages: tuple[int, ...],
-        length: int,
-    ) -> None:
-        self.node_id = node_id
-        self.namespace = namespace
-        self.parent = parent
-        self.keys = keys
-        self.pages = pages
-        self.length = length
-        self.children: dict[Keys, TreeNode] = {}
-        self.ref_count = 0
-        self.priority = 0
-        self.acceptance = UNKNOWN_RATE
-        self.last_used = 0
-        self.ready = True
-        self.attached = True
+    node_id: int
+    namespace: Namespace
+    parent: TreeNode | None
+    keys: Keys
+    pages: tuple[int, ...]
+    length: int
+    children: dict[Keys, TreeNode] = dataclasses.field(default_factory=dict)
+    ref_count: int = 0
+    priority: int = 0
+    acceptance: float = UNKNOWN_RATE
+    last_used: int = 0
+    ready: bool = True
+    attached: bool = True
 
     @property
     def path(self) -> Iterator[TreeNode]:
@@ -111,7 +88,7 @@ class RadixTree:
     An edge is one page of tokens; a common prefix that ends inside a page is copied.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: IdPool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[Namespace, TreeNode] = {}

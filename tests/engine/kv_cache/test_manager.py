@@ -2,7 +2,7 @@
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.pools import SCRATCH_PAGE, AdapterSlots, PagePool, SlotPool
+from legato_engine.kv_cache.pools import SCRATCH_PAGE, AdapterSlots, IdPool
 from legato_engine.sequence import Descriptor, DraftStats, Sequence
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, release, sequence
@@ -328,20 +328,21 @@ def test_a_hit_does_not_count_on_evicting_its_own_prefix() -> None:
     assert manager.can_admit(second)
 
 
-# ---------------------------------------------------------------- page pool
+# ---------------------------------------------------------------- id pool
 
 
 def test_scratch_page_is_never_allocated() -> None:
     """All pages but the scratch page are allocated, each once."""
-    pool = PagePool(5)
+    pool = IdPool(range(1, 5))
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert SCRATCH_PAGE == 0
-    assert not pool.can_allocate(1)
+    assert not pool.can_allocate()
+    assert (pool.num_used, pool.num_free) == (4, 0)
 
 
 def test_freed_pages_come_back() -> None:
     """Freed pages can be allocated again."""
-    pool = PagePool(4)
+    pool = IdPool(range(1, 4))
     pages = pool.allocate(3)
     pool.free(pages[1:])
     assert pool.num_free == 2
@@ -350,52 +351,29 @@ def test_freed_pages_come_back() -> None:
 
 def test_double_free_asserts() -> None:
     """A page is freed once per allocation."""
-    pool = PagePool(4)
+    pool = IdPool(range(1, 4))
     pages = pool.allocate(2)
     pool.free(pages)
-    with pytest.raises(AssertionError, match="double free of page"):
+    with pytest.raises(AssertionError, match="freed without"):
         pool.free(pages[:1])
 
 
 def test_scratch_page_cannot_be_freed() -> None:
     """The scratch page never enters the pool."""
-    with pytest.raises(AssertionError, match="page 0"):
-        PagePool(4).free([SCRATCH_PAGE])
+    with pytest.raises(AssertionError, match="0 is freed without"):
+        IdPool(range(1, 4)).free([SCRATCH_PAGE])
 
 
 def test_allocating_too_many_asserts() -> None:
     """`allocate` requires that `can_allocate` is true."""
-    pool = PagePool(4)
+    pool = IdPool(range(1, 4))
     assert not pool.can_allocate(4)
-    with pytest.raises(AssertionError, match="4 pages requested, 3 are free"):
+    with pytest.raises(AssertionError, match="4 ids requested, 3 are free"):
         pool.allocate(4)
 
 
-# ---------------------------------------------------------------- slot pool
-
-
-def test_each_slot_has_one_owner() -> None:
-    """All slots are allocated, each once, and counted."""
-    pool = SlotPool(3)
-    assert sorted(pool.allocate() for _ in range(3)) == [0, 1, 2]
-    assert not pool.can_allocate()
-    assert (pool.num_used, pool.num_free) == (3, 0)
-    with pytest.raises(AssertionError, match="all 3 slots"):
-        pool.allocate()
-
-
-def test_a_freed_slot_comes_back_once() -> None:
-    """A slot is freed once and can then be allocated again."""
-    pool = SlotPool(2)
-    slot = pool.allocate()
-    pool.free(slot)
-    with pytest.raises(AssertionError, match="double free of slot"):
-        pool.free(slot)
-    assert pool.can_allocate()
-
-
-@pytest.mark.parametrize("slot", [-1, 2])
-def test_foreign_slots_assert(slot: int) -> None:
-    """Slots outside the pool are refused, negative ones included."""
-    with pytest.raises(AssertionError, match=r"not in \[0, 2\)"):
-        SlotPool(2).free(slot)
+@pytest.mark.parametrize("row", [-1, 2])
+def test_foreign_ids_assert(row: int) -> None:
+    """Ids outside the pool are refused, negative ones included."""
+    with pytest.raises(AssertionError, match=f"{row} is freed without"):
+        IdPool(range(2)).free((row,))

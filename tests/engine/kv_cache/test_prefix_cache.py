@@ -4,7 +4,7 @@ import random
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
-from legato_engine.kv_cache.pools import PagePool
+from legato_engine.kv_cache.pools import IdPool
 from legato_engine.kv_cache.radix_tree import Namespace, RadixTree, TreeNode
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
@@ -289,7 +289,7 @@ def test_an_invalid_answer_leaves_the_prompt() -> None:
 PLAIN = Namespace("", "")
 
 
-def cache(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> TreeNode:
+def cache(tree: RadixTree, pool: IdPool, *token_ids: int, priority: int = 0) -> TreeNode:
     """Add an unreferenced chain of full pages of these tokens; return its last node."""
     node = tree.root(PLAIN) or tree.add_root(PLAIN, 0, 0)
     tree.acquire(node)
@@ -306,7 +306,7 @@ def cache(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -
 
 def test_leaves_are_evicted_before_their_parents() -> None:
     """A long answer is evicted from its end, so that the rest can still be found."""
-    pool = PagePool(5)
+    pool = IdPool(range(1, 5))
     tree = RadixTree(pool, PAGE)
     cache(tree, pool, *range(16))
     assert (tree.idle_pages, pool.num_free) == (4, 0)
@@ -318,7 +318,7 @@ def test_leaves_are_evicted_before_their_parents() -> None:
 
 def test_referenced_nodes_are_never_evicted() -> None:
     """Eviction skips a referenced path, and asserts when nothing else is left."""
-    pool = PagePool(5)
+    pool = IdPool(range(1, 5))
     tree = RadixTree(pool, PAGE)
     used = cache(tree, pool, *range(8))
     cache(tree, pool, *range(50, 58))
@@ -333,7 +333,7 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
     """Low priority goes first, then little acceptance, then what was used longest ago."""
     draw = random.Random(1)
     for _ in range(50):
-        pool = PagePool(9)
+        pool = IdPool(range(1, 9))
         tree = RadixTree(pool, PAGE)
         cached = [cache(tree, pool, *[n] * PAGE, priority=draw.randrange(3)) for n in range(8)]
         for _ in range(draw.randrange(12)):
@@ -353,7 +353,7 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
 
 def test_stale_heap_entries_do_not_pile_up() -> None:
     """A page that is used again and again has few entries in the heap."""
-    pool = PagePool(3)
+    pool = IdPool(range(1, 3))
     tree = RadixTree(pool, PAGE)
     node = cache(tree, pool, *range(4))
     for _ in range(1000):
@@ -366,7 +366,7 @@ def test_stale_heap_entries_do_not_pile_up() -> None:
 
 def test_detaching_a_node_detaches_its_descendants() -> None:
     """Idle pages are freed at once, others with their last reference, and none is found."""
-    pool = PagePool(9)
+    pool = IdPool(range(1, 9))
     tree = RadixTree(pool, PAGE)
     first = cache(tree, pool, *range(4))
     cache(tree, pool, *range(4), *range(30, 34))
@@ -381,7 +381,7 @@ def test_detaching_a_node_detaches_its_descendants() -> None:
 
 def test_an_image_prefix_that_was_never_computed_is_freed_on_release() -> None:
     """An image that will not be computed is not found, and its pages are free again."""
-    pool = PagePool(8)
+    pool = IdPool(range(1, 8))
     tree = RadixTree(pool, PAGE)
     root = tree.add_root(Namespace("", "image"), 9, 3)
     tree.acquire(root)
@@ -393,7 +393,7 @@ def test_an_image_prefix_that_was_never_computed_is_freed_on_release() -> None:
 
 def test_releasing_too_often_asserts() -> None:
     """A release without a reference asserts."""
-    pool = PagePool(8)
+    pool = IdPool(range(1, 8))
     tree = RadixTree(pool, PAGE)
     node = cache(tree, pool, *range(4))
     with pytest.raises(AssertionError, match="without a reference"):
@@ -402,7 +402,7 @@ def test_releasing_too_often_asserts() -> None:
 
 def test_the_page_with_the_longest_common_prefix_is_copied() -> None:
     """The source of a copy is the child that shares the most positions with the prompt."""
-    pool = PagePool(8)
+    pool = IdPool(range(1, 8))
     tree = RadixTree(pool, PAGE)
     cache(tree, pool, 1, 2, 3, 4, 5, 6, 9, 9)
     best = cache(tree, pool, 1, 2, 3, 4, 5, 6, 7, 9)
