@@ -108,28 +108,6 @@ class NullRequest(msgspec.Struct, eq=False):
         hits = [image.cache_hit for image in self.images]
         return 1 + IMAGE_TOKENS * len(hits) if hits and all(hits) else 0
 
-    @property
-    def queue_time(self) -> float:
-        return max(0.0, self.started - self.arrival - self.image_seconds)
-
-    def usage(self) -> TokenUsage:
-        return TokenUsage(
-            input_tokens=self.input_tokens,
-            output_tokens=self.num_tokens,
-            cached_tokens=self.cached_tokens,
-            image_tokens=IMAGE_TOKENS * len(self.images),
-            reasoning_tokens=min(self.num_tokens, self.output.num_thoughts),
-        )
-
-    def timings(self, now: float) -> RequestTimings:
-        return RequestTimings.of(
-            arrival=self.arrival,
-            image=self.image_seconds,
-            started=self.started,
-            first_token=self.first_token or now,
-            now=now,
-        )
-
 
 # ---------------------------------------------------------------- model
 
@@ -157,9 +135,8 @@ def info(config: EngineConfig) -> ServedModel:
 
 def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
     """Check resumed tokens; a token's id is its index."""
-    count = min(len(resumed.token_ids), len(output.events))
     for index, token_id in enumerate(resumed.token_ids):
-        if index >= count or token_id != index:
+        if token_id != index or index >= len(output.events):
             raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
 
 
@@ -342,7 +319,13 @@ class NullEngine:
             return
         self._queue.add(null_request)
         if request.progress and not self.rows_free:
-            self._announce_queued(null_request)
+            self._send(
+                QueuePosition(
+                    request_id=request.request_id,
+                    position=self._queue.position(null_request),
+                    estimated_wait=self.estimated_wait(),
+                )
+            )
 
     def _load_images(self, request: Request) -> tuple[ImageProperties, ...]:
         """Return the images and read their blobs; raise as `Preprocessor.start`."""
@@ -480,15 +463,27 @@ class NullEngine:
         del self._running[request.request_id], self._requests[request.request_id]
         self._queue.refund(running)
         if finish_reason is not FinishReason.CANCELLED:
-            self._admission.record_completion(now - running.started)
+            self._admission.wait.record_completion(now - running.started)
         num_tokens = running.num_tokens
         self._send(
             Done(
                 request_id=request.request_id,
                 result=output.result(num_tokens),
                 finish_reason=finish_reason,
-                usage=running.usage(),
-                timings=running.timings(now),
+                usage=TokenUsage(
+                    input_tokens=running.input_tokens,
+                    output_tokens=num_tokens,
+                    cached_tokens=running.cached_tokens,
+                    image_tokens=IMAGE_TOKENS * len(running.images),
+                    reasoning_tokens=min(num_tokens, output.num_thoughts),
+                ),
+                timings=RequestTimings.of(
+                    arrival=running.arrival,
+                    image=running.image_seconds,
+                    started=running.started,
+                    first_token=running.first_token or now,
+                    now=now,
+                ),
                 image=running.image,
                 more_images=running.images[1:],
                 tokens=output.tokens(num_tokens, request) if request.return_tokens else (),
@@ -506,18 +501,14 @@ class NullEngine:
             raise _in_use()
 
     def _answer(self, request: Request) -> tuple[int, ScriptedOutput]:
-        """Return the length of the prompt and the output.
+        """Return the length of the prompt and the output; raise as `_scripted`.
 
         Raises:
-            InvalidField: a field is out of range, or a resumed token is not of this output.
-            PromptTooLong: not even one token fits.
+            InvalidField: a resumed token is not of this output.
         """
+        num_images = len(request.images)
         length, output = _scripted(
-            request.task,
-            request.sampling,
-            len(request.images),
-            self._num_objects,
-            self._max_context,
+            request.task, request.sampling, num_images, self._num_objects, self._max_context
         )
         if request.resumed is not None:
             _check_tokens(request.resumed, output)
@@ -531,7 +522,7 @@ class NullEngine:
             self._fail(displaced.request.request_id, self._admission.displaced_error())
 
     def _admit(self, now: float) -> None:
-        while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
+        while self.rows_free and (waiting := self._queue.first(lambda _: True)) is not None:
             self._queue.dequeue(waiting)
             self._start(waiting, now)
 
@@ -549,37 +540,20 @@ class NullEngine:
                 model=NAME,
                 input_tokens=waiting.input_tokens,
                 cached_tokens=waiting.cached_tokens,
-                queue_time=waiting.queue_time,
+                queue_time=max(0.0, now - waiting.arrival - waiting.image_seconds),
                 image=waiting.image,
             )
         )
 
-    def _announce_queued(self, waiting: NullRequest) -> None:
-        self._send(
-            QueuePosition(
-                request_id=waiting.request.request_id,
-                position=self._queue.position(waiting),
-                estimated_wait=self.estimated_wait(),
-            )
-        )
-
     def _expire(self, now: float) -> None:
-        self._next_deadline = math.inf
-        for request in [each.request for each in self._requests.values()]:
-            if request.deadline is None:
-                continue
-            if request.deadline <= now:
-                self.abort(request.request_id)
-                self._fail(request.request_id, DeadlineExceeded("the deadline passed"))
-            else:
-                self._next_deadline = min(self._next_deadline, request.deadline)
+        ends = {key: each.request.ends_by for key, each in self._requests.items()}
+        self._next_deadline = min((end for end in ends.values() if end > now), default=math.inf)
+        for request_id in [key for key, end in ends.items() if end <= now]:
+            self.abort(request_id)
+            self._fail(request_id, DeadlineExceeded("the deadline passed"))
 
     def _fail(self, request_id: RequestKey, error: LegatoError) -> None:
         self._send(Failed(request_id=request_id, error=to_value(error)))
-
-
-def _fits(_: NullRequest) -> bool:
-    return True
 
 
 def _in_use() -> InvalidField:

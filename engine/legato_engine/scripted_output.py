@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 
 from legato_engine.errors import TaskUnsupported
 from legato_engine.sequence import ordered, with_token
@@ -85,7 +86,7 @@ def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) 
             if task.response_format is not None:
                 problem = "the null engine has no response_format"
                 raise TaskUnsupported(problem, task="query")
-            thoughts = [ReasoningEvent(text=text) for text in _spaced(_THOUGHTS.split())]
+            thoughts = [ReasoningEvent(text=text) for text in _spaced(_THOUGHTS)]
             return _text_output(task, thoughts if task.reasoning else [], sampling)
         case CaptionSpec():
             return _text_output(task, [], sampling)
@@ -101,24 +102,15 @@ def _text_output(
     task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams
 ) -> ScriptedOutput:
     count = DEFAULT_WORDS if sampling.max_tokens is None else sampling.max_tokens
-    words = _before_stop(
-        list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
-    )
-    texts = [TextEvent(text=word) for word in words]
+    text = " ".join(itertools.islice(itertools.cycle(_WORDS.split()), count))
+    ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
+    texts = [TextEvent(text=word) for word in _spaced(text[: min(ends, default=None)])]
     return _limited(task, (*thoughts, *texts), FinishReason.STOP, sampling.max_tokens)
 
 
-def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
-    text = "".join(words)
-    found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
-    left = min(found, default=len(text))
-    kept: list[str] = []
-    for word in words:
-        kept.append(word[:left])
-        left -= len(word)
-        if left <= 0:
-            break
-    return [word for word in kept if word]
+def _spaced(text: str) -> list[str]:
+    """Split a text into words, all but the first with the space before it."""
+    return re.findall("^[^ ]+| [^ ]*", text)
 
 
 def _object_output(
@@ -163,10 +155,6 @@ def _num_words(task: TaskSpec) -> int:
         earlier = (text for turn in task.history for text in (turn.question, turn.answer))
         return sum(len(text.split()) for text in (task.system, *earlier, task.question))
     return 1 if isinstance(task, CaptionSpec) else len(task.object.split())
-
-
-def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:
-    return (word if index == 0 else f" {word}" for index, word in enumerate(words))
 
 
 def _cell(index: int) -> ImageBox:

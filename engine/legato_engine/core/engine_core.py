@@ -49,31 +49,23 @@ _log = structlog.get_logger()
 _MAX_INLINE_CHARACTERS = 16 * 1024  # about 10 ms of tokenisation
 
 
+@dataclasses.dataclass(eq=False)
 class EngineCore:
     """Engine without a process: prepares images, builds sequences, drives the scheduler.
 
     Belongs to one thread. The scheduler enforces the deadlines of its sequences.
     """
 
-    def __init__(
-        self,
-        frontend: ModelFrontend,
-        scheduler: Scheduler,
-        requests: RequestTable,
-        preprocessor: Preprocessor,
-        leases: LeaseHandler,
-        adapters: AdapterStore | None,
-        refinements: Refinements,
-        sink: OutputSink,
-    ) -> None:
-        self._frontend = frontend
-        self._scheduler = scheduler
-        self._requests = requests
-        self._preprocessor = preprocessor
-        self._leases = leases
-        self._adapters = adapters
-        self._refinements = refinements
-        self._sink = sink
+    frontend: ModelFrontend
+    scheduler: Scheduler
+    requests: RequestTable
+    preprocessor: Preprocessor
+    leases: LeaseHandler
+    adapters: AdapterStore | None
+    refinements: Refinements
+    sink: OutputSink
+
+    def __post_init__(self) -> None:
         self._unannounced: list[Sequence] = []
         self._seq_ids = itertools.count()
         self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="legato-text")
@@ -91,120 +83,122 @@ class EngineCore:
             self._fail(request.request_id, error)
             return
         if pending.futures:
-            self._requests.add(pending)
+            self.requests.add(pending)
         elif pending.awaits_images:  # they were prepared at once
-            self._requests.add(pending)
+            self.requests.add(pending)
             self._place_images(pending)
         else:
             self._schedule(pending)
 
     def abort(self, request_id: RequestKey) -> None:
-        request = self._requests.remove(request_id)
+        request = self.requests.remove(request_id)
         if request is not None:
             request.cancel()
-            self._scheduler.abort(request_id)
+            self.scheduler.abort(request_id)
 
     def stop(self, request_id: RequestKey) -> None:
         """End a request now with its partial result; ignore leases."""
-        match self._requests.get(request_id):
+        match self.requests.get(request_id):
             case PendingRequest() as request:
-                self._requests.remove(request_id)
+                self.requests.remove(request_id)
                 request.cancel()
                 self._schedule(dataclasses.replace(request, images=(), adapter=None))
-                self._scheduler.stop(request_id)
+                self.scheduler.stop(request_id)
             case ScheduledRequest():
-                self._scheduler.stop(request_id)
+                self.scheduler.stop(request_id)
             case PendingRefinement() as request:
-                self._refinements.finish_unrefined(request)
+                self.refinements.finish_unrefined(request)
 
     def hold(self, command: HoldImage) -> None:
         try:
-            if not self._frontend.max_images:
+            if not self.frontend.max_images:
                 raise TaskUnsupported("this model takes no images", task="image")
             self._make_room(command.request_id, command.owner)
-            self._requests.add(self._leases.start(command))
+            self.requests.add(self.leases.start(command))
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
-            self._leases.fail(command.request_id, error)
+            self.leases.fail(command.request_id, error)
 
     def drop(self, command: DropImage) -> None:
-        self._leases.drop(command)
+        self.leases.drop(command)
 
     def set_pipeline_depth(self, depth: int) -> None:
-        self._scheduler.set_depth(depth)
+        self.scheduler.set_depth(depth)
 
     # ------------------------------------------------------------ state
 
     @property
     def busy(self) -> bool:
-        return self._requests.has_completed or not self._scheduler.idle
+        return self.requests.has_completed or not self.scheduler.idle
 
     @property
     def idle(self) -> bool:
         """Return whether nothing is being prepared, scheduled or run."""
-        return not len(self._requests) and self._scheduler.idle
+        return not len(self.requests) and self.scheduler.idle
 
     @property
     def steps_committed(self) -> int:
-        return self._scheduler.steps_committed
+        return self.scheduler.steps_committed
 
     def load(self) -> SchedulerLoad:
-        load, preparing = self._scheduler.load(), self._requests.count(PendingRequest)
+        load, preparing = self.scheduler.load(), self.requests.count(PendingRequest)
         return msgspec.structs.replace(
             load,
-            running=load.running + self._requests.count(PendingRefinement),
+            running=load.running + self.requests.count(PendingRefinement),
             waiting=load.waiting + preparing,
             preparing=preparing,
-            images_cached=self._preprocessor.images_cached,
+            images_cached=self.preprocessor.images_cached,
         )
 
     def image_totals(self) -> ImageTotals:
-        return msgspec.structs.replace(self._preprocessor.totals, held_bytes=self._leases.num_bytes)
+        return msgspec.structs.replace(
+            self.preprocessor.totals, held_bytes=self.leases.table.num_bytes
+        )
 
     def estimated_wait(self) -> float:
-        return self._scheduler.estimated_wait()
+        return self.scheduler.estimated_wait()
 
     def next_deadline(self) -> float:
         """Return the latest time of the next `step`, in monotonic seconds."""
-        return min(self._requests.next_deadline, self._leases.next_expiry)
+        return min(self.requests.next_deadline, self.leases.table.next_expiry)
 
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
         """Advance requests and the scheduler; return whether the device got work."""
-        self._leases.expire()
-        for request in self._requests.completed():
+        self.leases.table.expire()
+        for request in self.requests.completed():
             self._advance(request)
-        for request in self._requests.expired(time.monotonic()):
+        for request in self.requests.expired(time.monotonic()):
             self._expire(request)
-        worked = self._scheduler.step()
+        worked = self.scheduler.step()
         self._announce_queued()
         return worked
 
     def close(self) -> None:
-        self._preprocessor.close()
+        self.preprocessor.close()
         self._texts.shutdown(wait=False, cancel_futures=True)
-        self._refinements.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        self.refinements.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def _advance(self, request: RequestStage) -> None:
         match request:
             case PendingRequest():
                 self._admit(request)
             case PendingLease():
-                self._requests.remove(request.request_id)
-                self._leases.finish(request)
+                self.requests.remove(request.request_id)
+                self.leases.finish(request)
             case PendingRefinement():
-                self._refinements.advance(request, self._scheduler.refine)
+                self.refinements.advance(request, self.scheduler.refine)
 
     def _expire(self, request: RequestStage) -> None:
         match request:
             case PendingRequest():
-                self._requests.remove(request.request_id)
+                self.requests.remove(request.request_id)
                 request.cancel()
                 self._fail(request.request_id, DeadlineExceeded("the deadline passed"))
             case PendingRefinement():
-                self._refinements.finish_unrefined(request)
+                self.refinements.finish_unrefined(request)
 
     def _announce_queued(self) -> None:
         if not self._unannounced:
@@ -212,17 +206,17 @@ class EngineCore:
         waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
         self._unannounced.clear()
         for sequence in waiting:
-            position = self._scheduler.position(sequence)
-            self._sink.queued(sequence, position, self.estimated_wait())
+            position = self.scheduler.position(sequence)
+            self.sink.queued(sequence, position, self.estimated_wait())
 
     # ------------------------------------------------------------ from a command to a sequence
 
     def _check(self, request: Request) -> None:
-        if request.model not in ("", self._frontend.name):
-            raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
-        if request.adapter and self._adapters is None:
+        if request.model not in ("", self.frontend.name):
+            raise ModelNotFound(f"this engine serves {self.frontend.name}", resource=request.model)
+        if request.adapter and self.adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        most = max(self._frontend.max_images, 1)  # a text model has an error of its own
+        most = max(self.frontend.max_images, 1)  # a text model has an error of its own
         if len(request.images) > most:
             raise InvalidField(
                 f"this model takes at most {most} of {len(request.images)}",
@@ -235,25 +229,25 @@ class EngineCore:
 
     def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
         """Make room in a full queue by ending another request, or raise."""
-        if request_id in self._requests:
+        if request_id in self.requests:
             raise InvalidField("request id is in use", field="request_id")
-        preparing = self._requests.queued_tenants()
-        displaced = self._scheduler.make_room_for(tenant, priority, time.monotonic(), preparing)
+        preparing = self.requests.queued_tenants()
+        displaced = self.scheduler.make_room_for(tenant, priority, time.monotonic(), preparing)
         if displaced is None:
             return
-        pending = self._requests.newest(PendingRequest, displaced)
-        error = self._scheduler.displaced_error()
+        pending = self.requests.newest(PendingRequest, displaced)
+        error = self.scheduler.displaced_error()
         if pending is None:  # only image leases
             raise error
-        self._requests.remove(pending.request_id)
+        self.requests.remove(pending.request_id)
         pending.cancel()
         self._fail(pending.request_id, error)
 
     def _prepare(self, request: Request, arrival: float) -> PendingRequest:
-        adapters = self._adapters
+        adapters = self.adapters
         adapter = adapters.start(request.adapter) if adapters and request.adapter else None
-        task = Lazy(functools.partial(self._frontend.make_task, request))
-        places_images = self._frontend.places_images and request.image is not None
+        task = Lazy(functools.partial(self.frontend.make_task, request))
+        places_images = self.frontend.places_images and request.image is not None
         images = self._start_images(request, None if places_images else task)
         return PendingRequest(
             request_id=request.request_id,
@@ -298,23 +292,23 @@ class EngineCore:
         If the scheduler is idle, hash on this thread and, if no request is pending, decode a single
         image, too, which hides `prefetch`.
         """
-        if not self._frontend.max_images:
+        if not self.frontend.max_images:
             return ()
-        self._leases.expire()
-        idle, places_images = self._scheduler.idle, self._frontend.places_images
+        self.leases.table.expire()
+        idle, places_images = self.scheduler.idle, self.frontend.places_images
         find = functools.partial(
-            self._preprocessor.find, tenant=request.tenant, may_hash=idle, loads=places_images
+            self.preprocessor.find, tenant=request.tenant, may_hash=idle, loads=places_images
         )
         found = [find(source) for source in request.images]
         if places_images:
             sizes = [each.size for each in found if each is not None]
-            self._frontend.check_images(request.task, sizes)
-            self._preprocessor.check_pixels(found)
+            self.frontend.check_images(request.task, sizes)
+            self.preprocessor.check_pixels(found)
         start = functools.partial(
-            self._preprocessor.start,
+            self.preprocessor.start,
             tenant=request.tenant,
             keep=request.cache_image,
-            inline=idle and len(found) == 1 and not self._requests.count(PendingRequest),
+            inline=idle and len(found) == 1 and not self.requests.count(PendingRequest),
             prefetch=prefetch,
         )
         images: list[PendingImage] = []
@@ -335,7 +329,7 @@ class EngineCore:
         if failure is None and pending.awaits_images:
             self._place_images(pending)
             return
-        self._requests.remove(pending.request_id)
+        self.requests.remove(pending.request_id)
         if failure is None:
             self._schedule(pending)
             return
@@ -346,9 +340,9 @@ class EngineCore:
     def _place_images(self, pending: PendingRequest) -> None:
         """Make the prompt around the prepared images, on the thread for long texts."""
         images = [each.image for each in pending.prepared_images]
-        pending.task = Lazy(functools.partial(self._frontend.make_task, pending.request, images))
+        pending.task = Lazy(functools.partial(self.frontend.make_task, pending.request, images))
         pending.text, pending.awaits_images = self._texts.submit(pending.task.get), False
-        self._requests.watch(pending)
+        self.requests.watch(pending)
 
     def _schedule(self, pending: PendingRequest) -> None:
         try:
@@ -359,19 +353,18 @@ class EngineCore:
     def _submit_sequence(self, pending: PendingRequest) -> None:
         request, preprocessed = pending.request, pending.prepared_images
         images = [each.image for each in preprocessed]
-        prefix = images[0] if images and not self._frontend.places_images else None
-        sequence = make_sequence(
-            self._frontend, request, prefix, pending.prepared_adapter, task=pending.task.get()
-        )
+        prefix = images[0] if images and not self.frontend.places_images else None
+        adapter = None if pending.adapter is None else pending.adapter.result()
+        sequence = make_sequence(self.frontend, request, prefix, adapter, task=pending.task.get())
         sequence.seq_id = next(self._seq_ids)
         sequence.timing.arrival = pending.arrival
         tokens: list[TokenInfo] = []
         if request.resumed is not None:
-            tokens = replay(sequence, request.resumed, self._frontend)
+            tokens = replay(sequence, request.resumed, self.frontend)
         finish_reason = finish_reason_of(sequence)
         if finish_reason is None:
-            self._scheduler.submit(sequence)
-        self._requests.add(
+            self.scheduler.submit(sequence)
+        self.requests.add(
             ScheduledRequest(
                 request_id=pending.request_id,
                 tenant=pending.tenant,
@@ -380,18 +373,18 @@ class EngineCore:
                 image_seconds=max((each.seconds for each in preprocessed), default=0.0),
                 tokens=tokens,
                 num_sent_tokens=sequence.num_committed,
-                image_to_refine=self._refinements.image_to_refine(request, prefix),
+                image_to_refine=self.refinements.image_to_refine(request, prefix),
             )
         )
         if finish_reason is None:
             self._unannounced.append(sequence)
         else:  # only its result was lost
             if not request.was_admitted:
-                self._sink.started(sequence)
-            self._sink.done(sequence, finish_reason)
+                self.sink.started(sequence)
+            self.sink.done(sequence, finish_reason)
 
     def _fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("request_failed", request_id=request_id.name, exc_info=error)
             error = exhaustion(error) or InternalError("the request could not be prepared")
-        self._sink.fail(request_id, error)
+        self.sink.fail(request_id, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import structlog
@@ -24,27 +25,14 @@ from legato_engine.types import RequestKey
 _log = structlog.get_logger()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class LeaseHandler:
     """Handler that answers each `HoldImage` and `DropImage` with one output."""
 
-    def __init__(
-        self,
-        preprocessor: Preprocessor,
-        leases: ImageLeases[PreparedImage],
-        *,
-        send: Callable[[EngineOutput], None],
-    ) -> None:
-        self._preprocessor = preprocessor
-        self._leases = leases
-        self._send = send
-
-    @property
-    def next_expiry(self) -> float:
-        return self._leases.next_expiry
-
-    @property
-    def num_bytes(self) -> int:
-        return self._leases.num_bytes
+    preprocessor: Preprocessor
+    table: ImageLeases[PreparedImage]
+    _: dataclasses.KW_ONLY
+    send: Callable[[EngineOutput], None]
 
     def start(self, command: HoldImage) -> PendingLease:
         """Start to prepare the image; the caller calls `finish` when that is done."""
@@ -52,7 +40,7 @@ class LeaseHandler:
             request_id=command.request_id,
             tenant=command.request_id.tenant,
             command=command,
-            image=self._preprocessor.start_lease(
+            image=self.preprocessor.start_lease(
                 command.image, command.request_id.tenant, command.sha256
             ),
         )
@@ -66,28 +54,25 @@ class LeaseHandler:
         try:
             image = lease.image.result().image
             key = ImageKey(command.request_id.tenant, image.info.image_id)
-            until = self._leases.hold(
+            until = self.table.hold(
                 key, image, image.num_bytes, command.owner, command.ttl, command.quota_bytes
             )
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self.fail(command.request_id, error)
             return
-        self._send(ImageHeld(request_id=command.request_id, image=image.info, until=until))
+        self.send(ImageHeld(request_id=command.request_id, image=image.info, until=until))
 
     def drop(self, command: DropImage) -> None:
         try:
             key = ImageKey(command.request_id.tenant, command.image_id)
-            self._leases.drop(key, command.owner)
+            self.table.drop(key, command.owner)
         except LegatoError as error:
             self.fail(command.request_id, error)
         else:
-            self._send(ImageDropped(request_id=command.request_id))
-
-    def expire(self) -> None:
-        self._leases.expire()
+            self.send(ImageDropped(request_id=command.request_id))
 
     def fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
             error = exhaustion(error) or InternalError("the image could not be held")
-        self._send(Failed(request_id=request_id, error=to_value(error)))
+        self.send(Failed(request_id=request_id, error=to_value(error)))

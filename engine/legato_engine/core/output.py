@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -18,7 +19,6 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.sequence import Sequence, tokens_of
 from legato_engine.types import (
-    Certainty,
     Event,
     FinishReason,
     RequestKey,
@@ -27,30 +27,24 @@ from legato_engine.types import (
 )
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class OutputSink:
     """A `scheduler.Sink` that removes requests from the table when they end."""
 
-    def __init__(
-        self,
-        model: str,
-        requests: RequestTable,
-        *,
-        send: Callable[[EngineOutput], None],
-        finish: Callable[[ScheduledRequest, Done], None],
-    ) -> None:
-        self._model = model
-        self._requests = requests
-        self._send = send
-        self._finish = finish
+    model: str
+    requests: RequestTable
+    _: dataclasses.KW_ONLY
+    send: Callable[[EngineOutput], None]
+    finish: Callable[[ScheduledRequest, Done], None]
 
     def fail(self, request_id: RequestKey, error: LegatoError) -> None:
         """Send the failure of a request that is not scheduled."""
-        self._send(Failed(request_id=request_id, error=to_value(error)))
+        self.send(Failed(request_id=request_id, error=to_value(error)))
 
     def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
         if not sequence.request.progress:
             return
-        self._send(
+        self.send(
             QueuePosition(
                 request_id=sequence.request.request_id,
                 position=position,
@@ -62,13 +56,14 @@ class OutputSink:
         if not sequence.request.progress:
             return
         request = self._scheduled(sequence)
-        self._send(
+        waited = sequence.timing.prefill_start - sequence.timing.arrival
+        self.send(
             PrefillStarted(
                 request_id=request.request_id,
-                model=self._model,
+                model=self.model,
                 input_tokens=sequence.prompt_length,
                 cached_tokens=sequence.pages.cached_tokens,
-                queue_time=_queue_time(sequence, request),
+                queue_time=max(0.0, waited - request.image_seconds),
                 image=request.images[0] if request.images else None,
             )
         )
@@ -81,18 +76,24 @@ class OutputSink:
         if request.return_tokens:
             scheduled.tokens.extend(tokens_of(events))
         if request.deltas:
-            self._send(_delta(sequence, scheduled, events))
+            self.send(_delta(sequence, scheduled, events))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         request = self._scheduled(sequence)
-        self._requests.remove(request.request_id)
-        self._finish(
+        self.requests.remove(request.request_id)
+        self.finish(
             request,
             Done(
                 request_id=request.request_id,
                 result=sequence.task.result(finish_reason),
                 finish_reason=finish_reason,
-                usage=_usage(sequence),
+                usage=TokenUsage(
+                    input_tokens=sequence.prompt_length,
+                    output_tokens=sequence.num_committed,
+                    cached_tokens=sequence.pages.cached_tokens,
+                    image_tokens=sequence.num_image_tokens,
+                    reasoning_tokens=sequence.task.reasoning_tokens,
+                ),
                 timings=RequestTimings.of(
                     arrival=sequence.timing.arrival,
                     image=request.image_seconds,
@@ -108,11 +109,11 @@ class OutputSink:
         )
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        self._requests.remove(sequence.request.request_id)
+        self.requests.remove(sequence.request.request_id)
         self.fail(sequence.request.request_id, error)
 
     def _scheduled(self, sequence: Sequence) -> ScheduledRequest:
-        request = self._requests.get(sequence.request.request_id)
+        request = self.requests.get(sequence.request.request_id)
         assert isinstance(request, ScheduledRequest), "the scheduler has an unknown request"
         return request
 
@@ -121,34 +122,13 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
     """Return the tokens since the last delta, with all that another engine needs to resume."""
     tokens = sequence.tokens[len(sequence.prompt) + request.num_sent_tokens :]
     request.num_sent_tokens += len(tokens)
-    payloads: tuple[tuple[float, float], ...] = ()
-    logprobs: tuple[float, ...] = ()
-    certainties: tuple[Certainty, ...] = ()
-    if sequence.task.has_payload:
-        payloads = tuple([payload for _, payload in tokens])
-        certainties = tuple(sequence.certainties[-len(tokens) :])
-    if sequence.request.logprobs:
-        logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-len(tokens) :]])
+    has_payload, count = sequence.task.has_payload, len(tokens)
+    logprobs = request.tokens[-count:] if sequence.request.logprobs else ()
     return OutputDelta(
         request_id=request.request_id,
         events=tuple(events),
         token_ids=tuple([token_id for token_id, _ in tokens]),
-        payloads=payloads,
-        logprobs=logprobs,
-        certainties=certainties,
+        payloads=tuple([payload for _, payload in tokens]) if has_payload else (),
+        logprobs=tuple([each.logprob or 0.0 for each in logprobs]),
+        certainties=tuple(sequence.certainties[-count:]) if has_payload else (),
     )
-
-
-def _usage(sequence: Sequence) -> TokenUsage:
-    return TokenUsage(
-        input_tokens=sequence.prompt_length,
-        output_tokens=sequence.num_committed,
-        cached_tokens=sequence.pages.cached_tokens,
-        image_tokens=sequence.num_image_tokens,
-        reasoning_tokens=sequence.task.reasoning_tokens,
-    )
-
-
-def _queue_time(sequence: Sequence, request: ScheduledRequest) -> float:
-    waited = sequence.timing.prefill_start - sequence.timing.arrival
-    return max(0.0, waited - request.image_seconds)

@@ -95,10 +95,6 @@ class PendingRequest(RequestStage):
     def prepared_images(self) -> list[PreprocessedImage]:
         return [each.result() if isinstance(each, Future) else each for each in self.images]
 
-    @property
-    def prepared_adapter(self) -> Adapter | None:
-        return None if self.adapter is None else self.adapter.result()
-
     def cancel(self) -> None:
         """Cancel the images and the text; other requests may wait for the adapter."""
         for part in (*self.images, self.text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from itertools import repeat
@@ -103,6 +104,7 @@ def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
 # ---------------------------------------------------------------- decode planner
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class DecodePlanner:
     """Planner of decodes: a batch of all running sequences, which always fit, as each has a row.
 
@@ -112,32 +114,23 @@ class DecodePlanner:
     While draft tokens are in flight, any number may be accepted, so a sequence needs pages for all.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        running: RunningSequences,
-        block_sizes: BlockSizes | None,
-        *,
-        max_tokens: int = 0,
-    ) -> None:
-        """Create a planner; a launch of up to `max_tokens` tokens has room for forced ones."""
-        self._manager = manager
-        self._running = running
-        self._block_sizes = block_sizes
-        self._max_tokens = max_tokens
+    manager: KVCacheManager
+    running: RunningSequences
+    block_sizes: BlockSizes | None
+    max_tokens: int = 0  # of a launch with forced tokens
 
     def plan(self) -> Plan | None:
         batch = self._ready()
-        if len(batch) < len(self._running) and (short := self._short()):
-            self._running.grow(short)
+        if len(batch) < len(self.running) and (short := self._short()):
+            self.running.grow(short)
             batch = self._ready()
         if not batch:
             return None
-        if self._block_sizes is None:
+        if self.block_sizes is None:
             return Plan(LaunchKind.DECODE, self._add_forced(_schedule(batch)))
-        kv_use = self._manager.pages_used / self._manager.pages_total
+        kv_use = self.manager.pages_used / self.manager.pages_total
         under_pressure = kv_use > PRESSURE_RATIO
-        rows = self._schedule_drafts(batch, self._block_sizes, under_pressure)
+        rows = self._schedule_drafts(batch, self.block_sizes, under_pressure)
         rows = self._add_forced(rows)
         return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
 
@@ -149,14 +142,14 @@ class DecodePlanner:
             and sequence.progress.last_position >= 0
             and sequence.progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
-            for sequence in self._running
+            for sequence in self.running
         )
 
     def _ready(self) -> list[Sequence]:
         """Return the prefilled sequences with a page, tokens to launch and a free reference."""
         return [
             sequence
-            for sequence in self._running
+            for sequence in self.running
             if 0 <= (progress := sequence.progress).last_position < sequence.pages.capacity
             and progress.num_launched < sequence.task.max_tokens
             and sequence.inflight_refs < 2
@@ -166,7 +159,7 @@ class DecodePlanner:
     def _short(self) -> list[Sequence]:
         return [
             sequence
-            for sequence in self._running
+            for sequence in self.running
             if (progress := sequence.progress).last_position >= sequence.pages.capacity
             and progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
@@ -177,10 +170,10 @@ class DecodePlanner:
 
         With speculation a row has no more of them than draft tokens.
         """
-        room = self._max_tokens - len(rows) - sum(row.num_drafts for row in rows)
+        room = self.max_tokens - len(rows) - sum(row.num_drafts for row in rows)
         if room <= 0 or all(row.sequence.task.grammar is None for row in rows):
             return rows
-        most = room if self._block_sizes is None else self._block_sizes.max_block
+        most = room if self.block_sizes is None else self.block_sizes.max_block
         added = []
         for row in rows:
             forced = self._forced(row, min(room, most))
@@ -196,7 +189,7 @@ class DecodePlanner:
         most = min(most, sequence.task.max_tokens - progress.num_launched - 1)
         forced = grammar.forced(progress.num_launched - sequence.num_committed)[: max(most, 0)]
         end = row.position + 1 + len(forced)
-        while end > sequence.pages.capacity and self._manager.grow(sequence):
+        while end > sequence.pages.capacity and self.manager.grow(sequence):
             pass
         return forced[: sequence.pages.capacity - row.position - 1]
 
@@ -209,9 +202,7 @@ class DecodePlanner:
             progress, max_length = sequence.progress, sequence.max_length
             start = progress.last_position + progress.inflight_drafts
             max_drafts = min(bound, sequence.task.max_tokens - progress.num_launched - 1)
-            while not self._manager.reserve_draft(
-                sequence, min(start + 1 + max_drafts, max_length)
-            ):
+            while not self.manager.reserve_draft(sequence, min(start + 1 + max_drafts, max_length)):
                 max_drafts = max_drafts // 2 if max_drafts else -1
                 if max_drafts < 0:
                     break

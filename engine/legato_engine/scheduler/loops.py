@@ -20,6 +20,7 @@ _MIN_STEPS = 4  # fewer are faster as single steps
 _MAX_PAGE_FRACTION = 0.5  # of the free pages, for one loop
 
 
+@dataclasses.dataclass(eq=False)
 class Loops(ABC):
     """Policy that turns decodes whose rows need no host between steps into loops.
 
@@ -31,21 +32,13 @@ class Loops(ABC):
     of single decodes must run before the next loop.
     """
 
-    def __init__(
-        self,
-        runner: LoopRunner,
-        manager: KVCacheManager,
-        running: RunningSequences,
-        decode: DecodePlanner,
-        pause: Pause,
-    ) -> None:
-        self._runner = runner
-        self._pause = pause
-        self._manager = manager
-        self._running = running
-        self._decode = decode
-        self._num_decodes = 0  # since the last launch of another kind
-        self._min_decodes = 0  # of `_num_decodes`, before the next loop
+    runner: LoopRunner
+    manager: KVCacheManager
+    running: RunningSequences
+    decode: DecodePlanner
+    pause: Pause
+    _num_decodes: int = 0  # since the last launch of another kind
+    _min_decodes: int = 0  # of `_num_decodes`, before the next loop
 
     def record_launch(self, plan: Plan) -> None:
         self._num_decodes = self._num_decodes + 1 if plan.kind is LaunchKind.DECODE else 0
@@ -60,7 +53,7 @@ class Loops(ABC):
             return plan
         if not all(_may_loop(row.sequence) for row in plan.rows):
             return plan
-        if len(plan.rows) < len(self._running) or self._num_decodes < self._min_decodes:
+        if len(plan.rows) < len(self.running) or self._num_decodes < self._min_decodes:
             return plan
         lengths = [tokens_left(row.sequence) for row in plan.rows]
         min_steps = _MIN_STEPS + max(latest_block(row.sequence) for row in plan.rows)
@@ -99,10 +92,10 @@ class Loops(ABC):
         if not record.num_steps_read:
             self._min_decodes = 0
         if is_interrupted:
-            steps = self._runner.break_even_steps(launch)
+            steps = self.runner.break_even_steps(launch)
             if record.num_steps_read < steps:
                 self._min_decodes = steps
-        tokens = self._runner.poll_loop(launch, self._pause)
+        tokens = self.runner.poll_loop(launch, self.pause)
         if isinstance(tokens, LoopPoll):
             return tokens
         record.zombies = sum(row.sequence.finalized for row in rows)
@@ -115,7 +108,7 @@ class Loops(ABC):
         return None
 
     def stop(self, record: StepRecord) -> None:
-        self._runner.stop_loop(record.launch)
+        self.runner.stop_loop(record.launch)
 
     def is_ending(self, record: StepRecord) -> bool:
         """Return whether the current step is the last for some row."""
@@ -142,7 +135,7 @@ class Loops(ABC):
 
     def _max_pages(self) -> int:
         """Return the maximum pages that a loop may allocate."""
-        return int(self._manager.pages_available * _MAX_PAGE_FRACTION)
+        return int(self.manager.pages_available * _MAX_PAGE_FRACTION)
 
     @abstractmethod
     def _reserve(self, row: ScheduledSequence, steps: int) -> int:
@@ -160,7 +153,7 @@ class Loops(ABC):
 
     def _num_missing_pages(self, plan: Plan, steps: int) -> int:
         """Return the pages that the rows lack for `steps` steps."""
-        size = self._manager.page_size
+        size = self.manager.page_size
         needed = (
             -(-row.end_after(steps) // size) - len(row.sequence.pages.ids) for row in plan.rows
         )
@@ -232,7 +225,7 @@ class SingleLoops(Loops):
                 return None
             last -= 1
         while last >= sequence.pages.capacity:
-            if not self._manager.grow(sequence):
+            if not self.manager.grow(sequence):
                 return None
         return ScheduledSequence(sequence, position, slack=last - position)
 
@@ -244,7 +237,7 @@ class SingleLoops(Loops):
 
     def _reserve(self, row: ScheduledSequence, steps: int) -> int:
         pages = row.sequence.pages
-        while row.position + steps > pages.capacity and self._manager.grow(row.sequence):
+        while row.position + steps > pages.capacity and self.manager.grow(row.sequence):
             pass
         return pages.capacity - row.position
 
@@ -302,16 +295,16 @@ class DraftingLoops(Loops):
 
     def plan_behind(self, record: StepRecord) -> Plan | None:
         has_next = any(_has_next(row) for row in record.launch.plan.rows)
-        return self._decode.plan() if has_next and self.is_ending(record) else None
+        return self.decode.plan() if has_next and self.is_ending(record) else None
 
     def _max_pages(self) -> int:
         """Leave a page to each row, and keep the pool of pages below the pressure limit."""
-        manager = self._manager
+        manager = self.manager
         relaxed = int(PRESSURE_RATIO * manager.pages_total) - manager.pages_used
-        return min(super()._max_pages(), relaxed, manager.pages_available - len(self._running))
+        return min(super()._max_pages(), relaxed, manager.pages_available - len(self.running))
 
     def _reserve(self, row: ScheduledSequence, steps: int) -> int:
-        reserved = self._manager.reserve_draft(row.sequence, row.end_after(steps))
+        reserved = self.manager.reserve_draft(row.sequence, row.end_after(steps))
         assert reserved, f"no pages for {steps} steps of sequence {row.sequence.seq_id}"
         return steps
 

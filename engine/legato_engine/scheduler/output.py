@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Protocol
@@ -60,34 +61,24 @@ NOT_FINITE = -1
 _log = structlog.get_logger()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class OutputProcessor:
     """Processor of tokens in the order of the commits."""
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        admission: Admission[Sequence],
-        clock: Clock,
-        sink: Sink,
-        block_sizes: BlockSizes | None,
-        *,
-        finalize: Callable[[Sequence], None],
-    ) -> None:
-        """Create a processor; `finalize` ends a sequence and is called before the sink."""
-        self._manager = manager
-        self._admission = admission
-        self._clock = clock
-        self._sink = sink
-        self._block_sizes = block_sizes
-        self._finalize = finalize
-        self.num_tokens = 0
+    manager: KVCacheManager
+    admission: Admission[Sequence]
+    clock: Clock
+    sink: Sink
+    block_sizes: BlockSizes | None
+    finalize: Callable[[Sequence], None]  # ends a sequence, before the sink is called
+    num_tokens: int = 0
 
     def process_launch(self, record: StepRecord, outputs: list[RowTokens]) -> None:
         """Process the tokens of a launch that is not a loop; count them in its record."""
         plan = record.launch.plan
         num_tokens, num_decodes = self.num_tokens, len(plan.decodes)
         num_counted = len(plan.counted_rows)
-        speculates = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
+        speculates = self.block_sizes is not None and plan.kind is LaunchKind.DECODE
         for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
             sequence = row.sequence
             if sequence.finalized:
@@ -112,7 +103,7 @@ class OutputProcessor:
             sequence.roll_back_decode()  # also if it has ended: its pages may be cached
             if sequence.finalized:
                 record.zombies += 1
-            elif self._block_sizes is not None:
+            elif self.block_sizes is not None:
                 sequence.commit_drafts(row.num_drafts - before_loop, 0)
                 self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
 
@@ -120,9 +111,9 @@ class OutputProcessor:
         """Update the status and the timing at a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
-            self._manager.invalidate(sequence)
+            self.manager.invalidate(sequence)
         elif sequence.num_committed == 0:
-            sequence.timing.first_token = self._clock.now()
+            sequence.timing.first_token = self.clock.now()
 
     def process_block(
         self, record: StepRecord, row: ScheduledSequence, output: RowTokens, num_committed: int
@@ -141,8 +132,8 @@ class OutputProcessor:
         record.accepted += num_accepted
         record.rejected += num_accepted < num_drafted
         sequence.commit_drafts(num_committed, num_accepted)
-        if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, output)
+        if self.block_sizes is not None and sequence.may_draft:
+            self.block_sizes.learn(sequence, output)
         self._process_all(record, row, output)
         is_complete = len(output.tokens) > num_forced or sequence.finalized
         assert is_complete, "a forced token was not sampled"
@@ -154,7 +145,7 @@ class OutputProcessor:
         reserved = end + sequence.progress.inflight_drafts
         if not pressed:  # keep the next launch's pages, too: freeing them is not worth it
             reserved += 1 + num_drafts
-        self._manager.commit_to(sequence, end, reserved=reserved)
+        self.manager.commit_to(sequence, end, reserved=reserved)
 
     def _process_all(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
         """Process a row's tokens, and those that its answer certainly ends with, up to its end.
@@ -180,7 +171,7 @@ class OutputProcessor:
     def process(self, sequence: Sequence, token: SampledToken) -> None:
         task = sequence.task
         if token.token_id == NOT_FINITE:
-            self._manager.invalidate(sequence, sequence.prompt_length)
+            self.manager.invalidate(sequence, sequence.prompt_length)
             self.fail(sequence, NumericError("the logits are not finite"))
             return
         try:
@@ -195,17 +186,17 @@ class OutputProcessor:
         self.num_tokens += 1
         sequence.commit(token)
         if events:
-            self._sink.delta(sequence, events)
+            self.sink.delta(sequence, events)
         if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
             self._complete(sequence)
 
     def fail(self, sequence: Sequence, error: LegatoError) -> None:
-        self._finalize(sequence)
-        self._sink.failed(sequence, error)
+        self.finalize(sequence)
+        self.sink.failed(sequence, error)
 
     def _complete(self, sequence: Sequence) -> None:
         if sequence.finalized:  # aborted by the sink, during `delta`
             return
-        self._finalize(sequence)
-        self._admission.record_completion(self._clock.now() - sequence.timing.prefill_start)
-        self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)
+        self.finalize(sequence)
+        self.admission.wait.record_completion(self.clock.now() - sequence.timing.prefill_start)
+        self.sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)

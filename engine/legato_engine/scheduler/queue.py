@@ -374,6 +374,7 @@ def _priorities(entries: Sequence[_Entry[WaitingT]]) -> list[int]:
 # ---------------------------------------------------------------- admission
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Admission(Generic[WaitingT]):
     """Admission control: refuses requests that exceed the queue or cannot start in time.
 
@@ -381,24 +382,13 @@ class Admission(Generic[WaitingT]):
     priority, but never a request that has started.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        queue: WaitingQueue[WaitingT],
-        *,
-        num_rows: int,
-        rows_free: Callable[[], int],
-        max_waiting: int,
-        max_waiting_per_tenant: int,
-    ) -> None:
-        """Create an admission control; `max_waiting_per_tenant` 0 means no limit."""
-        self._num_rows = num_rows
-        self._rows_free = rows_free
-        self._clock = clock
-        self._queue = queue
-        self._max_waiting = max_waiting
-        self._max_per_tenant = max_waiting_per_tenant
-        self._wait = WaitEstimate()
+    clock: Clock
+    queue: WaitingQueue[WaitingT]
+    num_rows: int
+    rows_free: Callable[[], int]
+    max_waiting: int
+    max_waiting_per_tenant: int  # 0: no limit
+    wait: WaitEstimate = dataclasses.field(default_factory=WaitEstimate, init=False)
 
     def choose_displaced(
         self, tenant: str, priority: int, arrival: float, preparing: Collection[str] = ()
@@ -412,10 +402,10 @@ class Admission(Generic[WaitingT]):
             QueueFull: `max_waiting` requests wait or are prepared, none of which may be displaced.
             QuotaExceeded: `max_waiting_per_tenant` of them are the tenant's.
         """
-        queue = self._queue
-        if self._max_per_tenant:
+        queue = self.queue
+        if self.max_waiting_per_tenant:
             self._check_quota(tenant, queue.num_of(tenant) + list(preparing).count(tenant))
-        if len(queue) + len(preparing) < self._max_waiting:
+        if len(queue) + len(preparing) < self.max_waiting:
             return None
         counts = queue.num_by_tenant() + Counter(preparing)
         over_share = queue.tenant_over_share(tenant, counts)
@@ -429,7 +419,7 @@ class Admission(Generic[WaitingT]):
         return lower
 
     def queue_full(self, message: str) -> QueueFull:
-        return QueueFull(message, limit=self._max_waiting, retry_after_ms=self._retry_after_ms())
+        return QueueFull(message, limit=self.max_waiting, retry_after_ms=self._retry_after_ms())
 
     def displaced_error(self) -> QueueFull:
         return self.queue_full("the waiting queue is full, and another request has a better claim")
@@ -443,8 +433,8 @@ class Admission(Generic[WaitingT]):
         deadline = item.request.deadline
         if deadline is None:
             return
-        wait = self._predict_wait(self._queue.num_ahead(item))
-        if wait is not None and wait > deadline - self._clock.now():
+        wait = self._predict_wait(self.queue.num_ahead(item))
+        if wait is not None and wait > deadline - self.clock.now():
             raise DeadlineUnreachable(
                 "the predicted wait is longer than the time left",
                 estimated_wait_ms=round(wait * 1000),
@@ -452,23 +442,19 @@ class Admission(Generic[WaitingT]):
 
     def record_start(self, count: int) -> None:
         """Add a launch that starts `count` requests; they have left the queue."""
-        self._wait.record_start(count, len(self._queue), self._clock.now())
-
-    def record_completion(self, seconds: float) -> None:
-        """Add the seconds from the prefill to the end of a request."""
-        self._wait.record_completion(seconds)
+        self.wait.record_start(count, len(self.queue), self.clock.now())
 
     def estimated_wait(self) -> float:
         """Return the estimated wait in seconds; 0 while unknown."""
-        return self._predict_wait(len(self._queue)) or 0.0
+        return self._predict_wait(len(self.queue)) or 0.0
 
     def _check_quota(self, tenant: str, waiting: int) -> None:
-        if waiting >= self._max_per_tenant:
+        if waiting >= self.max_waiting_per_tenant:
             raise QuotaExceeded(
-                f"at most {self._max_per_tenant} requests of a tenant may wait",
+                f"at most {self.max_waiting_per_tenant} requests of a tenant may wait",
                 quota="waiting_per_tenant",
                 tenant=tenant,
-                limit=self._max_per_tenant,
+                limit=self.max_waiting_per_tenant,
                 actual=waiting,
                 retry_after_ms=self._retry_after_ms(),
             )
@@ -477,4 +463,4 @@ class Admission(Generic[WaitingT]):
         return max(1, round(self.estimated_wait() * 1000))
 
     def _predict_wait(self, ahead: int) -> float | None:
-        return self._wait.predict(ahead, self._rows_free(), self._num_rows)
+        return self.wait.predict(ahead, self.rows_free(), self.num_rows)

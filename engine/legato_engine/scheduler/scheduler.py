@@ -210,7 +210,7 @@ class Scheduler:
 
     def refine(self, refinement: Refinement) -> None:
         """Queue a refinement. It is not tied to a request, so it cannot be aborted."""
-        self._planner.refine(refinement)
+        self._planner.refinements.append(refinement)
 
     def set_depth(self, depth: int) -> None:
         """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
@@ -249,13 +249,9 @@ class Scheduler:
         now = self._clock.now()
         if now < self._next_deadline:
             return
-        expired, next_deadline = [], math.inf
-        for sequence in self._live.values():
-            if sequence.request.ends_by <= now:
-                expired.append(sequence)
-            else:
-                next_deadline = min(next_deadline, sequence.request.ends_by)
-        self._next_deadline = next_deadline
+        ends = {sequence: sequence.request.ends_by for sequence in self._live.values()}
+        expired = [sequence for sequence, end in ends.items() if end <= now]
+        self._next_deadline = min((end for end in ends.values() if end > now), default=math.inf)
         for sequence in expired:
             if not sequence.finalized:  # the sink may abort others
                 self._outputs.fail(sequence, DeadlineExceeded("the deadline passed"))
@@ -416,7 +412,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._live or self._planner.has_refinements or len(self._pipeline))
+        return not (self._live or self._planner.refinements or len(self._pipeline))
 
     def position(self, sequence: Sequence) -> int:
         return self._queue.position(sequence)
@@ -443,6 +439,7 @@ class Scheduler:
 # ---------------------------------------------------------------- planner
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Planner:
     """Planner that alternates between decodes and other launches while there is work for both.
 
@@ -458,44 +455,31 @@ class Planner:
     the queue, because the device encodes one image at a time.
     """
 
-    def __init__(
-        self,
-        prefill: PrefillPlanner,
-        decode: DecodePlanner,
-        *,
-        prefills_per_decode: int,
-        crops_per_launch: int,
-    ) -> None:
-        assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
-        self._prefill = prefill
-        self._decode = decode
-        self._prefills_per_decode = prefills_per_decode
-        self._crops_per_launch = crops_per_launch
-        self._refinements: deque[Refinement] = deque()
-        self._num_since_decode = 0
-        self.only_decodes = False  # at the last plan, no other launch was possible
+    prefill: PrefillPlanner
+    decode: DecodePlanner
+    prefills_per_decode: int
+    crops_per_launch: int
+    only_decodes: bool = False  # at the last plan, no other launch was possible
+    refinements: deque[Refinement] = dataclasses.field(default_factory=deque, init=False)
+    _num_since_decode: int = 0
 
-    @property
-    def has_refinements(self) -> bool:
-        return bool(self._refinements)
+    def __post_init__(self) -> None:
+        assert self.crops_per_launch >= 0, f"{self.crops_per_launch} crops per launch"
 
     @property
     def has_non_decode_work(self) -> bool:
-        return bool(self._refinements) or self._prefill.has_work
+        return bool(self.refinements) or self.prefill.has_work
 
     @property
     def expects_non_decode_launch(self) -> bool:
         """Return whether such work can probably be launched now."""
-        return bool(self._refinements) or self._prefill.expects_plan
-
-    def refine(self, refinement: Refinement) -> None:
-        self._refinements.append(refinement)
+        return bool(self.refinements) or self.prefill.expects_plan
 
     def plan(self) -> Plan | None:
         """Plan the next launch; a plan must be launched."""
-        decode = self._decode.plan()
+        decode = self.decode.plan()
         plan = decode
-        is_others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
+        is_others_turn = decode is None or self._num_since_decode < self.prefills_per_decode
         if is_others_turn:
             plan = self._plan_non_decode(decode) or decode
         self.only_decodes = plan is decode and (is_others_turn or not self.has_non_decode_work)
@@ -520,14 +504,14 @@ class Planner:
         return plan
 
     def _plan_non_decode(self, decode: Plan | None) -> Plan | None:
-        if self._refinements:
-            return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
-        if not self._prefill.has_work:
+        if self.refinements:
+            return Plan(LaunchKind.REFINE, (), refinement=self.refinements.popleft())
+        if not self.prefill.has_work:
             return None
-        streaming = self._decode.is_streaming
+        streaming = self.decode.is_streaming
         rows = decode.rows if decode is not None else ()
-        return self._prefill.plan(
-            self._crops_per_launch if streaming else 0,
+        return self.prefill.plan(
+            self.crops_per_launch if streaming else 0,
             tuple(row.with_forced(()) if row.forced else row for row in rows),
             streaming=streaming,
         )

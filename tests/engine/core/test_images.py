@@ -75,8 +75,8 @@ def test_bytes_are_not_hashed_between_steps(world):
     world.submit("other", QuerySpec(question="hello"))
     world.submit("b", DetectSpec(object="x"), world.encoded(png()))
     assert world.core.load().waiting == 2
-    assert world.core._requests.count(PendingRequest) == 1
-    assert isinstance(world.core._requests.get(RequestKey("b")), PendingRequest)
+    assert world.core.requests.count(PendingRequest) == 1
+    assert isinstance(world.core.requests.get(RequestKey("b")), PendingRequest)
     done = world.run("other", "b")[1]
     assert done.image.cache_hit
     assert done.result == first.result
@@ -203,7 +203,7 @@ def test_leases_wait_in_the_same_queue(assembly):
     """Pending leases count against the queue limit like requests."""
     world = World(assembly, max_waiting=1, preprocess_threads=1)
     gated = GatedFrontend(assembly.frontend)
-    world.core._preprocessor._frontend = gated
+    world.core.preprocessor._frontend = gated
     for number in range(3):
         image = world.encoded(png(number))
         world.core.hold(
@@ -221,7 +221,7 @@ def test_leases_and_requests_of_a_tenant_share_its_part_of_the_queue(assembly):
     """A lease is its caller's tenant's, whoever owns the image by the quota of bytes."""
     world = World(assembly, max_waiting_per_tenant=1, preprocess_threads=1)
     gated = GatedFrontend(assembly.frontend)
-    world.core._preprocessor._frontend = gated
+    world.core.preprocessor._frontend = gated
     for name, tenant in (("a", "x"), ("b", "y")):
         key = RequestKey(name, tenant)
         world.core.hold(

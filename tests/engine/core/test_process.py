@@ -49,7 +49,7 @@ import sys
 from legato_engine.core import process
 from legato_engine.core.engine_core import EngineCore
 def step(self, real=EngineCore.step):
-    if len(self._requests) or not self._scheduler.idle:
+    if len(self.requests) or not self.scheduler.idle:
         raise RuntimeError("device fault")
     return real(self)
 EngineCore.step = step

@@ -151,7 +151,7 @@ def gated(assembly):
 
 def wait_held(world, gate, *names):
     """Step until exactly these requests are being refined."""
-    while world.core._requests.count(PendingRefinement) < len(names) or world.core.busy:
+    while world.core.requests.count(PendingRefinement) < len(names) or world.core.busy:
         world.core.step()
     assert gate.entered.wait(60)
     assert not any(world.of(name, Done) for name in names)
@@ -211,7 +211,7 @@ def test_a_failure_keeps_the_coarse_outline(assembly, part):
         (done,) = world.run(name)
         assert (outline(done).path, outline(done).coarse) == (scripted.PATH, True)
         assert done.finish_reason is FinishReason.STOP
-    assert (world.core._refinements.num_unrefined, world.core._refinements.num_refined) == (2, 0)
+    assert (world.core.refinements.num_unrefined, world.core.refinements.num_refined) == (2, 0)
     world.close()
 
 
@@ -255,7 +255,7 @@ def test_an_aborted_request_sends_nothing_more(gated):
 def test_a_result_for_an_aborted_request_is_not_its_successors(world):
     """A request that reuses the id while the device works for the aborted one is refined itself."""
     ask(world, "r")
-    requests = world.core._requests
+    requests = world.core.requests
     while not getattr(requests.get(RequestKey("r")), "refinement", None):
         if not world.core.busy:
             world.woken.wait(10)
@@ -267,7 +267,7 @@ def test_a_result_for_an_aborted_request_is_not_its_successors(world):
     (done,) = world.run("r")
     assert first.result is not None
     assert not outline(done).coarse
-    assert world.core._refinements.num_refined == 1
+    assert world.core.refinements.num_refined == 1
 
 
 def test_a_stopped_request_gets_the_coarse_outline(gated):
@@ -291,8 +291,8 @@ def test_a_deadline_gets_the_coarse_outline(gated):
     ask(world, "r", deadline=deadline)
     wait_held(world, gate, "r")
     assert world.core.next_deadline() == deadline
-    held = world.core._requests.remove(RequestKey("r"))
-    world.core._requests.add(dataclasses.replace(held, deadline=time.monotonic()))
+    held = world.core.requests.remove(RequestKey("r"))
+    world.core.requests.add(dataclasses.replace(held, deadline=time.monotonic()))
     world.core.step()
     (done,) = world.of("r", Done)
     assert outline(done).coarse
@@ -301,12 +301,12 @@ def test_a_deadline_gets_the_coarse_outline(gated):
 def test_pending_refinements_take_places_in_the_queue(gated):
     """Pending refinements count against the queue limit, before an image is decoded."""
     world, gate = gated
-    places = world.core._scheduler._admission._max_waiting
+    places = world.core.scheduler._admission.max_waiting
     ask(world, "r")
     wait_held(world, gate, "r")
-    held = world.core._requests.get(RequestKey("r"))
+    held = world.core.requests.get(RequestKey("r"))
     for number in range(places):
-        world.core._requests.add(dataclasses.replace(held, request_id=RequestKey(f"r{number}")))
+        world.core.requests.add(dataclasses.replace(held, request_id=RequestKey(f"r{number}")))
     ask(world, "one more")
     assert isinstance(world.error("one more"), QueueFull)
     for number in range(places):
@@ -335,7 +335,7 @@ def test_what_has_no_path_is_not_refined(world, max_tokens):
     ask(world, "r", sampling=SamplingParams(max_tokens=max_tokens))
     (done,) = world.run("r")
     assert all(each.coarse for each in done.result.segments)
-    assert world.core._refinements.num_refined == 0
+    assert world.core.refinements.num_refined == 0
 
 
 def test_a_refiner_that_cannot_be_used_stops_the_start(config, tmp_path):

@@ -146,7 +146,7 @@ def test_one_image_is_prepared_at_once_for_an_idle_engine(world):
 @PLACED
 def test_the_pixels_of_a_request_are_bounded_before_any_is_decoded(world, monkeypatch):
     """Together, and without those that are decoded; the error has field, value and limit."""
-    monkeypatch.setattr(world.core._preprocessor, "_max_pixels", 2000)
+    monkeypatch.setattr(world.core.preprocessor, "_max_pixels", 2000)
     pixels = [world.encoded(png(seed, (40, 50))) for seed in range(9)]
     world.submit("r", QuerySpec(question="?"), pixels[0], more_images=tuple(pixels[1:]))
     error = world.error("r")

@@ -246,7 +246,7 @@ def test_the_time_to_find_a_known_image_is_not_spent_on_anothers(make_world):
     """Bytes that only another tenant sent are not looked up before they are decoded."""
     with make_world() as world:
         world.perform([("acme", "show", 0)])
-        seen = world._engine._preprocessor._seen
+        seen = world._engine.preprocessor._seen
         data = memoryview(IMAGES[0])
         assert seen.has("acme", data)
         assert not seen.has("rival", data)

@@ -118,12 +118,12 @@ class World:
     def pass_time(self, seconds):
         """Advance the clock, and do what the engine's loop wakes for."""
         self.clock.advance(seconds)
-        if self.leases.next_expiry <= self.clock.now():
+        if self.leases.table.next_expiry <= self.clock.now():
             self.step()
 
     def step(self):
         """Do what a step of the engine does for leases."""
-        self.leases.expire()
+        self.leases.table.expire()
         for lease in self.requests.completed():
             assert isinstance(lease, PendingLease)
             self.requests.remove(lease.request_id)

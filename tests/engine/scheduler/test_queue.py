@@ -441,7 +441,7 @@ class Served:
             end, _, job = heapq.heappop(self.running)
             self.clock.advance(end - self.clock.now())
             self.queue.refund(job)
-            self.admission.record_completion(job.seconds)
+            self.admission.wait.record_completion(job.seconds)
             self.ended.append(job)
             self._fill()
         self.clock.advance(moment - self.clock.now())
