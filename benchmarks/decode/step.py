@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
     parser.add_argument("--name", default="decode", help="of the record")
     arguments, options = parser.parse_known_args(argv)
-    command = [sys.executable, "-m", "legato_engine.bench", "--json", *options]
+    command = [sys.executable, "-m", "legato_engine.bench.command", "--json", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         return done.returncode

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from legato_engine.ipc.messages import TimelineBatch, encode
 from legato_engine.ipc.service_connections import ServiceConnections
-from legato_engine.scheduler.batch import Launch
+from legato_engine.scheduler.batch import Launch, StepRecord
 from legato_engine.scheduler.interfaces import LaunchTimes
-from legato_engine.telemetry import StepCounter, StepFeed, StepStats, TimelineStream
+from legato_engine.telemetry import StepCounter, StepStats, TimelineStream, step_feed
 
 from benchmarks.decode.tick import TASKS, ticks
 
@@ -35,13 +35,13 @@ class Watchers:
         self.num_bytes += len(encode(batch))
 
 
-def feed(way: str) -> tuple[StepFeed, Watchers]:
+def feed(way: str) -> tuple[Callable[[StepRecord], None], Watchers]:
     """Return the listeners of an engine process, with or without the timeline."""
     stats, watchers = StepStats(), Watchers(way == "watched")
     stream = (
         () if way == WAYS[0] else (TimelineStream(cast(ServiceConnections, watchers), stats).add,)
     )
-    return StepFeed(_times, (stats.add, StepCounter().add, *stream)), watchers
+    return step_feed(_times, (stats.add, StepCounter().add, *stream)), watchers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         for turn in range(arguments.turns):
             for way in WAYS if turn % 2 == 0 else reversed(WAYS):
                 observer, watchers = feed(way)
-                spent = ticks(TASKS["free"], streams, arguments.ticks, observer=observer.committed)
+                spent = ticks(TASKS["free"], streams, arguments.ticks, observer=observer)
                 medians[way].append(statistics.median(spent) / 1000)
                 sent = watchers.num_bytes / arguments.ticks or sent
         cells = [f"{statistics.median(medians[way]):12.2f} us" for way in WAYS]

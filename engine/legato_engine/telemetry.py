@@ -53,29 +53,29 @@ _ARROW = {
 }
 """The spans at which an arrow through a launch starts, passes and ends."""
 
-TraceEvent = dict[str, Any]
+_ARGS = ("launch", "kind", "rows", "riding", "zombies")
+"""The fields of a span that are shown with it."""
 
+TraceEvent = dict[str, Any]
 
 StepListener = Callable[[Step], None]
 """Receives all steps in the order of their commits, on the scheduler's thread; must be fast."""
 
 
-class StepFeed:
-    """Observer that reads a launch's device times once for all listeners.
+def step_feed(
+    times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
+) -> Callable[[StepRecord], None]:
+    """Return an observer that reads a launch's device times once for all listeners.
 
-    `committed` runs on the scheduler's thread while the runner has the launch's times.
+    It runs on the scheduler's thread while the runner has the launch's times.
     """
 
-    def __init__(
-        self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
-    ) -> None:
-        self._times = times
-        self._listeners = tuple(listeners)
-
-    def committed(self, record: StepRecord) -> None:
-        step = Step(record, self._times(record.launch))
-        for listener in self._listeners:
+    def committed(record: StepRecord) -> None:
+        step = Step(record, times(record.launch))
+        for listener in listeners:
             listener(step)
+
+    return committed
 
 
 class Timeline:
@@ -129,11 +129,12 @@ class SpanMaker:
             in_flight = record.plan_start <= previous.record.commit_end
             if in_flight or launch.plan.kind is LaunchKind.DECODE:
                 gaps.insert(0, (previous.times.sample_end, times.forward_start))
+        mask = [("cpu finalize", "mask", record.sample_start, record.mask_end)]
         parts = (
             ("cpu plan", "plan", record.plan_start, record.plan_end),
             ("cpu launch", "launch", record.plan_end, record.launch_end),
             ("cpu finalize", "finalize", record.sample_start, record.sample_end),
-            *_mask_span(record),
+            *(mask if record.mask_end else ()),
             ("cpu wait", "wait", record.wait_start, record.wait_end),
             ("cpu commit", "commit", record.wait_end, record.commit_end),
             ("device compute", "forward", times.forward_start, times.forward_end),
@@ -155,12 +156,6 @@ class SpanMaker:
         ]
 
 
-def _mask_span(record: StepRecord) -> tuple[tuple[str, str, int, int], ...]:
-    if not record.mask_end:
-        return ()
-    return (("cpu finalize", "mask", record.sample_start, record.mask_end),)
-
-
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
     """Return the events in Chrome's trace format, in microseconds."""
     events: list[TraceEvent] = [
@@ -175,38 +170,20 @@ def trace_events(steps: list[Step]) -> list[TraceEvent]:
 
 
 def _events(span: LaunchSpan) -> list[TraceEvent]:
+    place = {"pid": 1, "tid": LANES.index(span.lane), "ts": span.start / 1000}
     events: list[TraceEvent] = [
         {
+            **place,
             "ph": "X",
-            "pid": 1,
-            "tid": LANES.index(span.lane),
             "name": f"{span.name} {span.launch}",
             "cat": span.kind,
-            "ts": span.start / 1000,
             "dur": span.duration / 1000,
-            "args": {
-                "launch": span.launch,
-                "kind": span.kind,
-                "rows": span.rows,
-                "riding": span.riding,
-                "zombies": span.zombies,
-            },
+            "args": {name: getattr(span, name) for name in _ARGS},
         }
     ]
-    phase = _ARROW.get((span.lane, span.name))
-    if phase is not None:
-        events.append(
-            {
-                "ph": phase,
-                "bp": "e",
-                "pid": 1,
-                "tid": LANES.index(span.lane),
-                "name": "launch",
-                "cat": "launch",
-                "id": span.launch,
-                "ts": span.start / 1000,
-            }
-        )
+    if phase := _ARROW.get((span.lane, span.name)):
+        arrow = {"name": "launch", "cat": "launch", "id": span.launch, "bp": "e"}
+        events.append({**place, **arrow, "ph": phase})
     return events
 
 

@@ -10,7 +10,6 @@ import pytest
 from legato_engine.bench import command
 from legato_engine.bench.options import KINDS
 from legato_engine.bench.workload import (
-    Measurement,
     StepCost,
     Workload,
     compare,
@@ -26,7 +25,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Constraint
-from legato_engine.telemetry import StepFeed, Timeline
+from legato_engine.telemetry import Timeline, step_feed
 from legato_engine.types import DetectOutput, FinishReason
 from structlog.testing import capture_logs
 
@@ -124,8 +123,8 @@ def test_every_request_has_its_length_context_and_pages(assembly, kind, context)
     """All requests have exactly `length` tokens from `context` on, and share no page."""
     workload = Workload(assembly, kind=kind, count=5, length=LENGTH, context=context)
     timeline = Timeline(capacity=100)
-    feed = StepFeed(assembly.runner.times, (timeline.add,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed.committed)
+    feed = step_feed(assembly.runner.times, (timeline.add,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed)
     sequences = workload.sequences()
     assert {sequence.length for sequence in sequences} == {workload.context}, "all of it is fed"
     for sequence in sequences:
@@ -255,16 +254,26 @@ def test_all_streams_start_and_end_together(three_rows, depth, kind):
 
 def test_measure_counts_the_tokens_it_times(three_rows):
     """A measurement has both depths, the requested context, and the tokens in its time."""
-    measured = measure(three_rows, task="query", streams=2, length=8, context=60, repeats=2)
-    assert (measured.context, measured.num_tokens) == (60, 2 * 6)
-    assert {depth: cost.num_steps for depth, cost in measured.costs.items()} == {1: 12, 2: 14}
-    assert min(measured.seconds.values()) > 0
+    row = measure(
+        three_rows,
+        task="query",
+        streams=2,
+        length=8,
+        context=60,
+        repeats=2,
+        forward_single=1.0,
+    )
+    assert row.context == 60
+    assert (row.blocking.num_steps, row.pipelined.num_steps) == (12, 14)
+    rates = row.tokens_per_second
+    assert rates[2] / rates[1] == pytest.approx(row.observed), "of equally many tokens"
+    assert min(rates.values()) > 0
 
 
 def test_compare():
     """Prediction and observation are of one phase, whose zombies fill a step."""
     costs = {1: COST, 2: dataclasses.replace(COST, period=5.0)}
-    measurement = Measurement(
+    row = compare(
         task="query",
         streams=4,
         length=102,
@@ -272,8 +281,8 @@ def test_compare():
         costs=costs,
         # 100 blocking steps of 6 ms after the first commit, 101 pipelined ones of 5 ms.
         seconds={1: 0.600, 2: 0.505},
+        forward_single=3.0,
     )
-    row = compare(measurement, forward_single=3.0)
     assert row.predicted == pytest.approx(1.2 * (1 - 1 / 101))
     assert row.observed == pytest.approx(row.predicted)
     assert row.predicted_serving == pytest.approx(1.2 * (1 - 0.25 / 102))

@@ -14,8 +14,8 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from legato_engine.bench.options import TABLES, bench_parser
-from legato_engine.bench.workload import MIN_LENGTH, Comparison, Workload, compare, measure
+from legato_engine.bench.options import bench_parser
+from legato_engine.bench.workload import MIN_LENGTH, Comparison, Workload, measure
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
 
@@ -77,14 +77,11 @@ _CONSTRAINED: Cells[Mapping[str, float]] = {
 }
 
 
-def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    step = _table(f"A pipelined step: {title}", rows, _STEP)
-    return step, _table(f"Blocking and pipelined: {title}", rows, _SPEEDUP)
-
-
-def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Return the tables of Photon's article on pipelined decoding, with its rounding."""
-    return _table(title, rows, _PHOTON_STEP), _table(title, rows, _PHOTON_GAIN)
+_TABLES: Mapping[str, tuple[tuple[str, Cells[Comparison]], ...]] = {
+    "full": (("A pipelined step: ", _STEP), ("Blocking and pipelined: ", _SPEEDUP)),
+    "photon": (("", _PHOTON_STEP), ("", _PHOTON_GAIN)),
+}
+"""Titles and columns; `photon` has those of Photon's article on pipelined decoding."""
 
 
 def _table(title: str, rows: Sequence[RowT], cells: Cells[RowT]) -> Table:
@@ -103,7 +100,6 @@ def _table(title: str, rows: Sequence[RowT], cells: Cells[RowT]) -> Table:
 # cost model predicts from them is shown with the gain observed in the decode phase, which excludes
 # prefills (`legato_engine.bench.workload`).
 
-_TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120
 _COMPARED = ("query", "detect", "json")
 
@@ -139,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print_json(json.dumps(figures))
     else:
         title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
-        console.print(*_TABLES[arguments.table](rows, title))
+        tables = _TABLES[arguments.table]
+        console.print(*(_table(head + title, rows, cells) for head, cells in tables))
         if compared:
             console.print(_table(f"Constrained steps: {title}", compared, _CONSTRAINED))
     assembly.device.close()
@@ -153,19 +150,20 @@ def measure_task(
 
     One stream is always measured, because a batch's row share is relative to it.
     """
-    measured = [
-        measure(
-            assembly,
-            task=task,
-            streams=streams,
-            length=arguments.length,
-            context=context,
-            repeats=arguments.repeats,
+    rows: list[Comparison] = []
+    for streams in sorted({1, *arguments.streams}):
+        rows.append(
+            measure(
+                assembly,
+                task=task,
+                streams=streams,
+                length=arguments.length,
+                context=context,
+                repeats=arguments.repeats,
+                forward_single=rows[0].pipelined.forward if rows else 0.0,
+            )
         )
-        for streams in sorted({1, *arguments.streams})
-    ]
-    forward_single = measured[0].costs[2].forward
-    return [compare(one, forward_single) for one in measured if one.streams in arguments.streams]
+    return [row for row in rows if row.streams in arguments.streams]
 
 
 def common_context(assembly: Assembly) -> int:
@@ -215,3 +213,8 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
 def log_to_stderr() -> None:
     """Log to stderr, because stdout is for figures."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    sys.exit(main())

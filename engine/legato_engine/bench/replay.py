@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -149,7 +149,7 @@ class SyntheticRequests:
     def __init__(self, assembly: Assembly, bundle: Bundle) -> None:
         self._assembly = assembly
         self._constraints = endless(assembly.frontend.constraints)
-        self._lengths = dict(_lengths(bundle))
+        self._lengths = _lengths(bundle)
         self._random = np.random.default_rng(0)
         self.shapes = {shape.seq_id: shape for shape in bundle.requests}
         self.num_made = 0
@@ -179,14 +179,11 @@ class SyntheticRequests:
         return sequence
 
 
-def _lengths(bundle: Bundle) -> Iterator[tuple[int, int]]:
+def _lengths(bundle: Bundle) -> dict[int, int]:
     """Return the tokens that each request generated or could still generate."""
-    ends: dict[int, int] = {}
-    for launch in bundle.launches:
-        for row in launch.rows:
-            ends[row.seq_id] = row.position + row.num_tokens
-    for shape in bundle.requests:
-        yield shape.seq_id, _length(shape, ends.get(shape.seq_id))
+    rows = (row for launch in bundle.launches for row in launch.rows)
+    ends = {row.seq_id: row.position + row.num_tokens for row in rows}
+    return {shape.seq_id: _length(shape, ends.get(shape.seq_id)) for shape in bundle.requests}
 
 
 def _length(shape: RequestShape, end: int | None) -> int:

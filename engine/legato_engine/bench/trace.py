@@ -13,7 +13,7 @@ from legato_engine.bench.options import trace_parser
 from legato_engine.bench.workload import Workload
 from legato_engine.core.assembly import assemble
 from legato_engine.scheduler.output import SilentSink
-from legato_engine.telemetry import StepFeed, Timeline
+from legato_engine.telemetry import Timeline, step_feed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
     )
     timeline = Timeline(capacity=2 * workload.num_tokens + arguments.streams)
-    observer = StepFeed(assembly.runner.times, (timeline.add,)).committed
+    observer = step_feed(assembly.runner.times, (timeline.add,))
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=observer)
     for sequence in workload.sequences():
         scheduler.submit(sequence)

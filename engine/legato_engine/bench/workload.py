@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 from collections import abc
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -20,10 +21,10 @@ from legato_engine.scheduler.interfaces import Step
 from legato_engine.scheduler.output import SilentSink
 from legato_engine.sequence import Constraint, Grammar, SampledToken, Sequence, Task
 from legato_engine.telemetry import (
-    StepFeed,
     Timeline,
     predicted_speedup,
     row_share,
+    step_feed,
     step_parts,
     zombie_tax,
 )
@@ -211,31 +212,12 @@ class StepCost:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measurement:
-    """Measurement of one number of streams, by depth.
-
-    `seconds` is the median duration of the decode phase, `context` the position of the first token.
-    """
-
-    task: str
-    streams: int
-    length: int
-    context: int
-    costs: dict[int, StepCost]
-    seconds: dict[int, float]
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens committed in `seconds`: all but the prefill's and the first step's."""
-        return self.streams * (self.length - 2)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One row of the tables.
+    """Measurement of one number of streams: a row of the tables.
 
-    `predicted` and `observed` are ratios of throughput in the decode phase, where zombies cost one
-    whole step. `predicted_serving` is for requests that end one by one; their zombies cost rows.
+    `context` is the position of the first token. `predicted` and `observed` are ratios of
+    throughput in the decode phase, where zombies cost one whole step. `predicted_serving` is for
+    requests that end one by one; their zombies cost rows.
     """
 
     task: str
@@ -251,12 +233,18 @@ class Comparison:
 
 
 def measure(
-    assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
-) -> Measurement:
-    """Measure both depths in the order 1 2 2 1, after a warm-up of each."""
+    assembly: Assembly,
+    *,
+    task: str,
+    streams: int,
+    length: int,
+    context: int,
+    repeats: int,
+    forward_single: float,
+) -> Comparison:
+    """Measure both depths in the order 1 2 2 1, after a warm-up of each; see `compare`."""
     workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
     steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
-    costs: dict[int, StepCost] = {}
     seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
     for depth in DEPTHS:
         run(assembly, workload, depth)
@@ -266,15 +254,14 @@ def measure(
             steps[depth] += phase
             first, last = phase[0].record.commit_end, phase[-1].record.commit_end
             seconds[depth].append((last - first) / 1e9)
-    for depth in DEPTHS:
-        costs[depth] = step_cost(steps[depth], streams)
-    return Measurement(
+    return compare(
         task=task,
         streams=streams,
         length=length,
         context=workload.context,
-        costs=costs,
+        costs={depth: step_cost(steps[depth], streams) for depth in DEPTHS},
         seconds={depth: statistics.median(seconds[depth]) for depth in DEPTHS},
+        forward_single=forward_single,
     )
 
 
@@ -282,13 +269,12 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
     """Run a workload, all prefills first and unshared."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
-    feed = StepFeed(assembly.runner.times, (timeline.add,))
     scheduler = assembly.scheduler(
         SilentSink(),
         pipeline_depth=depth,
         prefills_per_decode=len(sequences),
         shares=False,
-        observer=feed.committed,
+        observer=step_feed(assembly.runner.times, (timeline.add,)),
     )
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -339,24 +325,38 @@ def _follows(previous: Step, step: Step) -> bool:
     return step.record.launch.launch_id == previous.record.launch.launch_id + 1
 
 
-def compare(measurement: Measurement, forward_single: float) -> Comparison:
-    """Compare with the prediction; `forward_single` is one stream's forward in ms."""
-    blocking, pipelined = (measurement.costs[depth] for depth in DEPTHS)
-    share = row_share(pipelined.forward, forward_single, measurement.streams)
-    num_steps = measurement.length - 1  # timed at depth 2, with the step of zombies
+def compare(
+    *,
+    task: str,
+    streams: int,
+    length: int,
+    context: int,
+    costs: Mapping[int, StepCost],
+    seconds: Mapping[int, float],
+    forward_single: float,
+) -> Comparison:
+    """Compare with the prediction.
+
+    `costs` and `seconds`, of the decode phase, are by depth. `forward_single` is one stream's
+    forward in ms, ignored if this is it.
+    """
+    blocking, pipelined = (costs[depth] for depth in DEPTHS)
+    share = row_share(pipelined.forward, forward_single, streams)
+    num_steps = length - 1  # timed at depth 2, with the step of zombies
+    num_tokens = streams * (length - 2)  # all but the prefill's and the first step's
 
     def predicted(tax: float) -> float:
         return predicted_speedup(blocking.period, pipelined.period, tax)
 
     return Comparison(
-        task=measurement.task,
-        streams=measurement.streams,
-        length=measurement.length,
-        context=measurement.context,
+        task=task,
+        streams=streams,
+        length=length,
+        context=context,
         blocking=blocking,
         pipelined=pipelined,
-        tokens_per_second={d: measurement.num_tokens / measurement.seconds[d] for d in DEPTHS},
+        tokens_per_second={depth: num_tokens / seconds[depth] for depth in DEPTHS},
         predicted=predicted(zombie_tax(num_steps, 1.0)),
-        predicted_serving=predicted(zombie_tax(measurement.length, share)),
-        observed=measurement.seconds[1] / measurement.seconds[2],
+        predicted_serving=predicted(zombie_tax(length, share)),
+        observed=seconds[1] / seconds[2],
     )

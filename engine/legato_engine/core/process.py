@@ -58,11 +58,11 @@ from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm import BlobReader
 from legato_engine.telemetry import (
     StepCounter,
-    StepFeed,
     StepListener,
     StepStats,
     Timeline,
     TimelineStream,
+    step_feed,
 )
 
 
@@ -155,29 +155,13 @@ _IDLE_MS = 5  # without a command before the loop publishes and sleeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Telemetry:
-    """Launch telemetry."""
-
-    stats: StepStats
-    counter: StepCounter
-    stream: TimelineStream
-
-    @classmethod
-    def of(cls, connections: ServiceConnections) -> Telemetry:
-        stats = StepStats()
-        return cls(stats, StepCounter(), TimelineStream(connections, stats))
-
-    @property
-    def listeners(self) -> tuple[StepListener, ...]:
-        return (self.stats.add, self.counter.add, self.stream.add)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoop:
     """Main loop: executes commands, steps the engine and publishes its state."""
 
     core: Core
-    telemetry: Telemetry
+    stats: StepStats
+    counter: StepCounter
+    timeline: TimelineStream
     connections: ServiceConnections
     vitals: Vitals
     quarantine: Quarantine
@@ -209,15 +193,15 @@ class EngineLoop:
 
     def publish(self) -> None:
         self.vitals.due = False
-        self.telemetry.stream.flush()
-        steps = self.telemetry.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        self.timeline.flush()
+        steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
         load = self.core.load()
         waiting = load.waiting + self.quarantine.num_held
         self.vitals.beat = Heartbeat(
             step=self.core.steps_committed,
             load=msgspec.structs.replace(load, waiting=waiting, decode_steps=steps),
             estimated_wait=self.core.estimated_wait(),
-            steps=self.telemetry.counter.totals(),
+            steps=self.counter.totals(),
             images=self.core.image_totals(),
         )
 
@@ -308,13 +292,15 @@ def serve(
     Raises:
         UnservableConfig: a model or setting cannot be served.
     """
-    telemetry = Telemetry.of(connections)
+    stats, counter = StepStats(), StepCounter()
+    timeline = TimelineStream(connections, stats)
+    listeners: list[StepListener] = [stats.add, counter.add, timeline.add]
     failpoints.hit("engine.startup")
     recorder = _recorder(files)
     with unservable():
-        core, model = _open(config, blobs, connections, wake_fd, telemetry, recorder)
+        core, model = _open(config, blobs, connections, wake_fd, timeline, listeners, recorder)
     quarantine = Quarantine(lambda: core.idle, functools.partial(apply, core), connections.announce)
-    loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
+    loop = EngineLoop(core, stats, counter, timeline, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
@@ -337,11 +323,12 @@ def _open(
     blobs: BlobReader,
     connections: ServiceConnections,
     wake_fd: int,
-    telemetry: Telemetry,
+    timeline: TimelineStream,
+    listeners: list[StepListener],
     recorder: FlightRecorder | None,
 ) -> tuple[Core, ServedModel]:
     if config.model == null_engine.NAME:
-        core = NullEngine(config, blobs=blobs, send=connections.post, timeline=telemetry.stream)
+        core = NullEngine(config, blobs=blobs, send=connections.post, timeline=timeline)
         return core, null_engine.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
@@ -358,15 +345,16 @@ def _open(
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
     templates.close_unused()
-    recorders = () if recorder is None else (recorder.add,)
+    if recorder is not None:
+        listeners.append(recorder.add)
+    if config.trace_steps:
+        listeners.append(_dumped_timeline(config.trace_steps))
     return assembly.core(
         blobs=blobs,
         send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         pause=connections.pause,
-        observer=StepFeed(
-            assembly.runner.times, (*telemetry.listeners, *recorders, *_timelines(config))
-        ).committed,
+        observer=step_feed(assembly.runner.times, listeners),
         recorder=recorder,
     ), assembly.info
 
@@ -393,14 +381,13 @@ def _write_stacks_to(files: CrashFiles | None) -> None:
     faulthandler.enable(file=file)
 
 
-def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
-    if not config.trace_steps:
-        return ()
-    timeline = Timeline(config.trace_steps)
+def _dumped_timeline(capacity: int) -> StepListener:
+    """Keep the last launches, to be written at SIGUSR1."""
+    timeline = Timeline(capacity)
     signal.signal(
         signal.SIGUSR1, lambda *_: _log.info("timeline_written", path=str(timeline.dump()))
     )
-    return (timeline.add,)
+    return timeline.add
 
 
 def _send(connections: ServiceConnections, output: EngineOutput) -> None:

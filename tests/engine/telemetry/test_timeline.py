@@ -15,10 +15,10 @@ from legato_engine.telemetry import (
     LANES,
     PERIOD,
     SpanMaker,
-    StepFeed,
     StepStats,
     Timeline,
     TimelineStream,
+    step_feed,
     trace_events,
 )
 
@@ -38,8 +38,8 @@ def assembly():
 def traced(assembly, depth, kind="query", capacity=1000):
     """Return the timeline of three requests on two rows."""
     timeline = Timeline(capacity)
-    feed = StepFeed(assembly.runner.times, (timeline.add,))
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed.committed)
+    feed = step_feed(assembly.runner.times, (timeline.add,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed)
     for sequence in Workload(assembly, kind=kind, count=3, length=20).sequences():
         scheduler.submit(sequence)
     scheduler.drain()
@@ -88,10 +88,10 @@ def test_every_listener_gets_every_step_and_times_are_read_once():
         return LaunchTimes(0, 1, 2, 3, 4)
 
     first, second = Timeline(capacity=9), Timeline(capacity=9)
-    feed = StepFeed(times, (first.add, second.add))
+    feed = step_feed(times, (first.add, second.add))
     for launch_id in range(3):
         launch = Launch(launch_id, launch_id % 2, Plan(LaunchKind.DECODE, ()))
-        feed.committed(StepRecord(launch, plan_start=0, plan_end=0))
+        feed(StepRecord(launch, plan_start=0, plan_end=0))
     assert asked == [0, 1, 2]
     assert [step.record.launch.launch_id for step in first.steps] == [0, 1, 2]
     assert all(a is b for a, b in zip(first.steps, second.steps, strict=True))

@@ -102,7 +102,7 @@ MODULES = {
         "legato models --json",
     ),
     "bench": ForwardedProgram(
-        "legato_engine.bench",
+        "legato_engine.bench.command",
         "legato_engine.bench.options:bench_parser",
         "measure this machine's engine",
         "legato bench --device cuda --streams 1,8,32",

@@ -22,7 +22,7 @@ from legato_engine.runtime import torch_backend
 from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.scheduler.batch import LaunchKind
 from legato_engine.sequence import SampledToken, tokens_of
-from legato_engine.telemetry import StepFeed, Timeline, trace_events
+from legato_engine.telemetry import Timeline, step_feed, trace_events
 from legato_engine.types import (
     CachedImageRef,
     FinishReason,
@@ -211,9 +211,9 @@ class Behind:
         assembly, self.adapter = dataclasses.replace(engine.assembly, **fields), adapter
         self.answers = same.Answers()
         self.timeline = Timeline(10_000)
-        feed = StepFeed(assembly.runner.times, (self.timeline.add,))
+        feed = step_feed(assembly.runner.times, (self.timeline.add,))
         self.frontend = assembly.frontend
-        self.scheduler = assembly.scheduler(self.answers, pipeline_depth=2, observer=feed.committed)
+        self.scheduler = assembly.scheduler(self.answers, pipeline_depth=2, observer=feed)
         self._numbers = itertools.count()
         self.submit("stream", "tell all of it", max_tokens=80)
         self.scheduler.step()
