@@ -64,38 +64,14 @@ _RANGES = {
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of an engine process, passed as JSON on its command line.
 
-    Model: "null" has no weights and generates scripted results, one token every `null_step_ms` (0:
-    all at once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
-    improves outlines.
+    docs/configuration.md explains what an operator may set. The model "null" has no weights and
+    generates scripted results, one token every `null_step_ms` (0: all at once).
 
-    KV cache: `num_pages` 0 sizes the pool by `kv_memory_fraction` of the memory that the model
-    leaves free, on the CPU at most for `max_running` full contexts and some shared prefixes. A
-    CPU's pool takes memory when its pages are first used.
-    `max_context` bounds prompt and output together.
+    `num_pages` 0 sizes the pool of KV pages by `kv_memory_fraction` of the memory that the model
+    leaves free, on the CPU at most for `max_running` full contexts and some shared prefixes.
 
-    Launches: `pipeline_depth` 1 blocks, 2 pipelines, 0 is 2 on a GPU, else 1. Up to
-    `max_prefill_rows` prompts share a launch, which running decodes may join; 1 disables both, 0
-    is 4 on a GPU with kernels for the model, else 1. While other requests stream, an image is
-    encoded `crops_per_launch` crops at a time. While many wait and none streams, up to
-    `images_per_launch` images share a launch on a GPU that cuts images.
-
-    `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
-    row needs the host between them; `resident` runs these as one kernel where it can, with
-    speculation by lookups alone. `auto` is `loop` where a GPU has kernels for the model's steps, or
-    `resident` for launches that are measured to be faster so; else `graph`.
-
-    Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
-    tenant share one. `priority_seconds` of waiting equal one step of priority.
-
-    Images: held images count against `image_quota_bytes` for each owner and `image_hold_bytes` for
-    all, not against `image_cache_bytes`.
-
-    Speculation: `off`, `fixed:K`, `seed` (adaptive block sizes) or `budget` (by the worth of draft
-    tokens on this device). `draft` is a draft file of the model; `NAME:FOLDER`, a text model with
-    the same vocabulary; or `lookup`. Empty is the model's own draft, else `lookup`.
-
-    Adapters: `adapters` is an additional folder of adapter files. The host caches
-    `adapter_cache_bytes` of them; `adapter_slots` are on the device at a time.
+    Held images count against `image_quota_bytes` for each owner and `image_hold_bytes` for all, not
+    against `image_cache_bytes`. The host caches `adapter_cache_bytes` of adapter files.
     """
 
     model: str = "legato-tiny"

@@ -139,17 +139,10 @@ class FlightRecorder:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Make the file.
-
-        Raises:
-            OSError: there is no space for it, or it exists.
-        """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            os.posix_fallocate(
-                descriptor, 0, _SIZE
-            )  # otherwise a write without space raises SIGBUS
+            os.posix_fallocate(descriptor, 0, _SIZE)  # else a write without space raises SIGBUS
             self._map = mmap.mmap(descriptor, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(descriptor)
@@ -297,11 +290,7 @@ class CrashFiles:
         self.stacks = prefix.with_name(f"{prefix.name}.stacks")
 
     def open_stacks(self) -> IO[str]:
-        """Open the stacks file for appending; only this user may read it.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
+        """Open the stacks file for appending; only this user may read it."""
         flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(self.stacks, flags, 0o600), "a")
 

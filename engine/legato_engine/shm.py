@@ -40,11 +40,7 @@ class OwnerLock:
     """A lock file that this process holds until `release`."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Make and lock the file.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make and lock the file."""
         self._path = path
         while True:
             descriptor = os.open(path, _FLAGS, 0o600)
@@ -75,7 +71,8 @@ def sweep_files(folder: pathlib.Path, lock_name: re.Pattern[str]) -> int:
         with _abandoned(lock) as is_abandoned:
             if is_abandoned:
                 owned = (*folder.glob(f"{match[1]}-*"), *folder.glob(f".{match[1]}-*"))
-                for path in (*filter(_is_private_file, owned), lock):
+                private = [path for path in owned if _is_private(path, stat.S_IFREG | 0o600)]
+                for path in (*private, lock):
                     with contextlib.suppress(OSError):
                         path.unlink()
                         removed += path is not lock
@@ -114,23 +111,15 @@ def _entries(folder: pathlib.Path) -> list[pathlib.Path]:
 @contextlib.contextmanager
 def _abandoned(lock: pathlib.Path) -> Iterator[bool]:
     """Yield whether a lock of this user has no owner; nothing can take it within the block."""
-    try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:  # there is none, or it is another user's
-        yield False
-        return
-    try:
-        if not _is_lock(descriptor):
-            yield False
-            return
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield _names(lock, descriptor)
-    finally:
-        os.close(descriptor)
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            stack.callback(os.close, descriptor)
+            if is_lock := _is_lock(descriptor):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # there is none, it is another user's, or its owner lives
+            is_lock = False
+        yield is_lock and _names(lock, descriptor)
 
 
 def _names(path: pathlib.Path, descriptor: int) -> bool:
@@ -145,10 +134,6 @@ def _is_lock(descriptor: int) -> bool:
     return (found.st_uid, found.st_mode) == (os.geteuid(), stat.S_IFREG | 0o600) and os.pread(
         descriptor, len(_MARKER) + 1, 0
     ) == _MARKER
-
-
-def _is_private_file(path: pathlib.Path) -> bool:
-    return _is_private(path, stat.S_IFREG | 0o600)
 
 
 def _is_private(path: pathlib.Path, mode: int) -> bool:
@@ -198,9 +183,7 @@ class _Segment:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            os.posix_fallocate(
-                descriptor, 0, size
-            )  # raises without space; a later write would get SIGBUS
+            os.posix_fallocate(descriptor, 0, size)  # else a write without space raises SIGBUS
             self._mapping = map_segment(descriptor, size)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -259,7 +242,10 @@ class SegmentPool:
         if needed > LARGEST:
             return None
         size = max(SMALLEST, 1 << (needed - 1).bit_length())
-        segment = self._reuse(size) or self._create(size, name)
+        segment = self._pop_free(size)
+        if segment is None:
+            self._collect()
+            segment = self._pop_free(size) or self._create(size, name)
         if segment is None:
             return None
         self._busy[segment.name] = segment
@@ -286,21 +272,15 @@ class SegmentPool:
         self._unread.clear()
         self._free.clear()
 
-    def _reuse(self, size: int) -> _Segment | None:
-        return self._pop_free(size) or (self._pop_free(size) if self._collect() else None)
-
     def _pop_free(self, size: int) -> _Segment | None:
-        for index in range(len(self._free) - 1, -1, -1):
-            if self._free[index].size == size:
-                return self._free.pop(index)
-        return None
+        latest_first = enumerate(reversed(self._free), start=1)
+        at = next((at for at, segment in latest_first if segment.size == size), None)
+        return None if at is None else self._free.pop(-at)
 
-    def _collect(self) -> bool:
-        before = len(self._free)
+    def _collect(self) -> None:
         for _ in range(len(self._unread)):
             segment = self._unread.popleft()
             (self._free if segment.released else self._unread).append(segment)
-        return len(self._free) > before
 
     def _create(self, size: int, name: str) -> _Segment | None:
         while self._size + size > self._limit:
@@ -348,11 +328,7 @@ _LOCK_NAME = re.compile(r"\.(legato-\d+-[0-9a-f]{16})\.lock")
 
 
 def own_namespace(namespace: str) -> OwnerLock:
-    """Hold a namespace, and those that begin with it, until the lock is released.
-
-    Raises:
-        OSError: the folder of the blobs takes no files.
-    """
+    """Hold a namespace, and those that begin with it, until the lock is released."""
     return OwnerLock(blob_folder() / f".{namespace}.lock")
 
 

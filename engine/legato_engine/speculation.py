@@ -347,10 +347,6 @@ def block_policy(setting: str) -> BlockPolicy | None:
 
 
 def block_sizes(setting: str) -> BlockSizes | None:
-    """Return the block sizes of a `--speculation` setting.
-
-    Raises:
-        InvalidField: the setting is unknown.
-    """
+    """Return the block sizes of a `--speculation` setting; raise as `block_policy`."""
     policy = block_policy(setting)
     return None if policy is None else BlockSizes(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -58,6 +59,7 @@ SERVED_AFTER = 1.0
 """Seconds after which a ready process counts as one that served."""
 
 
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class RestartBackoff:
     """Delays before restarts: none after a process that served, else doubled.
 
@@ -65,18 +67,17 @@ class RestartBackoff:
     request each time. The delays keep such restarts from saturating the machine.
     """
 
-    def __init__(self, *, first: float, cap: float, ready_cap: float) -> None:
-        self._first = first
-        self._cap = cap
-        self._ready_cap = ready_cap
-        self._next = first
+    first: float
+    cap: float
+    ready_cap: float
+    _next: float = 0.0  # 0: `first`
 
     def delay(self, *, ready: bool, served: bool) -> float:
         if served:
-            self._next = self._first
+            self._next = 0.0
             return 0.0
-        delay = min(self._next, self._ready_cap) if ready else self._next
-        self._next = min(delay * 2, self._cap)
+        delay = min(self._next or self.first, self.ready_cap if ready else self.cap)
+        self._next = min(delay * 2, self.cap)
         return delay
 
 
@@ -89,11 +90,7 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, command: Sequence[str], inherited: Sequence[int] = ()) -> ChildProcess:
-        """Start `command` with the `inherited` descriptors.
-
-        Raises:
-            OSError: the command cannot be executed.
-        """
+        """Start `command` with the `inherited` descriptors."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,

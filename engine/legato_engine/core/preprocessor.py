@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -204,11 +202,7 @@ class Preprocessor:
         self._count_lock = threading.Lock()
         self._num_decoded = 0
         self._num_found = 0
-        self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
-        self._prefetcher = threading.Thread(
-            target=self._run_prefetches, name="legato-prefetch", daemon=True
-        )
-        self._prefetcher.start()
+        self._prefetcher = concurrent.futures.ThreadPoolExecutor(1, "legato-prefetch")
 
     @property
     def images_cached(self) -> int:
@@ -285,12 +279,14 @@ class Preprocessor:
             InternalError: the blob cannot be read.
         """
         if loaded is not None and inline and self._fits_inline(loaded):
-            self._prefetches.put(loaded.key)
-            if prefetch is not None:
-                self._prefetches.put(prefetch)
-            prepared = self._prepare_inline(loaded, keep)
-            if prepared is not None:
-                return prepared
+            for value in (loaded.key, prefetch):
+                if value is not None:
+                    self._prefetcher.submit(value.get)  # an error is raised again at its use
+            start = time.monotonic()
+            pixels_HWC = self._decode_here(loaded)
+            if pixels_HWC is not None:  # else it may be corrupt
+                image = self._prepare(loaded, pixels_HWC, keep)
+                return PreprocessedImage(image, time.monotonic() - start)
         job = _Job(source, loaded, tenant, keep)
         self._light.threads.submit(self._run, job, self._light)
         if loaded is not None and loaded.is_small:
@@ -315,8 +311,7 @@ class Preprocessor:
     def close(self) -> None:
         self._light.close()
         self._heavy.close()
-        self._prefetches.put(None)
-        self._prefetcher.join()
+        self._prefetcher.shutdown()
 
     # ------------------------------------------------------------ on a pool's thread
 
@@ -369,12 +364,6 @@ class Preprocessor:
             return None
         return decode_baseline(loaded.view, header, self._memory.allocate)
 
-    def _run_prefetches(self) -> None:
-        while (value := self._prefetches.get()) is not None:
-            with contextlib.suppress(Exception):  # raised again when the value is used
-                value.get()
-            del value  # not kept alive while the thread waits
-
     def _fits_inline(self, loaded: LoadedImage) -> bool:
         source = loaded.source
         if isinstance(source, RawImage):
@@ -410,15 +399,6 @@ class Preprocessor:
                 )
             ),
         )
-
-    def _prepare_inline(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage | None:
-        """Prepare a small image on this thread; return None for a JPEG that may be corrupt."""
-        start = time.monotonic()
-        pixels_HWC = self._decode_here(loaded)
-        if pixels_HWC is None:
-            return None
-        image = self._prepare(loaded, pixels_HWC, keep)
-        return PreprocessedImage(image, time.monotonic() - start)
 
     def _prepare(self, loaded: LoadedImage, pixels_HWC: Pixels, keep: bool) -> PreparedImage:
         height, width = pixels_HWC.shape[:2]

@@ -40,19 +40,28 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HTTP_ERROR: type[Exception] = vars(hub_errors)["HTTPError"]
 """Error of the HTTP client that this version of the library uses."""
 
+FAILED, NOT_FOUND, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
+"""Exit codes, the same as those of the command `legato`."""
+
 Say = Callable[[str], None]
 
 
 class PullFailed(Exception):
     """Failed pull; the message is for the user, and the next pull resumes the download."""
 
+    exit_code = FAILED
+
 
 class HubUnreachable(PullFailed):
     """The hub does not answer: no network, a wrong endpoint, or HF_HUB_OFFLINE."""
 
+    exit_code = UNREACHABLE
+
 
 class NotPublished(PullFailed):
     """Repository, revision or file that does not exist or is not accessible to this caller."""
+
+    exit_code = NOT_FOUND
 
 
 class ContentMismatch(PullFailed):
@@ -305,40 +314,26 @@ def _translate_errors(folder: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------- pull
 
-FAILED, NOT_FOUND, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
-"""Exit codes, the same as those of the command `legato`."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = pull_parser().parse_args(argv)
     model = MODELS[arguments.model]
     folder = store.model_folder(arguments.models, model.name)
-    out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    out.print(f"licence: {model.licence}", markup=False, highlight=False)
+    out = Console(soft_wrap=True, markup=False, highlight=False)
+    err = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    out.print(f"licence: {model.licence}")
     try:
-        manifest = pull(model, folder, lambda line: out.print(line, markup=False, highlight=False))
+        manifest = pull(model, folder, out.print)
     except PullFailed as error:
-        err.print(f"legato: error: {error}", markup=False, highlight=False)
-        return _exit_code(error)
+        err.print(f"legato: error: {error}")
+        return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     out.print(
         f"{model.name}: {manifest.num_bytes / 1e9:.2f} GB in {folder}, sizes and hashes checked; "
-        f"legato serve --model {model.name}",
-        markup=False,
-        highlight=False,
+        f"legato serve --model {model.name}"
     )
     return 0
-
-
-def _exit_code(error: PullFailed) -> int:
-    match error:
-        case NotPublished():
-            return NOT_FOUND
-        case HubUnreachable():
-            return UNREACHABLE
-        case _:
-            return FAILED
 
 
 if __name__ == "__main__":

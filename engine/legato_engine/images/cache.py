@@ -17,33 +17,6 @@ _PART = 512  # bytes
 _MAX = 16_384  # fingerprints kept, about 100 bytes each
 
 
-class SeenImages:
-    """Fingerprints of each tenant's latest images, by size and sampled bytes; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: collections.OrderedDict[int, None] = collections.OrderedDict()
-
-    def add(self, tenant: str, data: memoryview) -> None:
-        fingerprint = _fingerprint(tenant, data)
-        with self._lock:
-            self._seen[fingerprint] = None
-            self._seen.move_to_end(fingerprint)
-            if len(self._seen) > _MAX:
-                self._seen.popitem(last=False)
-
-    def has(self, tenant: str, data: memoryview) -> bool:
-        return _fingerprint(tenant, data) in self._seen
-
-
-def _fingerprint(tenant: str, data: memoryview) -> int:
-    middle = len(data) // 2
-    parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
-    return hash((tenant, len(data), *map(bytes, parts)))
-
-
-# ---------------------------------------------------------------- cache
-
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -108,6 +81,25 @@ class ImageCache(Generic[K, T]):
     def _remove(self, key: K) -> None:
         _, num_bytes = self._entries.pop(key, (None, 0))
         self.num_bytes -= num_bytes
+
+
+class SeenImages:
+    """Fingerprints of each tenant's latest images, by size and sampled bytes; thread-safe."""
+
+    def __init__(self) -> None:
+        self._seen = ImageCache[int, bool](_MAX)
+
+    def add(self, tenant: str, data: memoryview) -> None:
+        self._seen.put(_fingerprint(tenant, data), True, 1)
+
+    def has(self, tenant: str, data: memoryview) -> bool:
+        return self._seen.get(_fingerprint(tenant, data)) is not None
+
+
+def _fingerprint(tenant: str, data: memoryview) -> int:
+    middle = len(data) // 2
+    parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
+    return hash((tenant, len(data), *map(bytes, parts)))
 
 
 # ---------------------------------------------------------------- leases

@@ -68,19 +68,6 @@ class NotDecoded(msgspec.Struct, frozen=True, tag=True):
 Reply = Decoded | NotDecoded
 
 
-class SharedBuffer:
-    """The worker's mapping of the memory that it shares with the engine."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._mapping: mmap.mmap | None = None
-
-    def view(self, size: int) -> memoryview:
-        if self._mapping is None or len(self._mapping) != size:
-            self._mapping = mmap.mmap(self._descriptor, size)
-        return memoryview(self._mapping)
-
-
 def main() -> int:
     """Decode one image after another until the engine closes the connection."""
     parser = argparse.ArgumentParser(prog="legato_engine.images.decoding_worker")
@@ -92,7 +79,7 @@ def main() -> int:
     bind_to_parent(arguments.parent)
     os.nice(arguments.nice)
     os.set_blocking(sys.stderr.fileno(), False)  # a full pipe must not stop it
-    memory = SharedBuffer(arguments.memory)
+    memory: mmap.mmap | None = None  # shared with the engine
     statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     Image.preinit()
     decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
@@ -103,7 +90,9 @@ def main() -> int:
             job = decoder.decode(message)
             signal.setitimer(signal.ITIMER_PROF, job.max_seconds)  # SIGPROF ends the process
             _limit_memory(statm, job)
-            reply = _run(job, memory.view(job.memory_size))
+            if memory is None or len(memory) != job.memory_size:
+                memory = mmap.mmap(arguments.memory, job.memory_size)
+            reply = _run(job, memoryview(memory))
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(encoder.encode(reply))
     return 0

@@ -118,11 +118,6 @@ class EngineTransport:
     def __init__(
         self, endpoint: str, on_message: Callable[[EngineMessage], None], on_end: Callable[[], None]
     ) -> None:
-        """Connect.
-
-        Raises:
-            OSError: nothing listens at `endpoint`.
-        """
         self._on_message = on_message
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
