@@ -418,14 +418,14 @@ class ClientMethods:
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
-        """Wait for as long as a busy server asks, until the deadline."""
+        """Wait for as long as a busy server asks, until the deadline; gRPC retries UNAVAILABLE."""
         deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
                 return method.parse(await send(deadline.left()))
             except Busy as busy:
-                delay = channel.busy_delay(busy, attempt, deadline.left())
-                if delay is None:
+                delay = busy.retry_after
+                if delay is None or attempt >= channel.MAX_ATTEMPTS or delay >= deadline.left():
                     raise
             await self._transport.sleep(delay)
         raise AssertionError("unreachable: the last attempt returns or raises")

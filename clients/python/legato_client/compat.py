@@ -306,18 +306,15 @@ class Method:
         for each in self.request.values():
             each.check(sample)
         self._check_image(sample)
-        self._check_subject()
+        for name in _SUBJECTS:
+            if name in _arguments(self.skill) and name not in self.request:
+                raise MappingError(f"{self.entry}.request: {self.skill} needs {name!r}")
         streams = self.gives_stream and not self.takes_stream
         full, *others = _sample_results(self.skill, streams=streams)
         for each in self.response.values():
             each.check(full)
         for document in (full, *others):
             self.answer(document)
-
-    def _check_subject(self) -> None:
-        for name in _SUBJECTS:
-            if name in _arguments(self.skill) and name not in self.request:
-                raise MappingError(f"{self.entry}.request: {self.skill} needs {name!r}")
 
     def _check_image(self, sample: Mapping[str, Any]) -> None:
         image = self.request.get("image")

@@ -150,13 +150,9 @@ class _Layer:
         self._pen.rounded_rectangle(
             (left, top, left + chip_width, top + chip_height), radius=pad, fill=(*colour, 235)
         )
-        ink = _INK if _luminance(colour) > 140 else _PAPER
+        red, green, blue = colour
+        ink = _INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _PAPER  # luminance
         self._pen.text((left + pad, top + pad), text, font=self._font, fill=(*ink, 255))
-
-
-def _luminance(colour: tuple[int, int, int]) -> float:
-    red, green, blue = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def _with_text(image: Image.Image, lines: list[str]) -> Image.Image:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from urllib.parse import quote
 from google.protobuf.message import DecodeError, Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, session_pb2
 
-from legato_client._errors import Busy, InternalError, InvalidArgument
+from legato_client._errors import InternalError, InvalidArgument
 from legato_client._proto import responses, skills
 from legato_client._proto.pieces import read
 from legato_client._types import results, server
@@ -43,20 +42,16 @@ def load() -> dict[str, Any]:
 
 
 def of_target(target: str) -> str:
+    """Return the configuration for a server, or for several.
+
+    Those are a list of addresses ("ipv4:10.0.0.1:50051,10.0.0.2:50051") or a name with the scheme
+    "dns:" or "xds:".
+    """
     config = load()
-    if not has_several_addresses(target):
+    if not ("," in target or target.startswith(_SEVERAL_SCHEMES)):
         for key in _FOR_SEVERAL:
             del config[key]
     return json.dumps(config)
-
-
-def has_several_addresses(target: str) -> bool:
-    """Return whether a gRPC name may stand for several servers.
-
-    That is a list of addresses ("ipv4:10.0.0.1:50051,10.0.0.2:50051") or a name with the scheme
-    "dns:".
-    """
-    return "," in target or target.startswith(_SEVERAL_SCHEMES)
 
 
 # ---------------------------------------------------------------- affinity
@@ -94,10 +89,6 @@ _OTHER_TARGET = re.compile(
 
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
-
-
-def default_target() -> str:
-    return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
 
 
 def full_target(target: str) -> str:
@@ -178,15 +169,6 @@ class Deadline:
 
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
-
-
-def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
-    """Return the seconds until the next attempt, or None if the error must be raised.
-
-    gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
-    """
-    delay = error.retry_after
-    return None if delay is None or attempt >= MAX_ATTEMPTS or delay >= time_left else delay
 
 
 # ---------------------------------------------------------------- wire

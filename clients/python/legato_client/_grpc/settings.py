@@ -42,8 +42,6 @@ class TokenSource:
     function is called for every call, in the event loop of an `AsyncClient`.
     """
 
-    __slots__ = ("_file", "_function", "_stamp", "_token")
-
     def __init__(self, token: BearerToken) -> None:
         self._token = ""
         self._file = ""
@@ -302,8 +300,6 @@ class CallMetadata(Generic[MetadataT]):
     Plain metadata, because gRPC's call credentials start a thread for every call.
     """
 
-    __slots__ = ("_bearer", "_made", "_make", "_settings")
-
     def __init__(
         self, settings: ClientSettings, make: Callable[[channel.Metadata], MetadataT]
     ) -> None:
@@ -343,7 +339,8 @@ class ConfiguredClient:
         metadata: channel.Metadata = (),
         max_message_bytes: int = channel.MAX_MESSAGE_BYTES,
     ) -> None:
-        target = channel.full_target(target or channel.default_target())
+        target = target or os.environ.get("LEGATO_SERVER") or channel.DEFAULT_TARGET
+        target = channel.full_target(target)
         self._connect(
             ClientSettings(
                 target=target,

@@ -202,10 +202,6 @@ def _to_order(order: str) -> int:
     return 0 if number == task_pb2.OBJECT_ORDER_MODEL else number  # the default is not sent
 
 
-def _to_tracking(tracking: tasks.Tracking) -> task_pb2.Tracking:
-    return task_pb2.Tracking(max_unseen=pieces.duration(tracking.max_unseen))
-
-
 def to_response_format(wanted: tasks.ResponseFormat) -> task_pb2.ResponseFormat:
     """Convert a format. Raises ValueError unless exactly one of its fields is set."""
     schema = wanted.json_schema
@@ -227,7 +223,7 @@ def to_response_format(wanted: tasks.ResponseFormat) -> task_pb2.ResponseFormat:
 _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "length": partial(pieces.enum_number, task_pb2.CaptionLength.DESCRIPTOR, "caption length"),
     "order": _to_order,
-    "tracking": _to_tracking,  # of a session's task; no request has it
+    "tracking": lambda each: task_pb2.Tracking(max_unseen=pieces.duration(each.max_unseen)),
     "spatial_refs": pieces.to_refs,
     "messages": lambda messages: [_to_message(each) for each in messages],
     "response_format": to_response_format,

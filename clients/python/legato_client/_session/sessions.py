@@ -92,10 +92,10 @@ class BaseSession:
 
     async def _until_opened(self) -> None:
         with self._lock:
-            if not await self._until(lambda: self._state.is_open, self._plan.open_timeout):
-                seconds = self._plan.open_timeout
+            state, seconds = self._state, self._plan.open_timeout
+            if not await self._until(lambda: state.is_over or state.terms is not None, seconds):
                 raise DeadlineExceeded(f"the session was not opened within {seconds:g} s")
-            self._state.check_open()
+            state.check_open()
 
     def _may_send(self) -> bool:
         """Return whether there is a credit. Raises once no frame can be sent any more."""

@@ -374,11 +374,6 @@ class SessionState:
         return max(0, self._credits - len(self._unacknowledged) - self._reserved)
 
     @property
-    def is_open(self) -> bool:
-        """Return whether the session was opened; stays true when it is over."""
-        return self.is_over or self.terms is not None
-
-    @property
     def patience(self) -> float | None:
         """Seconds of silence after which the server counts as lost; None while it owes nothing."""
         interval = self.terms.heartbeat_interval if self.terms else 0.0

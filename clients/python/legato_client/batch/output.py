@@ -427,13 +427,11 @@ def _check_header(path: Path, first: bytes, header: Mapping[str, Any]) -> None:
         raise RunError(f"{path} is of another version of legato run ({version})")
     changed = [name for name in header if found.get(name) != header[name]]
     if changed:
-        before, now = ({name: each.get(name) for name in changed} for each in (found, header))
-        there, here = map(_format_settings, (before, now))
+        there, here = (
+            ", ".join(f"{name} {json.dumps(each.get(name))}" for name in changed)
+            for each in (found, header)
+        )
         raise RunError(
             f"{path} is of a run that asked something else: {there} there, {here} now; "
             "ask the same, or name another file"
         )
-
-
-def _format_settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {json.dumps(value)}" for name, value in settings.items())

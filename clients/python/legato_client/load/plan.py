@@ -21,20 +21,13 @@ def due_times(
     All senders together give `rate` requests a second: "constant" ones evenly spaced, "poisson"
     ones independent of each other, the same for the same seed.
     """
+    source = random.Random(f"{seed}/{share}")  # a Poisson process has exponential gaps
     times = (
         ((share + shares * index) / rate for index in itertools.count())
         if arrivals == "constant"
-        else _poisson(rate / shares, random.Random(f"{seed}/{share}"))
+        else itertools.accumulate(source.expovariate(rate / shares) for _ in itertools.count())
     )
     return itertools.takewhile(lambda due: due < seconds, times)
-
-
-def _poisson(rate: float, source: random.Random) -> Iterator[float]:
-    """Yield times of a Poisson process: its gaps are exponential."""
-    due = 0.0
-    while True:
-        due += source.expovariate(rate)
-        yield due
 
 
 Kind = Literal["unary", "stream", "session"]

@@ -182,8 +182,7 @@ class BagAnswerer:
             if decode is None:
                 raise ValueError("its definition is no ros2msg")
             image = decode(data)
-            is_raw = hasattr(image, "encoding")
-            shown: ImageInput = images.raw(image) if is_raw else images.compressed(image)
+            shown = images.read(image)
             outcomes = self._ask(shown)
             failure = next((each for each in outcomes if isinstance(each, LegatoError)), None)
             if failure is not None:

@@ -79,21 +79,21 @@ def captured(sample: Any, number: int, *, by_arrival: bool) -> CapturedFrame:
         number,
         0.0,
         captured_ns or arrived_ns,
-        functools.partial(_sent, sample),
+        functools.partial(read, sample),
         functools.partial(_opened, sample),
         stamp.frame_id,
         sample.header,
     )
 
 
-def _sent(sample: Any) -> ImageInput:
+def read(sample: Any) -> ImageInput:
     return raw(sample) if hasattr(sample, "encoding") else compressed(sample)
 
 
 def _opened(sample: Any) -> PillowImage.Image:
     from legato_client._images.pillow import open_upright
 
-    return open_upright(_sent(sample))
+    return open_upright(read(sample))
 
 
 # ---------------------------------------------------------------- arrays

@@ -64,7 +64,9 @@ def parse_source(name: str, *, size: str | None = None, fps: float | None = None
         options = {"fflags": "nobuffer", "analyzeduration": "1000000"}  # µs, the minimum that works
         if name.startswith(("rtsp://", "rtsps://")):
             options["rtsp_transport"] = "tcp"  # a lost UDP packet corrupts frames
-        return Source(name, _without_password(name), False, None, options)
+        parts = urllib.parse.urlsplit(name)
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # no password
+        return Source(name, shown, False, None, options)
     return Source(name, os.path.basename(name), True, None, {})
 
 
@@ -182,8 +184,3 @@ class Camera:
         clock = SourceClock()
         for frame in frames:
             yield frame, clock.captured_ns(frame.time, time.time_ns())
-
-
-def _without_password(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
