@@ -43,10 +43,6 @@ class Script:
         changes = {name: _subjects(each) for name, each in given.items() if each is not None}
         return dataclasses.replace(self, subjects={**self.subjects, **changes})
 
-    def read_image(self) -> bytes:
-        with arguments.readable_options():
-            return self.image.read_bytes()
-
     def tasks(self) -> Iterator[tuple[str, Task]]:
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
@@ -241,7 +237,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     script = script.with_changes(
         **{skill.name: getattr(args, skill.name) for skill in SUBJECT_SKILLS}
     )
-    image = script.read_image()
+    with arguments.readable_options():
+        image = script.image.read_bytes()
     with LocalServer(args.serve_options) as server:
         with terminal.progress("starting the server") as update:
             server.wait_until_serving(args.start_timeout, update)

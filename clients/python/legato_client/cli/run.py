@@ -129,15 +129,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _sources(args: argparse.Namespace) -> tuple[Iterable[str], int | None]:
     """Return the files to ask about, and how many images they are if that is known."""
     excluded = [args.annotate] if args.annotate else []
-    names: Iterable[str] = images.files(args.sources, excluded, sys.stdin.buffer)
-    total = None
-    if images.STANDARD_INPUT not in args.sources:
-        listed = names = list(names)
-        has_videos = any(map(images.is_video, listed))
-        if has_videos:
-            forward.require("videos", "video", "av", "PIL")
-        total = None if has_videos else len(listed)
-    return names, total
+    names = images.files(args.sources, excluded, sys.stdin.buffer)
+    if images.STANDARD_INPUT in args.sources:
+        return names, None
+    listed = list(names)
+    if any(map(images.is_video, listed)):
+        forward.require("videos", "video", "av", "PIL")
+        return listed, None
+    return listed, len(listed)
 
 
 def _ask(

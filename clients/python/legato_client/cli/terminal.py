@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from legato_client import _errors
@@ -19,7 +19,10 @@ from legato_client.cli.settings import CommandError, ExitCode, exit_code_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
 
+_COUNT_PERIOD = 10.0  # seconds between two lines with a count
 _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 _CONTROLS = re.compile(
@@ -103,7 +106,7 @@ class Terminal:
         if self.json_output:
             return
         if self.can_draw:
-            self._rich_table(headers, rows)
+            self.console().print(rich_table(headers, rows))
             return
         widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
         for row in (headers, *rows):
@@ -139,16 +142,15 @@ class Terminal:
         yield lambda _text: None
 
     @contextlib.contextmanager
-    def live(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows some lines: in place of those before on a terminal."""
+    def live(self, *, transient: bool = False) -> Iterator[Live | None]:
+        """Yield rich's display of what changes, None where there is none."""
         if not self.can_draw:
-            yield self.line
+            yield None
             return
         from rich.live import Live
-        from rich.text import Text
 
-        with Live(console=self.console(), auto_refresh=False) as live:
-            yield lambda text: live.update(Text(printable(text), no_wrap=True), refresh=True)
+        with Live(console=self.console(), auto_refresh=False, transient=transient) as live:
+            yield live
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int | None, done: int) -> Iterator[Callable[[], None]]:
@@ -169,36 +171,28 @@ class Terminal:
                 task = shown.add_task(what, total=total, completed=done)
                 yield lambda: shown.advance(task)
             return
-        yield _LineCount(self, what, total, done)
+        lock, printed_at = threading.Lock(), time.monotonic()
+        of_total = what if total is None else f"of {total} {what}"
 
-    def _rich_table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
+        def count() -> None:
+            nonlocal done, printed_at
+            with lock:
+                done += 1
+                if time.monotonic() - printed_at >= _COUNT_PERIOD:
+                    printed_at = time.monotonic()
+                    self.line(f"{done} {of_total}")
 
-        table = Table(*headers, header_style="bold", border_style="dim")
-        for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
-        self.console().print(table)
+        yield count
 
 
-class _LineCount:
-    """Progress line with the count, updated at most once in `PERIOD` seconds."""
+def rich_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
 
-    PERIOD = 10.0
-
-    def __init__(self, terminal: Terminal, what: str, total: int | None, done: int) -> None:
-        self._terminal = terminal
-        self._what = what if total is None else f"of {total} {what}"
-        self._lock = threading.Lock()
-        self._done = done
-        self._printed_at = time.monotonic()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._done += 1
-            if time.monotonic() - self._printed_at >= self.PERIOD:
-                self._printed_at = time.monotonic()
-                self._terminal.line(f"{self._done} {self._what}")
+    table = Table(*headers, header_style="bold", border_style="dim")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
+    return table
 
 
 def _report(error: _errors.LegatoError) -> dict[str, Any]:

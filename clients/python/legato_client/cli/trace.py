@@ -13,7 +13,7 @@ from typing import Any
 from legato_client._types.server import DecodeSteps, TimelineSpan, TimelineUpdate
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode
-from legato_client.cli.terminal import Terminal
+from legato_client.cli.terminal import Terminal, printable
 
 LANES = (
     "cpu plan",
@@ -36,6 +36,7 @@ _ARROW = {
 }
 """Spans at which a launch's arrow starts, passes and ends."""
 
+_COUNTS = ("launch", "kind", "rows", "riding", "zombies")
 _SECOND = 1e6  # microseconds
 _LAUNCHES = 1 << 40  # more than an engine makes: keeps the arrows of engines apart
 
@@ -48,10 +49,14 @@ def trace(spans: Iterable[TimelineSpan]) -> dict[str, Any]:
     for span in spans:
         engines.add(span.engine)
         lane = lanes.setdefault(span.lane, len(lanes))
-        events.append(_complete(span, lane))
-        phase = _ARROW.get((span.lane, span.name))
-        if phase is not None:
-            events.append(_arrow(span, lane, phase))
+        at = {"pid": 1 + span.engine, "tid": lane, "ts": span.start * _SECOND}
+        name, args = f"{span.name} {span.launch}", {each: getattr(span, each) for each in _COUNTS}
+        complete = {"ph": "X", "name": name, "cat": span.kind, "dur": span.duration * _SECOND}
+        events.append({**at, **complete, "args": args})
+        if phase := _ARROW.get((span.lane, span.name)):
+            number = span.launch + span.engine * _LAUNCHES
+            about = {"name": "launch", "cat": "launch", "id": number}
+            events.append({**at, "ph": phase, "bp": "e", **about})
     named = [
         _named("thread_name", engine, name, tid=lane)
         for engine in sorted(engines)
@@ -64,28 +69,6 @@ def trace(spans: Iterable[TimelineSpan]) -> dict[str, Any]:
 
 def _named(kind: str, engine: int, name: str, **more: int) -> dict[str, Any]:
     return {"ph": "M", "pid": 1 + engine, **more, "name": kind, "args": {"name": name}}
-
-
-def _complete(span: TimelineSpan, lane: int) -> dict[str, Any]:
-    fields = ("launch", "kind", "rows", "riding", "zombies")
-    return {
-        **_at(span, lane),
-        "ph": "X",
-        "name": f"{span.name} {span.launch}",
-        "cat": span.kind,
-        "dur": span.duration * _SECOND,
-        "args": {name: getattr(span, name) for name in fields},
-    }
-
-
-def _arrow(span: TimelineSpan, lane: int, phase: str) -> dict[str, Any]:
-    number = span.launch + span.engine * _LAUNCHES
-    about = {"name": "launch", "cat": "launch", "id": number}
-    return {**_at(span, lane), "ph": phase, "bp": "e", **about}
-
-
-def _at(span: TimelineSpan, lane: int) -> dict[str, Any]:
-    return {"pid": 1 + span.engine, "tid": lane, "ts": span.start * _SECOND}
 
 
 _WIDTH = 32  # characters of a bar
@@ -201,11 +184,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
     view, due = SlotView(), time.monotonic() + _REFRESH
-    with arguments.connect(args, as_operator=True) as client, terminal.live() as show:
+    with arguments.connect(args, as_operator=True) as client, terminal.live() as live:
 
         def refresh() -> None:
             if lines := view.lines():
-                show("\n".join(lines))
+                text = "\n".join(lines)
+                if live is None:
+                    terminal.line(text)
+                else:
+                    from rich.text import Text
+
+                    live.update(Text(printable(text), no_wrap=True), refresh=True)
                 terminal.document({"lines": lines})
 
         for update in client.watch_timeline(args.seconds, timeout=_LONGEST):

@@ -16,7 +16,7 @@ from legato_client._proto import skills
 from legato_client._types.results import Mark
 from legato_client.cli import arguments, forward, settings
 from legato_client.cli.show import show_notice
-from legato_client.cli.terminal import Terminal, printable
+from legato_client.cli.terminal import Terminal, rich_table
 from legato_client.stream.feed import AnsweredFrame, Feed, FeedSettings
 from legato_client.stream.frames import CapturedFrame, FrameCounters, Totals, summary
 
@@ -39,7 +39,12 @@ class LiveView:
     """
 
     def __init__(
-        self, terminal: Terminal, counters: FrameCounters, source: str, drawings: Drawings
+        self,
+        terminal: Terminal,
+        counters: FrameCounters,
+        source: str,
+        drawings: Drawings,
+        live: Live | None,
     ) -> None:
         self._terminal = terminal
         self._counters = counters
@@ -47,20 +52,7 @@ class LiveView:
         self._drawings = drawings
         self._latest: AnsweredFrame | None = None
         self._printed_at = time.monotonic()
-        self._live: Live | None = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> LiveView:
-        if self._terminal.can_draw:
-            from rich.live import Live
-
-            console = self._terminal.console()
-            live = Live(console=console, auto_refresh=False, transient=True)
-            self._live = self._stack.enter_context(live)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._live = live
 
     def take(self, answered: AnsweredFrame) -> None:
         self._latest = answered
@@ -74,7 +66,6 @@ class LiveView:
 
     def _image_and_table(self, size: tuple[int, int]) -> Any:
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
         from legato_client.cli.half_blocks import HalfBlocks, fits
@@ -82,9 +73,6 @@ class LiveView:
         columns, lines = size
         latest = self._latest
         rows = rows_of(latest) if latest else []
-        table = Table(*_HEADS, header_style="bold", border_style="dim")
-        for row in rows[:_MAX_ROWS]:
-            table.add_row(*(Text(printable(cell)) for cell in row))  # a label is no markup
         parts: list[Any] = []
         left = lines - min(len(rows), _MAX_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):
@@ -92,7 +80,7 @@ class LiveView:
             with contextlib.suppress(OSError, ValueError):  # the answer counts, not the image
                 image = shown.frame.image()
                 parts.append(HalfBlocks(image, shown.marks, columns, left, shown.faint))
-        parts.append(table)
+        parts.append(rich_table(_HEADS, rows[:_MAX_ROWS]))
         if len(rows) > _MAX_ROWS:
             parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
         parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
@@ -222,8 +210,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     with (
         arguments.connect(args) as client,
         contextlib.ExitStack() as stack,
-        LiveView(terminal, counters, source.shown, drawings) as view,
+        terminal.live(transient=True) as live,
     ):
+        view = LiveView(terminal, counters, source.shown, drawings, live)
         receivers: list[Receiver] = []
         for name in args.output:
             output = outputs.open_output(

@@ -38,9 +38,6 @@ STATUSES: Mapping[str, int] = {
 }
 """HTTP statuses by gRPC status, as google.rpc.Code maps them."""
 
-REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
-"""HTTP statuses by reason, if it is more precise than the status."""
-
 _NO_MEMBERS: Mapping[str, str] = {}
 _MESSAGES = ("task.", *(f"{name}." for name in skills.BY_NAME), "sampling.", "options.")
 
@@ -85,7 +82,9 @@ class RejectedRequest(Exception):
 
 
 def status_of(error: _errors.LegatoError) -> int:
-    return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    if error.reason == "IMAGE_TOO_LARGE":
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    return STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def document_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -266,8 +266,11 @@ def answer_of(result: results.Result) -> Answer:
             ]
             return PointAnswer(points=points, count=len(points), **about)
         case results.SegmentResult():
-            path, bbox = _outline(result)
-            return SegmentAnswer(path=path, bbox=bbox, **about)
+            if not result.segments:
+                return SegmentAnswer(path="", bbox=None, **about)
+            outline = result.segments[0]  # this form has a place for one
+            region = _region(outline.box, outline.confidence)
+            return SegmentAnswer(path=outline.path, bbox=region, **about)
 
 
 def event_of(event: results.Event) -> TextChunk | SegmentEvent | None:
@@ -280,32 +283,17 @@ def event_of(event: results.Event) -> TextChunk | SegmentEvent | None:
         case results.OutlineDelta(index=0):
             return PathEvent(event.path_delta)
         case results.Finished(result):
-            return _last(result)
+            return _last(answer_of(result))
         case _:
             return None
 
 
-def _last(result: results.Result) -> TextChunk | FinalOutline:
-    info = result.info
-    if isinstance(result, results.SegmentResult):
-        path, bbox = _outline(result)
-        return FinalOutline(
-            path=path, bbox=bbox, request_id=info.request_id, finish_reason=info.finish_reason
-        )
-    return TextChunk(
-        completed=True,
-        request_id=info.request_id,
-        finish_reason=info.finish_reason,
-        reasoning=_thoughts(result) if isinstance(result, results.QueryResult) else UNSET,
-    )
-
-
-def _outline(result: results.SegmentResult) -> tuple[str, Region | None]:
-    """Return the first outline: this form has a place for one."""
-    if not result.segments:
-        return "", None
-    outline = result.segments[0]
-    return outline.path, _region(outline.box, outline.confidence)
+def _last(answer: Answer) -> TextChunk | FinalOutline:
+    about: Any = {"request_id": answer.request_id, "finish_reason": answer.finish_reason}
+    if isinstance(answer, SegmentAnswer):
+        return FinalOutline(path=answer.path, bbox=answer.bbox, **about)
+    reasoning = answer.reasoning if isinstance(answer, QueryAnswer) else UNSET
+    return TextChunk(completed=True, reasoning=reasoning, **about)
 
 
 def _region(box: results.Box, confidence: float | None = None) -> Region:

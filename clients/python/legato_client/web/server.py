@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import FrameType
-from typing import TypedDict
 
 import uvicorn
 from starlette.applications import Starlette
@@ -197,12 +196,6 @@ class Backend:
         return cls(connect(), probe, timeout, aliases or {}, Bodies(TokenCheck(probe)))
 
 
-class State(TypedDict):
-    """Application state shared by requests."""
-
-    backend: Backend
-
-
 class BackgroundRoute(Route):
     """A route with a background task, which runs as long as the application."""
 
@@ -234,7 +227,7 @@ def _make_app(
     """Build the app: the routes and what they share; leaving its lifespan closes the clients."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[State]:
+    async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Backend]]:
         async with backend.client, backend.probe, contextlib.AsyncExitStack() as stack:
             for each in routes:
                 if isinstance(each, BackgroundRoute):

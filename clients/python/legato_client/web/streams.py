@@ -90,15 +90,12 @@ class ServerSentEvents:
         try:
             async for event in self._events:
                 for each in self._frames(event):
-                    await _send(send, each)
+                    await send({"type": "http.response.body", "body": each, "more_body": True})
         except LegatoError as error:
-            await _send(send, self._failure(error))
+            last = self._failure(error)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send(send: Send, frame: bytes) -> None:
-    await send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
 async def _first(events: AsyncIterator[Event]) -> Event:

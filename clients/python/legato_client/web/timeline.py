@@ -44,14 +44,14 @@ _MAX_BODY = 1024
 _US = 1e6
 
 
-def routes(operator: Callable[[], str] | None = None, *, switch: bool = True) -> list[BaseRoute]:
-    """Return `GET /timeline/events` and, with `switch`, `POST /timeline/depth`.
+def routes(operator: Callable[[], str] | None) -> list[BaseRoute]:
+    """Return `GET /timeline/events` and, with `operator`, `POST /timeline/depth`.
 
-    `operator` returns the target of AdminService where it is a socket of its own; "", as None, is
-    where the other routes ask. The application maps a `LegatoError` to its answer.
+    `operator` returns the target of AdminService, "" where the other routes ask. The application
+    maps a `LegatoError` to its answer.
     """
-    timeline = _Timeline(operator, switch)
-    depth = [Route("/timeline/depth", timeline.set_depth, methods=["POST"])] if switch else []
+    timeline = _Timeline(operator)
+    depth = [Route("/timeline/depth", timeline.set_depth, methods=["POST"])] if operator else []
     return [Route("/timeline/events", timeline.events), *depth]
 
 
@@ -60,9 +60,8 @@ class _Depth(msgspec.Struct):
 
 
 class _Timeline:
-    def __init__(self, operator: Callable[[], str] | None, switch: bool) -> None:
+    def __init__(self, operator: Callable[[], str] | None) -> None:
         self._operator = operator
-        self._switch = switch
 
     async def events(self, request: Request) -> Response:
         """Stream events; a refusal is a plain response, because it comes before the first event."""
@@ -98,7 +97,7 @@ class _Timeline:
 
     async def _events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield events until the server or the page ends; a later failure is the last event."""
-        begun = False
+        begun, switch = False, self._operator is not None
         async with self._client(request) as client:
             updates = client.watch_timeline(_WATCH)
             async with (
@@ -108,7 +107,7 @@ class _Timeline:
                 try:
                     async for update in heard:
                         begun = True
-                        yield QUIET if update is None else event(document(update, self._switch))
+                        yield QUIET if update is None else event(document(update, switch))
                 except LegatoError as error:
                     if not begun:
                         raise

@@ -330,7 +330,9 @@ def test_a_large_terminal_shows_image_and_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "40")
     out = TerminalFile()
-    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4", outputs.Drawings()) as view:
+    terminal = Terminal(False, out)
+    with terminal.live() as live:
+        view = LiveView(terminal, FrameCounters(), "clip.mp4", outputs.Drawings(), live)
         view.take(answered())
         view.refresh()
     text = out.getvalue()
@@ -344,7 +346,9 @@ def test_a_small_terminal_shows_the_table_only(monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("LINES", "12")
     out = TerminalFile()
-    with LiveView(Terminal(False, out), FrameCounters(), "clip.mp4", outputs.Drawings()) as view:
+    terminal = Terminal(False, out)
+    with terminal.live() as live:
+        view = LiveView(terminal, FrameCounters(), "clip.mp4", outputs.Drawings(), live)
         view.take(answered())
         view.refresh()
     assert "▀" not in out.getvalue()

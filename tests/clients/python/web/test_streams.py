@@ -207,7 +207,7 @@ class FakeClient:
         self.depths.append(depth)
 
 
-def browser(client, **settings):
+def browser(client, operator=lambda: ""):
     """Return a browser on an application of these routes alone."""
 
     @contextlib.asynccontextmanager
@@ -215,7 +215,7 @@ def browser(client, **settings):
         yield {"backend": Backend.of(lambda: client, 60.0)}
 
     app = Starlette(
-        routes=timeline.routes(**settings),
+        routes=timeline.routes(operator),
         lifespan=lifespan,
         exception_handlers=dict.fromkeys(
             (LegatoError, errors.RejectedRequest), errors.on_legato_error
@@ -272,7 +272,7 @@ async def test_a_silent_stream_has_comments_and_ends_with_its_page(monkeypatch):
     client = FakeClient(FIRST, None)
     backend = Backend.of(lambda: cast(AsyncClient, client), 60.0)
     request = SimpleNamespace(state=SimpleNamespace(backend=backend))
-    (route,) = timeline.routes(switch=False)
+    (route,) = timeline.routes(None)
     assert isinstance(route, Route)
     stream = (await route.endpoint(request)).body_iterator
     found = [await anext(stream) for _ in range(4)]
@@ -300,7 +300,7 @@ def test_the_depth_is_set():
 
 def test_the_switch_can_be_left_out():
     """Then a page is not offered it either."""
-    with browser(FakeClient(UPDATE), switch=False) as page:
+    with browser(FakeClient(UPDATE), None) as page:
         assert page.post("/timeline/depth", json={"depth": 1}).status_code == 404
         assert [each["switch"] for each in events(page.get("/timeline/events").text)] == [False]
 

@@ -536,7 +536,7 @@ def routes(connection: Connection, operator: Callable[[], str] | None = None) ->
         Route("/playground/code", report_failures(snippets), methods=["POST"]),
         WebSocketRoute("/playground/session", Sessions().serve),
     ]
-    return [*own, *timeline.routes(operator, switch=operator is not None), *http.routes()]
+    return [*own, *timeline.routes(operator), *http.routes()]
 
 
 async def _page(request: Request) -> Response:
