@@ -94,11 +94,11 @@ def _run_here(
     terminal: Terminal,
 ) -> None:
     """Run a command of this program, else that of a server, which has no `run`."""
-    resolved = settings.resolve(command, parser, words, _tables)
-    args = parser.parse_args(resolved.words)
+    resolved, sources = settings.resolve(command, parser, words, _tables)
+    args = parser.parse_args(resolved)
     terminal.json_output = getattr(args, "json", False)
     if args.print_config:
-        rows = list(settings.rows(parser, args, resolved))
+        rows = list(settings.rows(parser, args, sources))
         for line in settings.lines(command, rows):
             terminal.line(line)
         terminal.document(
@@ -109,7 +109,7 @@ def _run_here(
     else:
         ours = argparse.ArgumentParser(prog="legato", add_help=False, allow_abbrev=False)
         settings.add_options(ours)
-        forward.run(command[0], ours.parse_known_args(resolved.words)[1])
+        forward.run(command[0], ours.parse_known_args(resolved)[1])
 
 
 def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:

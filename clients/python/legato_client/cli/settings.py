@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import enum
 import os
@@ -109,14 +108,6 @@ _TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resolved:
-    """The words of a complete command line, and the sources of the options that are set."""
-
-    words: tuple[str, ...]
-    sources: Mapping[str, str]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "settings", "an option is taken from its flag, else LEGATO_NAME_OF_THE_OPTION, else a file"
@@ -182,10 +173,11 @@ def resolve(
     parser: argparse.ArgumentParser,
     words: Sequence[str],
     tables: Callable[[], frozenset[str]],
-) -> Resolved:
+) -> tuple[list[str], dict[str, str]]:
     """Add what the environment and the file say to the `words` typed after the command's name.
 
-    `tables` returns those that a file may have.
+    Returns all words, and the sources of the options that are set. `tables` returns those that a
+    file may have.
     """
     options = options_of(parser)
     sources = dict.fromkeys(_given(options, words), "flag")
@@ -199,7 +191,7 @@ def resolve(
         for name, (value, source) in found.items():
             lower += _words(options[name], name, value, source)
             sources[name] = source
-    return Resolved((*lower, *words), sources)
+    return [*lower, *words], sources
 
 
 def older_names(action: argparse.Action) -> list[str]:
@@ -232,7 +224,7 @@ def lines(command: Sequence[str], rows: Iterable[tuple[str, Any, str]]) -> Itera
 
 
 def rows(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, resolved: Resolved
+    parser: argparse.ArgumentParser, args: argparse.Namespace, sources: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, str]]:
     """Return each option with its value and the value's source."""
     for name, action in options_of(parser).items():
@@ -243,7 +235,7 @@ def rows(
             value = ",".join(map(str, value))
         elif isinstance(value, Path):
             value = str(value)
-        yield name, value, resolved.sources.get(name, "default")
+        yield name, value, sources.get(name, "default")
 
 
 def _toml(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -32,37 +33,30 @@ _HEADS = ("task", "found", "where", "confidence", "track")
 _FRAME_ROWS = 5  # rows of the table's frame and of the connection's lines
 
 
+@dataclasses.dataclass
 class LiveView:
     """A table and, in a large terminal, the image; elsewhere a line every ten seconds.
 
     `take` is for any thread, the rest for the one that made it.
     """
 
-    def __init__(
-        self,
-        terminal: Terminal,
-        counters: FrameCounters,
-        source: str,
-        drawings: Drawings,
-        live: Live | None,
-    ) -> None:
-        self._terminal = terminal
-        self._counters = counters
-        self._source = source
-        self._drawings = drawings
-        self._latest: AnsweredFrame | None = None
-        self._printed_at = time.monotonic()
-        self._live = live
+    terminal: Terminal
+    counters: FrameCounters
+    source: str
+    drawings: Drawings
+    live: Live | None
+    _latest: AnsweredFrame | None = None
+    _printed_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def take(self, answered: AnsweredFrame) -> None:
         self._latest = answered
 
     def refresh(self) -> None:
-        if self._live is not None:
-            self._live.update(self._image_and_table(self._live.console.size), refresh=True)
+        if self.live is not None:
+            self.live.update(self._image_and_table(self.live.console.size), refresh=True)
         elif time.monotonic() - self._printed_at >= _LINE_PERIOD:
             self._printed_at = time.monotonic()
-            self._terminal.line(state_line(self._counters))
+            self.terminal.line(state_line(self.counters))
 
     def _image_and_table(self, size: tuple[int, int]) -> Any:
         from rich.console import Group
@@ -76,14 +70,14 @@ class LiveView:
         parts: list[Any] = []
         left = lines - min(len(rows), _MAX_ROWS) - _FRAME_ROWS - 3
         if latest is not None and fits(columns, left):
-            shown = self._drawings.of(latest)
+            shown = self.drawings.of(latest)
             with contextlib.suppress(OSError, ValueError):  # the answer counts, not the image
                 image = shown.frame.image()
                 parts.append(HalfBlocks(image, shown.marks, columns, left, shown.faint))
         parts.append(rich_table(_HEADS, rows[:_MAX_ROWS]))
         if len(rows) > _MAX_ROWS:
             parts.append(Text(f"and {len(rows) - _MAX_ROWS} more"))
-        parts.append(Text(f"{self._source}: {state_line(self._counters)}"))
+        parts.append(Text(f"{self.source}: {state_line(self.counters)}"))
         return Group(*parts)
 
 

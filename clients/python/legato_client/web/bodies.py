@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import dataclasses
 import math
 import re
 import time
@@ -53,25 +54,20 @@ Check = Callable[[], Awaitable[None]]
 """Raises LegatoError unless the server accepts the caller's token."""
 
 
+@dataclasses.dataclass
 class Bodies:
     """Reader of bodies with a memory limit, beyond which requests must retry later.
 
     `each` is in bytes of one body, `together` in bytes of memory.
     """
 
-    def __init__(
-        self,
-        check: Check,
-        *,
-        each: int = MAX_BODY_BYTES,
-        together: int = MAX_HELD_BYTES,
-    ) -> None:
-        self._check = check
-        self._each = each
-        self.together = together
-        self.held = 0
-        self._arriving: set[_Share] = set()
-        self._turn = asyncio.Lock()  # or many large bodies would fill each round of the event loop
+    check: Check
+    each: int = MAX_BODY_BYTES
+    together: int = MAX_HELD_BYTES
+    held: int = 0
+    _arriving: set[_Share] = dataclasses.field(default_factory=set, init=False)
+    _turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+    """Or many large bodies would fill each round of the event loop."""
 
     async def make_room(self) -> bool:
         """End the body that has been silent for longest; return whether there was one."""
@@ -92,7 +88,7 @@ class Bodies:
         Raises RejectedRequest, and LegatoError if the server does not accept the caller's token.
         """
         _check_type(request)
-        async with self._received(request, limit or self._each, JsonSize()) as data:
+        async with self._received(request, limit or self.each, JsonSize()) as data:
             body = await _parse(data, kind)
             with contextlib.suppress(BufferError):  # a raw field is a view of it
                 data.clear()
@@ -116,7 +112,7 @@ class Bodies:
         text = request.headers.get("content-length", "0")
         if text.isascii() and text.isdigit() and int(text[:20]) > limit:
             raise _too_large(limit)
-        await self._check()
+        await self.check()
         data = bytearray()
         with _Share(self) as share:
             try:

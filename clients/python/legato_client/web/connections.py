@@ -185,6 +185,7 @@ class GuardedConnection(H11Protocol):
             self._timer = None
 
 
+@dataclasses.dataclass
 class Acceptor:
     """Acceptor of connections up to a limit, in place of uvicorn's and asyncio's.
 
@@ -192,33 +193,26 @@ class Acceptor:
     into the log while there is no free descriptor.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        open_connections: set[Any],
-        limits: ConnectionLimits,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        self._listening = listening
-        self._make_protocol = make_protocol
-        self._open = open_connections
-        self._limits = limits
-        self._tls = tls
-        self._opening: dict[asyncio.Task[None], None] = {}  # TLS handshakes, oldest first
-        self._logged = float("-inf")
-        self._num_failed = 0
+    listening: socket.socket
+    make_protocol: Callable[[], asyncio.Protocol]
+    open_connections: set[Any]
+    limits: ConnectionLimits
+    tls: ssl.SSLContext | None
+    _opening: dict[asyncio.Task[None], None] = dataclasses.field(default_factory=dict)
+    """TLS handshakes, oldest first."""
+    _logged: float = float("-inf")
+    _num_failed: int = 0
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._listening.setblocking(False)
+        self.listening.setblocking(False)
         try:
             while True:
-                if len(self._open) + len(self._opening) >= self._limits.connections:
+                if len(self.open_connections) + len(self._opening) >= self.limits.connections:
                     await asyncio.sleep(0 if self._evict() else _FULL_PAUSE)
                     continue
                 try:
-                    accepted, _ = await loop.sock_accept(self._listening)
+                    accepted, _ = await loop.sock_accept(self.listening)
                 except ConnectionAbortedError:
                     continue
                 except OSError as error:
@@ -234,12 +228,12 @@ class Acceptor:
                 task.cancel()
 
     async def _start(self, accepted: socket.socket) -> None:
-        seconds = self._limits.head_timeout if self._tls else None
+        seconds = self.limits.head_timeout if self.tls else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_protocol,
+                self.make_protocol,
                 accepted,
-                ssl=self._tls,
+                ssl=self.tls,
                 ssl_handshake_timeout=seconds,
                 ssl_shutdown_timeout=seconds,
             )
@@ -248,7 +242,7 @@ class Acceptor:
 
     def _evict(self) -> bool:
         """Abort the connection that has waited longest for its client; False if none waits."""
-        guarded = (each for each in self._open if isinstance(each, GuardedConnection))
+        guarded = (each for each in self.open_connections if isinstance(each, GuardedConnection))
         waiting = [each for each in guarded if each.is_clients_turn]
         if waiting:
             min(waiting, key=lambda each: each.eviction_order).abort()

@@ -24,6 +24,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
 from msgspec import Meta, Struct
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from legato_client import draw
@@ -38,7 +39,7 @@ from legato_client._version import version
 from legato_client.web import bodies, moondream_api, operations
 from legato_client.web.errors import RejectedRequest, document_of, response_of
 from legato_client.web.listen import Listen
-from legato_client.web.server import Backend, BackgroundRoute
+from legato_client.web.server import Backend
 
 PATH = "/mcp"
 MAX_SIDE = 1568
@@ -377,6 +378,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def route(tools: ToolServer, backend: Backend, listen: Listen) -> BackgroundRoute:
+def route(tools: ToolServer, backend: Backend, listen: Listen) -> Route:
     endpoint = Endpoint(tools, backend, listen)
-    return BackgroundRoute(PATH, endpoint, methods=["POST"], background=endpoint.manager.run)
+    backend.background.append(endpoint.manager.run)
+    return Route(PATH, endpoint, methods=["POST"])

@@ -21,7 +21,6 @@ from legato_client.web.errors import RejectedRequest
 from legato_client.web.operations import (
     MAX_COUNT,
     OperationRoute,
-    WireForm,
     options_of,
     respond,
     sampling_of,
@@ -365,7 +364,7 @@ async def _answer(request: Request, kind: type[Question]) -> ASGIApp:
         return await respond(request, image, task, options, _Form(), streaming=body.stream)
 
 
-class _Form(WireForm):
+class _Form(streams.WireForm):
     def answer(self, result: results.Result, _tokens: Iterable[results.Token] | None) -> Answer:
         return answer_of(result)
 

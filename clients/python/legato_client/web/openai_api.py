@@ -34,7 +34,6 @@ from legato_client.web.operations import (
     MAX_COUNT,
     AnswerTokens,
     OperationRoute,
-    WireForm,
     answered,
     options_of,
     respond,
@@ -542,7 +541,7 @@ def _written(piece: bytes) -> str:
     return piece.decode("utf-8", "backslashreplace")
 
 
-class ChatForm(WireForm):
+class ChatForm(streams.WireForm):
     """Chat completions' form of one answer."""
 
     def __init__(self, created: int, *, logprobs: bool, usage: bool) -> None:
@@ -637,7 +636,7 @@ class ConversationBody(Protocol):
     def asked(self) -> Conversation:
         """Return the request. Raises RejectedRequest for what is not served."""
 
-    def form(self, created: int) -> WireForm:
+    def form(self, created: int) -> streams.WireForm:
         """Return the form of its answer, made at `created` seconds."""
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import UnionType
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from legato_client._async_client import ask
-from legato_client._errors import LegatoError
 from legato_client._types.results import (
     Event,
     Finished,
@@ -28,7 +25,7 @@ from legato_client._types.results import (
 )
 from legato_client._types.tasks import Options, Sampling, Task
 from legato_client.web import streams
-from legato_client.web.errors import RejectedRequest, document_of
+from legato_client.web.errors import RejectedRequest
 from legato_client.web.server import backend_of
 
 TIMEOUT = "legato-timeout"
@@ -96,22 +93,6 @@ def answered(value: Struct, request_id: str = "") -> Response:
     return Response(msgspec.json.encode(value), 200, headers, "application/json")
 
 
-class WireForm(abc.ABC):
-    """Answer and stream events of one request in the form of an API."""
-
-    @abc.abstractmethod
-    def answer(self, result: Any, tokens: Iterable[Token] | None) -> Struct:
-        """Build the answer; `tokens` are the answer's, None if they were not requested."""
-
-    @abc.abstractmethod
-    def frames(self, event: Event) -> Iterator[bytes]:
-        """Return the server-sent events of an event."""
-
-    def failure(self, error: LegatoError) -> bytes:
-        """Return the server-sent event of a failure in a stream that has begun."""
-        return streams.frame(msgspec.json.encode(document_of(error)))
-
-
 class AnswerTokens:
     """Filter of the tokens that carry the answer's text, also those of a last, cut character.
 
@@ -146,7 +127,7 @@ async def respond(
     image: bytes | None,
     task: Task,
     options: Options,
-    form: WireForm,
+    form: streams.WireForm,
     *,
     streaming: bool,
 ) -> ASGIApp:
@@ -163,7 +144,7 @@ async def respond(
     events = client.generate(image, task, options=options, timeout=seconds)
     request_id, begun = await streams.begin(request.receive, events)
     if streaming:
-        return streams.ServerSentEvents(begun, form.frames, request_id, form.failure)
+        return streams.ServerSentEvents(begun, form, request_id)
     result, tokens = await streams.cancel_on_disconnect(request.receive, _collected(begun))
     return answered(form.answer(result, tokens), request_id)
 

@@ -30,7 +30,7 @@ from legato_client.web.openai_api import (
     logprobs_of,
     null,
 )
-from legato_client.web.operations import AnswerTokens, OperationRoute, WireForm, sampling_of
+from legato_client.web.operations import AnswerTokens, OperationRoute, sampling_of
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is served."""
@@ -367,7 +367,7 @@ def _usage(info: results.ResponseInfo) -> ResponsesUsage | None:
     )
 
 
-class ResponsesForm(WireForm):
+class ResponsesForm(streams.WireForm):
     """Responses' form of one answer; `template` has the fields that are known before it."""
 
     def __init__(self, template: ResponseObject, *, logprobs: bool) -> None:

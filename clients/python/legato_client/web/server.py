@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato_client._async_client import AsyncClient
@@ -175,7 +175,8 @@ class Backend:
 
     `probe` has a connection of its own, on which readiness and tokens are checked beside the work
     of `client`. `timeout` is the longest time in seconds that a call may take. `aliases`: names of
-    models that callers may use, with those that the server knows.
+    models that callers may use, with those that the server knows. `background` runs as long as the
+    application.
     """
 
     client: AsyncClient
@@ -184,6 +185,9 @@ class Backend:
     aliases: Mapping[str, str]
     bodies: Bodies
     stalls: LoopStalls = dataclasses.field(default_factory=LoopStalls)
+    background: list[Callable[[], contextlib.AbstractAsyncContextManager[None]]] = (
+        dataclasses.field(default_factory=list)
+    )
 
     @classmethod
     def of(
@@ -194,21 +198,6 @@ class Backend:
     ) -> Backend:
         probe = connect()
         return cls(connect(), probe, timeout, aliases or {}, Bodies(TokenCheck(probe)))
-
-
-class BackgroundRoute(Route):
-    """A route with a background task, which runs as long as the application."""
-
-    def __init__(
-        self,
-        path: str,
-        endpoint: ASGIApp,
-        *,
-        methods: list[str],
-        background: Callable[[], contextlib.AbstractAsyncContextManager[None]],
-    ) -> None:
-        super().__init__(path, endpoint, methods=methods)
-        self.background = background
 
 
 def backend_of(request: Request) -> Backend:
@@ -229,9 +218,8 @@ def _make_app(
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Backend]]:
         async with backend.client, backend.probe, contextlib.AsyncExitStack() as stack:
-            for each in routes:
-                if isinstance(each, BackgroundRoute):
-                    await stack.enter_async_context(each.background())
+            for each in backend.background:
+                await stack.enter_async_context(each())
             measuring = asyncio.create_task(backend.stalls.run())
             stack.callback(measuring.cancel)
             yield {"backend": backend}

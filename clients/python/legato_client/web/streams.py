@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from legato_client._errors import LegatoError
-from legato_client._types.results import Event, Queued, Started
-from legato_client.web.errors import ReaderLeft
+from legato_client._types.results import Event, Queued, Started, Token
+from legato_client.web.errors import ReaderLeft, document_of
 
 ValueT = TypeVar("ValueT")
 
@@ -56,43 +60,53 @@ def frame(document: bytes, event: str = "") -> bytes:
     return named + b"data: " + document + b"\n\n"
 
 
-class ServerSentEvents:
-    """Server-sent events, which `frames` makes of the server's.
+class WireForm(abc.ABC):
+    """Answer and stream events of one request in the form of an API."""
 
-    A failure is the last event, made by `failure`, and cuts the connection: a client that looks for
-    answers only does not take the part for the whole.
+    @abc.abstractmethod
+    def answer(self, result: Any, tokens: Iterable[Token] | None) -> Struct:
+        """Build the answer; `tokens` are the answer's, None if they were not requested."""
+
+    @abc.abstractmethod
+    def frames(self, event: Event) -> Iterator[bytes]:
+        """Return the server-sent events of an event."""
+
+    def failure(self, error: LegatoError) -> bytes:
+        """Return the server-sent event of a failure in a stream that has begun."""
+        return frame(msgspec.json.encode(document_of(error)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerSentEvents:
+    """Events of the server in the `form` of an API.
+
+    A failure is the last event and cuts the connection: a client that looks for answers only does
+    not take the part for the whole.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[Event, None],
-        frames: Callable[[Event], Iterable[bytes]],
-        request_id: str,
-        failure: Callable[[LegatoError], bytes],
-    ) -> None:
-        self._events = events
-        self._frames = frames
-        self._failure = failure
-        self._headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would collect the events
-            *([(b"x-request-id", request_id.encode())] if request_id else []),
-        ]
+    events: AsyncGenerator[Event, None]
+    form: WireForm
+    request_id: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
+        async with contextlib.aclosing(self.events):
             with contextlib.suppress(ReaderLeft):
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would collect the events
+            *([(b"x-request-id", self.request_id.encode())] if self.request_id else []),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for event in self._events:
-                for each in self._frames(event):
+            async for event in self.events:
+                for each in self.form.frames(event):
                     await send({"type": "http.response.body", "body": each, "more_body": True})
         except LegatoError as error:
-            last = self._failure(error)
+            last = self.form.failure(error)
             await send({"type": "http.response.body", "body": last, "more_body": True})
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -127,9 +127,12 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        problem = _problem(scope)
-        if problem:
-            await _refuse(problem, scope, receive, send)
+        if _is_foreign(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": _FOREIGN})
+                return
+            refusal = RejectedRequest(_FOREIGN, status=HTTPStatus.FORBIDDEN, code="forbidden")
+            await response_of(refusal)(scope, receive, send)
             return
 
         async def send_with_policies(message: Message) -> None:
@@ -143,22 +146,18 @@ class Guard:
         await self._app(scope, receive, send_with_policies)
 
 
-def _problem(scope: Scope) -> str:
-    """Return why a request is refused, or ""."""
+def _is_foreign(scope: Scope) -> bool:
+    """Return whether another site makes the request, other than by a link to the page."""
     headers = Headers(scope=scope)
     origin = headers.get("origin")
     if origin is not None and _host_of(origin) != headers.get("host", "").lower():
-        return _FOREIGN
-    if headers.get("sec-fetch-site", "none") in _OWN_SITES or _is_followed_link(scope, headers):
-        return ""
-    return _FOREIGN
-
-
-def _is_followed_link(scope: Scope, headers: Headers) -> bool:
-    """Return whether the request follows a link from another site to the page."""
-    if scope["type"] == "websocket":
-        return False
-    return scope["method"] in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
+        return True
+    follows_link = (
+        scope["type"] == "http"
+        and scope["method"] in _SAFE_METHODS
+        and headers.get("sec-fetch-mode") == "navigate"
+    )
+    return not follows_link and headers.get("sec-fetch-site", "none") not in _OWN_SITES
 
 
 def _host_of(origin: str) -> str:
@@ -167,14 +166,6 @@ def _host_of(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": problem})
-    else:
-        refusal = RejectedRequest(problem, status=HTTPStatus.FORBIDDEN, code="forbidden")
-        await response_of(refusal)(scope, receive, send)
 
 
 # ---------------------------------------------------------------- answers
@@ -404,7 +395,19 @@ async def _session(websocket: WebSocket) -> None:
             opening = await _receive(websocket, Opening)
     except TimeoutError:
         raise _errors.DeadlineExceeded(f"no `open` came within {_OPEN_TIMEOUT:g} s") from None
-    async with _open(websocket.state.backend.client, opening) as running:
+    if isinstance(opening, bytes):
+        raise tasks.invalid("message", "must open the session")
+    try:
+        session: AsyncSession = websocket.state.backend.client.session(
+            [tasks.read_task(each) for each in opening.tasks],
+            policy=opening.policy or "latest_wins",
+            max_frame_age=opening.max_frame_age,
+            model=opening.model or "",
+            when_full="drop",
+        )
+    except ValueError as error:
+        raise _errors.InvalidArgument(str(error)) from None
+    async with session as running:
         await _serve(websocket, running)
     await websocket.close(_CLOSED_NORMALLY)
 
@@ -419,22 +422,6 @@ async def _receive(websocket: WebSocket, kind: type[ValueT]) -> bytes | ValueT:
         raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
     data: bytes | None = message.get("bytes")
     return parsed(message.get("text") or "", kind) if data is None else data
-
-
-def _open(client: AsyncClient, opening: bytes | Opening) -> AsyncSession:
-    """Open the session. Raises InvalidArgument."""
-    if isinstance(opening, bytes):
-        raise tasks.invalid("message", "must open the session")
-    try:
-        return client.session(
-            [tasks.read_task(each) for each in opening.tasks],
-            policy=opening.policy or "latest_wins",
-            max_frame_age=opening.max_frame_age,
-            model=opening.model or "",
-            when_full="drop",
-        )
-    except ValueError as error:
-        raise _errors.InvalidArgument(str(error)) from None
 
 
 async def _serve(websocket: WebSocket, running: AsyncSession) -> None:

@@ -69,10 +69,6 @@ def _sampling(message: task_pb2.Sampling) -> tasks.Sampling:
     return tasks.Sampling(**given, stop=tuple(message.stop))
 
 
-def _places(refs: Iterable[geometry_pb2.SpatialRef]) -> tuple[tasks.SpatialRef, ...]:
-    return tuple(map(_place, refs))
-
-
 def _place(ref: geometry_pb2.SpatialRef) -> tasks.SpatialRef:
     match ref.WhichOneof("ref"):
         case "point":
@@ -144,7 +140,7 @@ _FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
     "min_confidence": lambda own, _: (
         _number(own.min_confidence) if own.HasField("min_confidence") else None
     ),
-    "spatial_refs": lambda own, _: _places(own.spatial_refs),
+    "spatial_refs": lambda own, _: tuple(map(_place, own.spatial_refs)),
     "response_format": lambda own, _: (
         _format(own.response_format) if own.HasField("response_format") else None
     ),
