@@ -133,7 +133,7 @@ def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledImage]:
         program = [sys.executable, "-m", "legato_training.labelled", "--shapes"]
         options = ["--out", str(folder), "--scenes", str(count), "--seed", str(seed)]
         subprocess.run([*program, *options], cwd=ROOT / "training", check=True)
-    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).images[:count]
+    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed)[:count]
 
 
 def answers(

@@ -33,11 +33,7 @@ def _iterating(
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Generator[ValueT, None, None]:
         events = method(self._calls, *args, **kwargs)
         try:
-            while True:
-                try:
-                    event = run(events.__anext__())
-                except StopAsyncIteration:
-                    return
+            while (event := run(anext(events, None))) is not None:
                 yield event
         finally:
             run(events.aclose())

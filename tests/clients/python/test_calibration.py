@@ -186,13 +186,12 @@ def test_labels_in_cocos_form(tmp_path):
     """Boxes are shares of the image; absent categories are asked for too, crowds are not."""
     (tmp_path / "annotations.json").write_text(json.dumps(COCO))
     labels = read_labels(tmp_path, tmp_path / "annotations.json", absent=5)
-    first, second = labels.images
+    first, second = labels
     assert first.path == tmp_path / "a.jpg"
     assert first.boxes == {"dog": (Box(0.1, 0.1, 0.6, 0.6),), "cat": ()}
     assert second.boxes == {"cat": (), "dog": (), "bus": ()}
-    assert labels.categories == {"cat": 1, "dog": 2, "bus": 3}
     fewer = read_labels(tmp_path, tmp_path / "annotations.json", absent=0)
-    assert [set(each.boxes) for each in fewer.images] == [{"dog"}, set()]
+    assert [set(each.boxes) for each in fewer] == [{"dog"}, set()]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"images": []}'])

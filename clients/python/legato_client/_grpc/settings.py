@@ -43,16 +43,10 @@ class TokenSource:
     """
 
     def __init__(self, token: BearerToken) -> None:
-        self._token = ""
-        self._file = ""
-        self._function: Callable[[], str] | None = None
-        self._stamp: tuple[int, int, int] | None = None
-        if isinstance(token, str):
-            self._token = _checked(token)
-        elif callable(token):
-            self._function = token
-        else:
-            self._file = os.fspath(token)
+        self._given = _checked(token) if isinstance(token, str) else token
+        self._content = ""
+        self._stamp: tuple[int, int, int] | None = None  # of the file with that content
+        if not callable(token):
             self.read()
 
     def __repr__(self) -> str:
@@ -65,12 +59,12 @@ class TokenSource:
             Unauthenticated: the file cannot be read.
             InvalidArgument: the text cannot be a token.
         """
-        if self._function is not None:
-            current = self._function()
+        if isinstance(self._given, str):
+            return self._given
+        if callable(self._given):
+            current = self._given()
             return _checked(current) if current else ""
-        if self._file:
-            self._read_changed(self._file)
-        return self._token
+        return self._file_content(os.fspath(self._given))
 
     @property
     def credential(self) -> str:
@@ -78,14 +72,15 @@ class TokenSource:
         match = _CREDENTIAL.fullmatch(self.read())
         return "" if match is None else match.group(1)
 
-    def _read_changed(self, path: str) -> None:
+    def _file_content(self, path: str) -> str:
         try:
             status = os.stat(path)  # a Path's own costs several times as much
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp != self._stamp:
                 data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-                self._token = _checked(data.decode("ascii").strip())
+                self._content = _checked(data.decode("ascii").strip())
                 self._stamp = stamp
+            return self._content
         except (OSError, UnicodeDecodeError) as error:
             problem = getattr(error, "strerror", None) or "it holds more than ASCII text"
             raise Unauthenticated(f"cannot read the token file {path}: {problem}") from None

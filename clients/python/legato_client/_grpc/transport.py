@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from legato.v1 import inference_pb2
 
 from legato_client import _errors
-from legato_client._grpc.channel import GENERATE, Metadata, StubMethod, message_of
+from legato_client._grpc.channel import GENERATE, StubMethod, message_of
 from legato_client._grpc.settings import CallMetadata, ClientSettings
 from legato_client._types import results
 
@@ -128,12 +128,9 @@ class AsyncTransport:
 
     def __init__(self, settings: ClientSettings) -> None:
         # Else gRPC makes it for every call.
-        self._metadata = CallMetadata(settings, lambda own: grpc.aio.Metadata(*own))
+        self.metadata = CallMetadata(settings, lambda own: grpc.aio.Metadata(*own)).current
         self._settings = settings
         self._channels: list[PooledChannel] = []
-
-    def metadata(self, affinity: str = "") -> grpc.aio.Metadata:
-        return self._metadata.current(affinity)
 
     def channel(self) -> PooledChannel:
         """Return the first channel with room for a call, which enters it while it runs."""
@@ -202,14 +199,11 @@ class BlockingTransport:
     """Over a `grpc` channel; every method does its work before it returns."""
 
     def __init__(self, settings: ClientSettings) -> None:
-        self._metadata = CallMetadata(settings, lambda own: own)
+        self.metadata = CallMetadata(settings, lambda own: own).current
         self._starts: dict[str, Any] = {}  # of unary calls and uploads, by path
         self.channel: grpc.Channel = settings.security.open_channel(
             grpc, settings.target, settings.channel_options
         )
-
-    def metadata(self, affinity: str = "") -> Metadata:
-        return self._metadata.current(affinity)
 
     async def unary(
         self,

@@ -435,7 +435,14 @@ class Session(BaseSession):
         error: LegatoError | None = self._state.broken()
         try:
             for data in self._call:
-                self._receive(channel.message_of(session_pb2.SessionResponse, data))
+                message = channel.message_of(session_pb2.SessionResponse, data)
+                with self._changed:
+                    self._last_heard = time.monotonic()
+                    answer = self._state.receive(message)
+                    if answer is not None:
+                        self._answers.append(answer)
+                    self._grant()
+                    self._changed.notify_all()
             error = None
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
@@ -447,12 +454,3 @@ class Session(BaseSession):
                 self._state.end(error)
                 self._changed.notify_all()
             self._requests.put(None)  # ends gRPC's writing thread
-
-    def _receive(self, message: session_pb2.SessionResponse) -> None:
-        with self._changed:
-            self._last_heard = time.monotonic()
-            answer = self._state.receive(message)
-            if answer is not None:
-                self._answers.append(answer)
-            self._grant()
-            self._changed.notify_all()

@@ -174,8 +174,9 @@ class TrackMemory:
             return
         for found in result.outcome.objects:
             each = _Seen(found, result.task_id, result.sequence, captured_ns)
-            if found.motion is not None and self._follows(each):
-                self._keep(each)
+            is_newest = self._seen.get(found.track_id, each).captured_ns <= captured_ns
+            if found.motion is not None and is_newest and self._follows(each):
+                self._seen[found.track_id] = each
         self._seen = {
             key: each for key, each in self._seen.items() if self._is_current(each, captured_ns)
         }
@@ -185,11 +186,6 @@ class TrackMemory:
         return tuple(
             _extrapolated(e, at_ns) for e in self._seen.values() if self._is_current(e, at_ns)
         )
-
-    def _keep(self, seen: _Seen) -> None:
-        old = self._seen.get(seen.found.track_id)
-        if old is None or old.captured_ns <= seen.captured_ns:
-            self._seen[seen.found.track_id] = seen
 
     def _follows(self, seen: _Seen) -> bool:
         return (seen.task_id, seen.found.label) in self._max_unseen_ns
@@ -359,9 +355,8 @@ class SessionState:
         self._last_sequence = 0
         self._credits = 0
         self._reserved = 0
-        self._unacknowledged: set[int] = set()
+        self._unacknowledged: dict[int, SharedFrame | None] = {}
         self._open: set[int] = set()
-        self._slots: dict[int, SharedFrame] = {}  # slots of unacknowledged frames
         self._going_away = False
         self._finished = False
         self.is_over = False
@@ -458,10 +453,8 @@ class SessionState:
         if self._capture_clock.is_set_back(sequence, stamp.capture_time_ns):
             self.tracks.note_set_back(stamp.capture_time_ns or 0)
         self.tracks.note_sent(sequence, stamp)
-        self._unacknowledged.add(sequence)
+        self._unacknowledged[sequence] = slot
         self._open.add(sequence)
-        if slot is not None:
-            self._slots[sequence] = slot
         self.count("sent")
         return sequence, data
 
@@ -539,7 +532,7 @@ class SessionState:
     def close(self) -> None:
         """Close the session; unanswered frames are then no error."""
         self.is_over = True
-        for sequence in list(self._slots):
+        for sequence in list(self._unacknowledged):
             self._acknowledge(sequence)
         self._age_limit.warn()
 
@@ -595,8 +588,7 @@ class SessionState:
         self.tracks.note_settled(sequence)
 
     def _acknowledge(self, sequence: int) -> None:
-        self._unacknowledged.discard(sequence)
-        slot = self._slots.pop(sequence, None)
+        slot = self._unacknowledged.pop(sequence, None)
         if slot is not None:
             slot.release()
 

@@ -36,15 +36,9 @@ class LabelledImage:
     boxes: dict[str, tuple[Box, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledFolder:
-    """Images, and the ids of the categories by name."""
-
-    images: tuple[LabelledImage, ...]
-    categories: dict[str, int]
-
-
-def read_labels(folder: Path, annotations: Path, *, absent: int, seed: int = 0) -> LabelledFolder:
+def read_labels(
+    folder: Path, annotations: Path, *, absent: int, seed: int = 0
+) -> list[LabelledImage]:
     """Return each image with the categories that it shows, and `absent` others.
 
     Crowds have no box of their own, so an image's category that has one is left out of it.
@@ -54,14 +48,16 @@ def read_labels(folder: Path, annotations: Path, *, absent: int, seed: int = 0) 
     """
     try:
         document = json.loads(annotations.read_bytes())
-        return _folder(document, folder, absent, random.Random(seed))
+        return _labelled(document, folder, absent, random.Random(seed))
     except OSError as error:
         raise UnusableLabels(f"{annotations}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UnusableLabels(f"{annotations} is no COCO file of boxes: {error!r}") from None
 
 
-def _folder(document: Any, folder: Path, absent: int, choice: random.Random) -> LabelledFolder:
+def _labelled(
+    document: Any, folder: Path, absent: int, choice: random.Random
+) -> list[LabelledImage]:
     names = {each["id"]: str(each["name"]) for each in document["categories"]}
     sizes = {each["id"]: (each["width"], each["height"]) for each in document["images"]}
     found: dict[int, dict[str, list[Box]]] = {number: {} for number in sizes}
@@ -81,7 +77,7 @@ def _folder(document: Any, folder: Path, absent: int, choice: random.Random) -> 
         boxes |= dict.fromkeys(choice.sample(others, min(absent, len(others))), ())
         boxes = {name: all_ for name, all_ in boxes.items() if (number, name) not in crowds}
         images.append(LabelledImage(folder / image["file_name"], number, boxes))
-    return LabelledFolder(tuple(images), {name: number for number, name in names.items()})
+    return images
 
 
 def _box(bbox: list[float], width: float, height: float) -> Box:

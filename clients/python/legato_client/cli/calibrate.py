@@ -18,7 +18,7 @@ from legato_client.calibration.fit import Judgement, judge
 from legato_client.calibration.scored import (
     ANNOTATIONS,
     SKILLS,
-    LabelledFolder,
+    LabelledImage,
     NoTokenCertainties,
     Scored,
     UnusableLabels,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             "written: label more images, or leave the scores as they are"
         )
     document = {
-        "fitted_on": f"{args.name or args.folder.resolve().name}, {len(labels.images)} images",
+        "fitted_on": f"{args.name or args.folder.resolve().name}, {len(labels)} images",
         "fitted_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "skills": {
             skill: {
@@ -160,7 +160,7 @@ def _write(path: Path, text: str) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _labels(folder: Path, args: argparse.Namespace) -> LabelledFolder:
+def _labels(folder: Path, args: argparse.Namespace) -> list[LabelledImage]:
     annotations = folder / ANNOTATIONS
     if folder is args.folder and args.annotations:
         annotations = args.annotations
@@ -187,13 +187,13 @@ def _client(args: argparse.Namespace, terminal: Terminal) -> Iterator[Client]:
 
 
 def _score(
-    args: argparse.Namespace, client: Client, labels: LabelledFolder, terminal: Terminal
+    args: argparse.Namespace, client: Client, labels: list[LabelledImage], terminal: Terminal
 ) -> list[Scored]:
     model = "" if args.weights else args.model
-    with terminal.counting("images", len(labels.images), 0) as tell:
+    with terminal.counting("images", len(labels), 0) as tell:
         try:
             return score(
-                client, labels.images, args.skills, model=model, parallel=args.parallel, tell=tell
+                client, labels, args.skills, model=model, parallel=args.parallel, tell=tell
             )
         except NoTokenCertainties:
             raise CommandError(

@@ -131,9 +131,8 @@ class FeedSession:
         self._on_outcome = on_outcome
         self._names = names
         self._has_answered = False
-        self._lock = threading.Lock()  # guards the two below
-        self._open: dict[int, CapturedFrame] = {}
-        self._results: dict[int, dict[str, Result | LegatoError]] = {}
+        self._lock = threading.Lock()  # guards the frames without an outcome, and their results
+        self._open: dict[int, tuple[CapturedFrame, dict[str, Result | LegatoError]]] = {}
         self._last_sequence = 0
         self.is_leaving = False
         self.was_warned = False
@@ -181,7 +180,7 @@ class FeedSession:
         self._last_sequence += 1
         sequence = self._last_sequence
         with self._lock:  # before it is sent: its answer may come at once
-            self._open[sequence] = frame
+            self._open[sequence] = frame, {}
         stamp = FrameStamp(frame.frame_id, frame.captured_ns, sequence)
         sent = None
         try:
@@ -215,7 +214,7 @@ class FeedSession:
     def take_unanswered(self) -> list[CapturedFrame]:
         """Return the unanswered frames in sending order, each once."""
         with self._lock:
-            frames = [self._open[sequence] for sequence in sorted(self._open)]
+            frames = [self._open[sequence][0] for sequence in sorted(self._open)]
             self._open.clear()
         return frames
 
@@ -242,15 +241,14 @@ class FeedSession:
 
     def _add_result(self, answer: FrameResult) -> None:
         with self._lock:
-            results = self._results.setdefault(answer.sequence, {})
-            results[answer.task_id] = self._renamed(answer)
             self._has_answered = True
+            if answer.sequence not in self._open:
+                return
+            frame, results = self._open[answer.sequence]
+            results[answer.task_id] = self._renamed(answer, frame)
             if not answer.last_for_frame:
                 return
-            del self._results[answer.sequence]
-            frame = self._open.pop(answer.sequence, None)
-        if frame is None:
-            return
+            del self._open[answer.sequence]
         self._on_outcome()
         age = (time.time_ns() - frame.captured_ns) / 1e9
         failures = [each for each in results.values() if isinstance(each, LegatoError)]
@@ -259,18 +257,17 @@ class FeedSession:
         self._counters.count_answered(age, len(failures))
         self._on_answer(AnsweredFrame(frame, results, answer.image, age))
 
-    def _renamed(self, answer: FrameResult) -> Result | LegatoError:
-        outcome, frame = answer.outcome, self._open.get(answer.sequence)
-        if frame is None or not isinstance(outcome, DetectResult):
+    def _renamed(self, answer: FrameResult, frame: CapturedFrame) -> Result | LegatoError:
+        outcome = answer.outcome
+        if not isinstance(outcome, DetectResult):
             return outcome
         objects = self._names.rename(outcome.objects, answer.task_id, frame.captured_ns)
         return dataclasses.replace(outcome, objects=objects)
 
     def _drop(self, answer: FrameDropped) -> None:
         with self._lock:
-            self._results.pop(answer.sequence, None)
-            frame = self._open.pop(answer.sequence, None)
-        if frame is not None:
+            opened = self._open.pop(answer.sequence, None)
+        if opened is not None:
             self._on_outcome()
             self._counters.count_dropped(answer.reason, self._session.stats.response_time)
 
