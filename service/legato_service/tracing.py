@@ -40,45 +40,6 @@ _FAULTS = frozenset(
 """Codes that mark a server span as failed; other codes are the caller's fault."""
 
 
-class RpcConvention:
-    """The attributes of RPCs, whose names changed.
-
-    `OTEL_SEMCONV_STABILITY_OPT_IN` chooses as OpenTelemetry specifies it: `rpc` the new ones,
-    `rpc/dup` both, otherwise the old ones.
-    """
-
-    def __init__(self) -> None:
-        text = os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "")
-        chosen = {each.strip() for each in text.split(",")}
-        self._new = bool(chosen & {"rpc", "rpc/dup"})
-        self._old = "rpc" not in chosen
-
-    def attributes(self, call: Call, code: str, reason: str) -> Attributes:
-        path = call.method.lstrip("/")
-        service, _, method = path.rpartition("/")
-        found: Attributes = {"legato.request_id": call.request_id}
-        if self._old:
-            found |= {
-                "rpc.system": "grpc",
-                "rpc.service": service,
-                "rpc.method": method,
-                "rpc.grpc.status_code": _CODES.get(code, 2),
-            }
-        if self._new:
-            found |= {
-                "rpc.system.name": "grpc",
-                "rpc.method": path,
-                "rpc.response.status_code": code,
-            }
-        if code != "OK":
-            found["error.type"] = code
-        if reason:
-            found["legato.error_reason"] = reason
-        if call.tenant:
-            found["legato.tenant"] = call.tenant
-        return found
-
-
 def of_request(done: Done, model: str) -> Attributes:
     usage = done.usage
     return {
@@ -133,7 +94,8 @@ class Tracer:
         self._sampler = TraceIdRatioBased(ratio)
         self._model = model
         self._ids = RandomIdGenerator()
-        self._convention = RpcConvention()
+        conventions = os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(",")
+        self._conventions = {each.strip() for each in conventions}
         self._resource = Resource.create({"service.name": "legato"})
 
     def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None:
@@ -186,10 +148,40 @@ class Tracer:
             parent,
             started_ns,
             ended_ns,
-            attributes=self._convention.attributes(call, code, reason),
+            attributes=self._of_call(call, code, reason),
             kind=SpanKind.SERVER,
             status=Status(StatusCode.ERROR) if code in _FAULTS else Status(),
         )
+
+    def _of_call(self, call: Call, code: str, reason: str) -> Attributes:
+        """Return the attributes of an RPC, whose names changed.
+
+        `OTEL_SEMCONV_STABILITY_OPT_IN` chooses as OpenTelemetry specifies it: `rpc` the new ones,
+        `rpc/dup` both, otherwise the old ones.
+        """
+        path = call.method.lstrip("/")
+        service, _, method = path.rpartition("/")
+        found: Attributes = {"legato.request_id": call.request_id}
+        if "rpc" not in self._conventions:
+            found |= {
+                "rpc.system": "grpc",
+                "rpc.service": service,
+                "rpc.method": method,
+                "rpc.grpc.status_code": _CODES.get(code, 2),
+            }
+        if self._conventions & {"rpc", "rpc/dup"}:
+            found |= {
+                "rpc.system.name": "grpc",
+                "rpc.method": path,
+                "rpc.response.status_code": code,
+            }
+        if code != "OK":
+            found["error.type"] = code
+        if reason:
+            found["legato.error_reason"] = reason
+        if call.tenant:
+            found["legato.tenant"] = call.tenant
+        return found
 
     def _add_request(self, call: Call, done: Done, ended_ns: int) -> None:
         """Add the request's span, and a span for each of its parts."""

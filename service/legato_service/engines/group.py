@@ -148,10 +148,14 @@ async def batches(
     A reader that lags leaves them in each engine's `TimelineWatch`, which drops the oldest.
     """
     merged: asyncio.Queue[tuple[int, Watched] | None] = asyncio.Queue(maxsize=1)
-    readers = [
-        asyncio.create_task(_read(number, each, seconds, merged))
-        for number, each in enumerate(timelines)
-    ]
+
+    async def read(number: int, timeline: TimelineWatch) -> None:
+        async with aclosing(timeline.batches(seconds)) as found:
+            async for batch in found:
+                await merged.put((number, batch))
+        await merged.put(None)
+
+    readers = [asyncio.create_task(read(*each)) for each in enumerate(timelines)]
     left = len(readers)
     try:
         while left:
@@ -164,18 +168,6 @@ async def batches(
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read(
-    number: int,
-    timeline: TimelineWatch,
-    seconds: float | None,
-    merged: asyncio.Queue[tuple[int, Watched] | None],
-) -> None:
-    async with aclosing(timeline.batches(seconds)) as batches:
-        async for batch in batches:
-            await merged.put((number, batch))
-    await merged.put(None)
 
 
 # ---------------------------------------------------------------- group

@@ -26,22 +26,6 @@ REJECTIONS = (
 """Reasons of errors with which an RPC is refused before any work."""
 
 
-class TenantLabels:
-    """The first `limit` tenants by name, the rest as one. Callers without a tenant have none."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._labels = {"": ""}
-
-    def __call__(self, tenant: str) -> str:
-        label = self._labels.get(tenant)
-        if label is None:
-            if len(self._labels) > self._limit:
-                return OTHER
-            label = self._labels[tenant] = tenant
-        return label
-
-
 class _RequestSeries:
     """The requests of one skill and tenant."""
 
@@ -89,7 +73,8 @@ class CallMetrics:
     """Histograms and counts of calls; `observe` is a `call_log.CallObserver`."""
 
     def __init__(self, max_tenants: int) -> None:
-        self._tenant = TenantLabels(max_tenants)
+        self._max_tenants = max_tenants
+        self._tenants: set[str] = set()  # the first that came, with a label of their own
         self._calls = collections.defaultdict[tuple[str, str, str], Histogram](
             lambda: Histogram(CALL_BOUNDS)
         )  # by method, code and reason
@@ -102,9 +87,14 @@ class CallMetrics:
         for call, code, reason, seconds, _ in calls:
             self._calls[call.method, code, reason].add(seconds)
         for call, done, _ in requests:
-            self._requests[type(done.result), self._tenant(call.tenant)].add(done)
+            self._requests[type(done.result), self._label(call.tenant)].add(done)
             if call.estimated_wait is not None:
                 self._wait_error.add(abs(call.estimated_wait - done.timings.queue))
+
+    def _label(self, tenant: str) -> str:
+        if tenant and len(self._tenants) < self._max_tenants:
+            self._tenants.add(tenant)
+        return tenant if not tenant or tenant in self._tenants else OTHER
 
     def write(self, snapshot: Snapshot, starts: dict[str, int]) -> None:
         """Write the metrics; `starts` are counts of begun RPCs by method."""

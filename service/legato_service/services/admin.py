@@ -87,7 +87,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
             aborted = self._registry.stop_all() + await self._peers.abort(None)
-            return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
+            return pb.AbortResponse(aborted=aborted + self._sessions.abort(None))
         if target == "all":
             raise InvalidField("must be true", field="all")
         raise InvalidField("must be one of request_id, session_id and all", field="target")

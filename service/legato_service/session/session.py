@@ -8,7 +8,7 @@ import math
 import random
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
 import msgspec
@@ -509,13 +509,16 @@ class SessionRegistry:
     def num_waiting_for_credits(self) -> int:
         return sum(each is not None and each.waits_for_credits for each in self._sessions.values())
 
-    def abort(self, target: RequestKey) -> int:
-        """End matching sessions with ABORTED PREEMPTED; return how many were open."""
-        matching = (each for key, each in self._sessions.items() if key.matches(target))
-        return _abort(matching)
-
-    def abort_all(self) -> int:
-        return _abort(self._sessions.values())
+    def abort(self, target: RequestKey | None) -> int:
+        """End matching sessions, or all, with ABORTED PREEMPTED; return how many were open."""
+        opened = [
+            session
+            for key, session in self._sessions.items()
+            if session is not None and (target is None or key.matches(target))
+        ]
+        for session in opened:
+            session.fail(StoppedByOperator("an operator stopped the session"))
+        return len(opened)
 
     def fail_all(self, error: LegatoError) -> None:
         """End them without the results of their frames."""
@@ -532,10 +535,3 @@ class SessionRegistry:
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
-
-
-def _abort(sessions: Iterable[SessionDriver | None]) -> int:
-    opened = [session for session in sessions if session is not None]
-    for session in opened:
-        session.fail(StoppedByOperator("an operator stopped the session"))
-    return len(opened)

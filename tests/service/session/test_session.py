@@ -491,7 +491,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     await client.send(open={})
                     await client.failure()
                 elif way == "operator":
-                    server.server.sessions.abort_all()
+                    server.server.sessions.abort(None)
                     await client.failure()
             await settled(server)
             await until(lambda: remaining(SessionDriver, FrameRunner).keys() <= others.keys())
@@ -557,7 +557,7 @@ async def test_an_operator_ends_a_session():
             assert failed.reason == "PREEMPTED"
             await until(lambda: not server.engine.streams)
             assert not registry.abort(RequestKey(one.opened.session_id))
-            assert registry.abort_all() == 2
+            assert registry.abort(None) == 2
             for each in (two, three):
                 assert (await each.failure()).reason == "PREEMPTED"
         await settled(server)
