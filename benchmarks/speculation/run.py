@@ -334,4 +334,5 @@ def _settled(history: Sequence[int]) -> float:
 
 
 def _tick_ns(record: StepRecord) -> int:
-    return record.launch_end - record.plan_start + record.sample_ns + record.commit_ns
+    sampling = record.sample_end - record.sample_start
+    return record.launch_end - record.plan_start + sampling + record.commit_end - record.wait_end

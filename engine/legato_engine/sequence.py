@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections import abc, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -234,15 +233,6 @@ BOS_KEY: TokenKey = (-1, NO_PAYLOAD)
 """BOS without an image; only the model knows its token id."""
 
 
-class SequenceStatus(enum.StrEnum):
-    """Statuses in order; a preempted sequence returns to WAITING."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSpan:
     """Positions `[start, start + length)` of the prompt, which are of image `index`."""
@@ -430,7 +420,7 @@ class Sequence:
     inputs: HostInputs = NO_INPUTS
     adapter: SequenceAdapter = dataclasses.field(default_factory=SequenceAdapter)
     timing: Timing = dataclasses.field(default_factory=Timing)
-    status: SequenceStatus = SequenceStatus.WAITING
+    is_waiting: bool = True  # for its first launch, or for that after a preemption
     finalized: bool = False
     preempted: bool = False
     inflight_refs: int = 0  # 0, 1 or 2

@@ -247,18 +247,19 @@ def step_parts(before: Step, step: Step) -> StepParts:
     period = record.commit_end - before.record.commit_end
     forward = times.forward_end - times.forward_start
     sampling = times.copy_end - times.sample_start
-    finalize = record.sample_ns
+    finalize = record.sample_end - record.sample_start
+    commit = record.commit_end - record.wait_end
     blocked = max(0, min(times.copy_end, record.wait_end) - record.wait_start)
     return StepParts(
         period=period,
         forward=forward,
         sampling=sampling,
-        bookkeeping=record.launch_end - record.plan_start + finalize + record.commit_ns,
+        bookkeeping=record.launch_end - record.plan_start + finalize + commit,
         wait=record.wait_end - record.wait_start,
         idle=(times.forward_start - before.times.sample_end)
         + (times.sample_start - times.forward_end),
         blocking=forward + sampling + period - blocked - min(finalize, forward),
-        mask=record.mask_ns,
+        mask=max(0, record.mask_end - record.sample_start),
     )
 
 

@@ -19,6 +19,7 @@ from legato_engine.core.output import OutputSink
 from legato_engine.core.preprocessor import Preprocessor
 from legato_engine.core.refinements import Refinements
 from legato_engine.core.requests import RequestTable, make_sequence
+from legato_engine.crash import FlightRecorder
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -42,7 +43,7 @@ from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.runtime.warm_up import warm_runner
 from legato_engine.scheduler.batch import ALONE, StepRecord
-from legato_engine.scheduler.interfaces import Clock, Pause, Recorder, sleep
+from legato_engine.scheduler.interfaces import Clock, Pause, sleep
 from legato_engine.scheduler.output import SilentSink, Sink
 from legato_engine.scheduler.scheduler import Pipeline, Scheduler
 from legato_engine.shm import BlobReader
@@ -141,7 +142,7 @@ class Assembly:
         shares: bool = True,
         pause: Pause = sleep,
         observer: Callable[[StepRecord], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> Scheduler:
         """Return a scheduler with an empty KV cache; the previous one must be idle.
 
@@ -183,7 +184,7 @@ class Assembly:
         wake: Callable[[], None],
         pause: Pause = sleep,
         observer: Callable[[StepRecord], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> EngineCore:
         """Make an engine core; `wake` is called on other threads and cuts a `pause` short."""
         config = self.config

@@ -41,7 +41,7 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, SchedulerLoad
 from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.sequence import Sequence, SequenceStatus, Task
+from legato_engine.sequence import Sequence, Task
 from legato_engine.types import CachedImageRef, QuerySpec, Request, RequestKey, TokenInfo
 
 _log = structlog.get_logger()
@@ -203,7 +203,7 @@ class EngineCore:
     def _announce_queued(self) -> None:
         if not self._unannounced:
             return
-        waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
+        waiting = [s for s in self._unannounced if s.is_waiting]
         self._unannounced.clear()
         for sequence in waiting:
             position = self.scheduler.position(sequence)

@@ -116,26 +116,22 @@ class _LeasedImage:
     expiries: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False)
 class ImageLeases(Generic[T]):
     """Leases that pin images in `cache`; belongs to one thread."""
 
-    def __init__(
-        self,
-        cache: ImageCache[ImageKey, T],
-        quota: ByteQuota,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cache = cache
-        self._quota = quota
-        self._clock = clock
-        self._leased: dict[ImageKey, _LeasedImage] = {}
-        self.next_expiry = math.inf
-        """A monotonic time before which no lease expires."""
+    cache: ImageCache[ImageKey, T]
+    quota: ByteQuota
+    clock: Callable[[], float] = time.monotonic
+    next_expiry: float = math.inf
+    """A monotonic time before which no lease expires."""
+
+    _leased: dict[ImageKey, _LeasedImage] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def num_bytes(self) -> int:
         """Reserved by all owners; an image counts for each."""
-        return self._quota.num_bytes
+        return self.quota.num_bytes
 
     def hold(
         self,
@@ -156,11 +152,11 @@ class ImageLeases(Generic[T]):
         leased = self._leased.get(key)
         if leased is None or owner not in leased.expiries:
             num_reserved = num_bytes if leased is None else leased.num_bytes
-            self._quota.reserve(owner, num_reserved, quota_bytes)
+            self.quota.reserve(owner, num_reserved, quota_bytes)
         if leased is None:
             leased = self._leased[key] = _LeasedImage(num_bytes)
-            self._cache.pin(key, value)
-        expiry = self._clock() + ttl
+            self.cache.pin(key, value)
+        expiry = self.clock() + ttl
         leased.expiries[owner] = expiry = max(expiry, leased.expiries.get(owner, expiry))
         self.next_expiry = min(self.next_expiry, expiry)
         return expiry
@@ -174,11 +170,11 @@ class ImageLeases(Generic[T]):
         leased = self._leased.get(key)
         if leased is not None and owner in leased.expiries:
             self._release(key, owner)
-        elif leased is not None or not self._cache.remove(key):
+        elif leased is not None or not self.cache.remove(key):
             raise ImageNotFound("this image is not held", resource=key.image_id)
 
     def expire(self) -> None:
-        now = self._clock()
+        now = self.clock()
         if now < self.next_expiry:
             return
         expired = [
@@ -195,7 +191,7 @@ class ImageLeases(Generic[T]):
     def _release(self, key: ImageKey, owner: str) -> None:
         leased = self._leased[key]
         del leased.expiries[owner]
-        self._quota.release(owner, leased.num_bytes)
+        self.quota.release(owner, leased.num_bytes)
         if not leased.expiries:
             del self._leased[key]
-            self._cache.remove(key)
+            self.cache.remove(key)

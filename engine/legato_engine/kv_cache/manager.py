@@ -84,8 +84,8 @@ class KVCacheManager:
         assert self._pool.size, f"{num_pages} pages leave none beside the scratch page"
         self._tree = RadixTree(self._pool, page_size)
         self._prefix_cache = PrefixCache(self._tree, self._pool, page_size)
-        self._rows = IdPool(range(num_rows))
-        self._adapters = AdapterSlots(num_adapter_slots)
+        self.rows = IdPool(range(num_rows))
+        self.adapters = AdapterSlots(num_adapter_slots)
         self.page_size = page_size
         self._owned: dict[Sequence, PageOwnership] = {}
         self._counters = KVCacheCounters()
@@ -95,25 +95,9 @@ class KVCacheManager:
     # ------------------------------------------------------------ state
 
     @property
-    def num_rows(self) -> int:
-        return self._rows.size
-
-    @property
     def pages_available(self) -> int:
         """Return the pages that are free or held by the prefix cache only."""
         return self._pool.num_free + self._tree.idle_pages
-
-    @property
-    def rows_free(self) -> int:
-        return self._rows.num_free
-
-    @property
-    def rows_used(self) -> int:
-        return self._rows.num_used
-
-    @property
-    def adapters_used(self) -> int:
-        return self._adapters.num_used
 
     @property
     def pages_total(self) -> int:
@@ -161,7 +145,7 @@ class KVCacheManager:
         A sequence waits while another is about to compute its image prefix. After a refusal it is
         not matched again until more pages are available, because matching is slow.
         """
-        if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
+        if not self.rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         available = self.pages_available - self._num_growing()
         if available <= sequence.pages.free_pages_when_refused:
@@ -179,7 +163,7 @@ class KVCacheManager:
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Return whether its adapter gets no slot until another sequence is released."""
-        return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
+        return bool(sequence.adapter.key) and not self.adapters.can_acquire(sequence.adapter.key)
 
     def has_image_prefix(self, sequence: Sequence) -> bool:
         return not sequence.image_prefix_length or self._prefix_cache.has_image_prefix(sequence)
@@ -188,10 +172,10 @@ class KVCacheManager:
         """Allocate a row, an adapter slot, and pages for the known tokens and the next."""
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
-        (sequence.row,) = self._rows.allocate(1)
+        (sequence.row,) = self.rows.allocate(1)
         if not sequence.adapter.key:
             return work
-        adapter = self._adapters.acquire(sequence.adapter.key)
+        adapter = self.adapters.acquire(sequence.adapter.key)
         sequence.adapter.slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
@@ -237,7 +221,7 @@ class KVCacheManager:
         """Let later launches read the pages and the adapter of a prefill that is enqueued."""
         self._prefix_cache.mark_launched(sequence, self._owned[sequence])
         if sequence.adapter.key:
-            self._adapters.mark_ready(sequence.adapter.key)
+            self.adapters.mark_ready(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
@@ -326,9 +310,9 @@ class KVCacheManager:
         sequence.pages.ids = ()
         sequence.pages.capacity = 0
         if sequence.adapter.key:
-            self._adapters.release(sequence.adapter.key)
+            self.adapters.release(sequence.adapter.key)
             sequence.adapter.slot = NO_ADAPTER
-        self._rows.free((sequence.row,))
+        self.rows.free((sequence.row,))
         sequence.row = -1
 
     def preempt(self, sequence: Sequence) -> None:

@@ -20,14 +20,6 @@ class LaunchKind(enum.StrEnum):
     REFINE = "refine"  # for a finished request; names no sequence
 
 
-class Phase(enum.StrEnum):
-    """The phases of a launch, in order."""
-
-    FORWARD = "forward"  # the forward pass is enqueued
-    SAMPLED = "sampled"  # sampling and the copy are enqueued
-    COMMITTED = "committed"  # the tokens are read, the slot is free
-
-
 class ScheduledSequence(NamedTuple):
     """Part of one sequence in a launch; a tuple because every decode creates one per sequence.
 
@@ -184,7 +176,7 @@ class Launch:
     slot: int
     plan: Plan
     depth: int = 2
-    phase: Phase = Phase.FORWARD
+    is_sampled: bool = False  # sampling and the copy are enqueued
 
 
 # ---------------------------------------------------------------- step record
@@ -212,15 +204,3 @@ class StepRecord:
     accepted: int = 0  # draft tokens, including those after a sequence's end
     rejected: int = 0  # draft tokens that ended a block; `accepted + rejected` were tried
     blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens per row and step
-
-    @property
-    def sample_ns(self) -> int:
-        return self.sample_end - self.sample_start
-
-    @property
-    def mask_ns(self) -> int:
-        return max(0, self.mask_end - self.sample_start)
-
-    @property
-    def commit_ns(self) -> int:
-        return self.commit_end - self.wait_end

@@ -10,7 +10,7 @@ from itertools import repeat
 from legato_engine.kv_cache.manager import NO_PREFILL_WORK, KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.queue import WaitingQueue
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import Sequence
 from legato_engine.speculation import PRESSURE_RATIO, BlockSizes
 
 
@@ -92,7 +92,7 @@ class RunningSequences:
         self._manager.preempt(sequence)
         sequence.preempted = False
         sequence.progress.last_position = -1
-        sequence.status = SequenceStatus.WAITING
+        sequence.is_waiting = True
         self._queue.add(sequence)
 
 

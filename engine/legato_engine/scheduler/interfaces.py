@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from legato_engine.scheduler.batch import Launch, StepRecord
-from legato_engine.sequence import RowTokens, Sequence
+from legato_engine.sequence import RowTokens
 
 
 class Clock:
@@ -121,16 +121,4 @@ class LoopRunner(Protocol):
 
     def stop_loop(self, launch: Launch) -> None:
         """Stop a loop after its current step."""
-        ...
-
-
-class Recorder(Protocol):
-    """Writer of a recording that survives the process: `crash.FlightRecorder`."""
-
-    def submitted(self, sequence: Sequence) -> None: ...
-
-    def ended(self, sequence: Sequence) -> None: ...
-
-    def launching(self, launch: Launch, at: int) -> None:
-        """Record a launch before its forward pass; `at` is in nanoseconds."""
         ...

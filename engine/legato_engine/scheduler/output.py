@@ -14,7 +14,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import LaunchKind, ScheduledSequence, StepRecord
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.queue import Admission
-from legato_engine.sequence import RowTokens, SampledToken, Sequence, SequenceStatus
+from legato_engine.sequence import RowTokens, SampledToken, Sequence
 from legato_engine.speculation import BlockSizes
 from legato_engine.types import Event, FinishReason
 
@@ -108,8 +108,7 @@ class OutputProcessor:
                 self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
 
     def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Update the status and the timing at a prefill's commit, before its token is processed."""
-        sequence.status = SequenceStatus.RUNNING
+        """Update the timing at a prefill's commit, before its token is processed."""
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
             self.manager.invalidate(sequence)
         elif sequence.num_committed == 0:

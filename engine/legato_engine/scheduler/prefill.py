@@ -172,7 +172,7 @@ class PrefillPlanner:
     @property
     def expects_plan(self) -> bool:
         """Return whether `plan` will probably return a plan; much cheaper than planning."""
-        may_admit = bool(self._queue) and self._manager.rows_free > 0 and not self._nothing_fits
+        may_admit = bool(self._queue) and self._manager.rows.num_free > 0 and not self._nothing_fits
         return self._partial is not None or may_admit
 
     def add(self, sequence: Sequence) -> None:
@@ -288,7 +288,7 @@ class PrefillPlanner:
         return self._limits.images if enough_wait and all_short else 0
 
     def _peek(self) -> Sequence | None:
-        if self._manager.rows_free == 0:
+        if self._manager.rows.num_free == 0:
             return None
         return self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
 

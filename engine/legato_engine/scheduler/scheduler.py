@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
 
 from legato_engine import failpoints
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
@@ -22,7 +23,6 @@ from legato_engine.scheduler.batch import (
     BatchLimits,
     Launch,
     LaunchKind,
-    Phase,
     Plan,
     Refinement,
     StepRecord,
@@ -33,7 +33,6 @@ from legato_engine.scheduler.interfaces import (
     LoopPoll,
     LoopRunner,
     Pause,
-    Recorder,
     Runner,
     sleep,
 )
@@ -41,9 +40,12 @@ from legato_engine.scheduler.loops import DraftingLoops, Loops, SingleLoops
 from legato_engine.scheduler.output import OutputProcessor, Sink
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.queue import Admission, WaitingQueue
-from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
+from legato_engine.sequence import NO_INPUTS, Sequence
 from legato_engine.speculation import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
+
+if TYPE_CHECKING:
+    from legato_engine.crash import FlightRecorder
 
 FREE = 0
 """The constraint that allows every token."""
@@ -75,7 +77,7 @@ class Scheduler:
         loops: LoopRunner | None = None,
         pause: Pause = sleep,
         observer: Callable[[StepRecord], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """Create a scheduler; with `block_sizes` the runner must support drafts.
 
@@ -117,8 +119,8 @@ class Scheduler:
         self._admission = Admission(
             clock,
             self._queue,
-            num_rows=manager.num_rows,
-            rows_free=lambda: manager.rows_free,
+            num_rows=manager.rows.size,
+            rows_free=lambda: manager.rows.num_free,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
@@ -201,7 +203,7 @@ class Scheduler:
         now = self._clock.now()
         if sequence.num_committed == 0:
             sequence.timing.first_token = now
-        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
+        if sequence.is_waiting and not sequence.pages.num_preemptions:
             sequence.timing.prefill_start = now
             self._sink.started(sequence)
         if not sequence.finalized:
@@ -327,12 +329,12 @@ class Scheduler:
         if plan.kind is LaunchKind.PREFILL:
             for row in plan.counted_rows[plan.num_mixed_decodes :]:
                 self._manager.mark_launched(row.sequence)
-        starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
+        starting = [s for s in sequences if s.is_waiting]
         now = self._clock.now()
         if starting:
             self._admission.record_start(len(starting))
         for sequence in starting:
-            sequence.status = SequenceStatus.PREFILLING
+            sequence.is_waiting = False
             self._running.add(sequence)
         for sequence in starting:  # the sink may abort any of them
             if not (sequence.finalized or sequence.pages.num_preemptions):
@@ -401,9 +403,9 @@ class Scheduler:
         self._queue.refund(sequence)
         if sequence.progress.last_position < 0:
             self._prefill.remove(sequence)
-        if sequence.status is not SequenceStatus.WAITING:
+        if not sequence.is_waiting:
             self._running.remove(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.is_waiting = False
         if self._recorder is not None:
             self._recorder.ended(sequence)
         sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence
@@ -427,11 +429,11 @@ class Scheduler:
             waiting=len(self._prefill),
             inflight=len(self._pipeline),
             pipeline_depth=self._pipeline.depth,
-            rows_used=self._manager.rows_used,
+            rows_used=self._manager.rows.num_used,
             pages_used=self._manager.pages_used,
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
-            adapters_used=self._manager.adapters_used,
+            adapters_used=self._manager.adapters.num_used,
             kv=self._manager.stats(),
         )
 
@@ -566,21 +568,20 @@ class Pipeline:
 
     def unsampled(self) -> Launch | None:
         """Return the launch that is not sampled yet, if any: always the newest."""
-        if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
+        if self._inflight and not self._inflight[-1].is_sampled:
             return self._inflight[-1]
         return None
 
     def mark_sampled(self, launch: Launch) -> None:
         assert launch is self.unsampled(), f"launch {launch.launch_id} is not the unsampled one"
-        launch.phase = Phase.SAMPLED
+        launch.is_sampled = True
 
     def commit(self, launch: Launch) -> list[Sequence]:
         """Free the slot; return finalized or preempted sequences that no launch names any more."""
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
-        assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"
+        assert launch.is_sampled, f"launch {launch.launch_id} commits unsampled"
         self._inflight.popleft()
         self._free_slots.append(launch.slot)
-        launch.phase = Phase.COMMITTED
         releasable = []
         for row in launch.plan.rows:
             sequence = row.sequence

@@ -78,7 +78,7 @@ def test_rows_bound_admission() -> None:
     """Without a free row no sequence is admitted."""
     manager = KVCacheManager(17, PAGE, 1)
     admit(manager, sequence(0, 1, None))
-    assert manager.rows_free == 0
+    assert manager.rows.num_free == 0
     assert not manager.can_admit(sequence(1, 1, None))
 
 

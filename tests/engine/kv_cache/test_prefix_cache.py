@@ -65,7 +65,7 @@ def test_without_a_key_nothing_is_shared() -> None:
     assert not set(first.pages.ids) & set(second.pages.ids)
     manager.release(first)
     manager.release(second)
-    assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 0, 0)
+    assert (manager.pages_used, manager.prefix_pages, manager.rows.num_used) == (0, 0, 0)
 
 
 def test_release_leaves_known_content_in_the_cache() -> None:
@@ -75,7 +75,7 @@ def test_release_leaves_known_content_in_the_cache() -> None:
     admit(manager, first)
     decode(manager, first, 7, 8)
     release(manager, first)
-    assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 3 + 2, 0)
+    assert (manager.pages_used, manager.prefix_pages, manager.rows.num_used) == (0, 3 + 2, 0)
     assert (first.row, first.pages.ids) == (-1, ())
     second = sequence(1, 9)
     assert admit(manager, second).compute_pages == ()

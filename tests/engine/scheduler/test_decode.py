@@ -17,7 +17,7 @@ from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, Plan,
 from legato_engine.scheduler.decode import DecodePlanner, RunningSequences, preemption_rank
 from legato_engine.scheduler.queue import WaitingQueue
 from legato_engine.scheduler.scheduler import Pipeline, Planner, Scheduler
-from legato_engine.sequence import RowTokens, Sequence, SequenceStatus
+from legato_engine.sequence import RowTokens, Sequence
 from legato_engine.speculation import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
 
@@ -368,7 +368,7 @@ class Looping:
         self.has_command = False  # to be read before the step's tokens
         self.runner = Keeping(draw)
         self.manager = KVCacheManager(num_pages, READ_PAGE, ROWS)
-        self.runner.num_rows = lambda: self.manager.rows_used
+        self.runner.num_rows = lambda: self.manager.rows.num_used
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -625,7 +625,7 @@ def test_a_victim_in_flight_waits_for_its_commits() -> None:
     ((row, refs, launched),) = seen
     assert row >= 0
     assert refs == 1
-    assert (second.status, second.preempted, second.row) == (SequenceStatus.WAITING, False, -1)
+    assert (second.is_waiting, second.preempted, second.row) == (True, False, -1)
     assert second.num_committed == second.progress.num_launched == launched
     assert not first.finalized
     world.drain()

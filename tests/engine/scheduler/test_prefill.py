@@ -11,7 +11,7 @@ from legato_engine.errors import DeadlineExceeded
 from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
 from legato_engine.scheduler.batch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import Sequence
 from legato_engine.types import FinishReason, RequestKey
 
 from tests.engine.scheduler.test_decode import Looping
@@ -570,7 +570,7 @@ def test_a_request_starts_with_the_first_part_of_its_image() -> None:
     world.steps(2)
     started = world.clock.now()
     assert world.sink.started_ids == [R0, R1]
-    assert sequence.status is SequenceStatus.PREFILLING
+    assert not sequence.is_waiting
     assert sequence.inputs.image is not None
     load = world.scheduler.load()
     assert (load.running, load.waiting) == (2, 0)
