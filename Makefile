@@ -100,8 +100,9 @@ tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's 
 	@rm -rf $(SMOLLM2).part
 	@$(PY) -m pip install $(PIP_FLAGS) --no-deps "moondream~=2.6" || echo "tools: no moondream, its tests are skipped"
 
-warm: | $(STAMP) ## compile once what each process of the tests would on a fresh machine: modules, and kernels for this CPU
+warm: | $(STAMP) ## compile once what each process of the tests would on a fresh machine: modules, tests, and kernels for this CPU
 	@$(PY) -c "import hypothesis, legato_engine.core.assembly, legato_service.__main__, openai"
+	@$(PY) -m pytest -n 0 --collect-only --quiet --quiet --ignore tests/gpu --ignore tests/browser >/dev/null
 	@$(PY) -c "from legato_engine.kernels.cpu.compiler import library_path; library_path()" \
 		|| echo "warm: no kernels for this CPU, their tests are skipped"
 

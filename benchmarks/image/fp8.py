@@ -54,11 +54,12 @@ ROUNDS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """A device, sizes, and how often a graph is replayed in a round."""
+    """A device, sizes, and how often a graph is replayed in a round of several."""
 
     device: Device
     config: MoondreamConfig
     repeats: int
+    rounds: int
 
     def random(self, *shape: int) -> torch.Tensor:
         """Return random bf16 values."""
@@ -71,7 +72,7 @@ class Bench:
             work()
 
         replay = self.device.capture(once)
-        rounds = [self._round(replay) for _ in range(ROUNDS + 1)]
+        rounds = [self._round(replay) for _ in range(self.rounds + 1)]
         return statistics.median(rounds[1:])
 
     def _round(self, replay: Callable[[], None]) -> float:
@@ -281,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     on_cpu = device.torch_device.type == "cpu"
     config = tiny_random_config() if on_cpu else moondream2_config()
     crop_counts = arguments.crops or ([3, 5] if on_cpu else [9, 13])
-    bench = Bench(device, config, 2 if on_cpu else arguments.repeats)
+    bench = Bench(device, config, *((1, 1) if on_cpu else (arguments.repeats, ROUNDS)))
     with torch.inference_mode():
         figures: dict[str, Any] = {"towers": towers(bench, crop_counts)}
         print(_table(figures["towers"]), flush=True)

@@ -196,19 +196,10 @@ def arch(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("kernels")
-        patch.setenv("LEGATO_KERNEL_CACHE", str(folder))
-        yield folder
-
-
 @pytest.mark.parametrize("batches", ["largest", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("source", KERNELS)
-def test_kernels_compile_without_spills(cache, source, model, batches, arch):
+def test_kernels_compile_without_spills(source, model, batches, arch):
     """Every kernel compiles, keeps its sums in registers, and fits beside its rings."""
     made = forms(source, model)
     most = max((batch for _, batch in made), default=0)
@@ -228,7 +219,7 @@ def test_kernels_compile_without_spills(cache, source, model, batches, arch):
 @pytest.mark.parametrize(
     "kind", [WeightKind.INT4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2))]
 )
-def test_quantised_weights_compile_without_spills(cache, kind, arch):
+def test_quantised_weights_compile_without_spills(kind, arch):
     """The kernels of Moondream 2's maps in each format, for the most tokens of each launch."""
     kind = WeightKind(kind)
     kinds = {"weight_kind": kind, "head_kind": kind, "kv_bytes": 1}
@@ -250,7 +241,7 @@ def test_quantised_weights_compile_without_spills(cache, kind, arch):
 
 
 @pytest.mark.parametrize("tiles", TILES)
-def test_products_of_text_models_compile_without_spills(cache, monkeypatch, tiles, arch):
+def test_products_of_text_models_compile_without_spills(monkeypatch, tiles, arch):
     """With weights of any kind, GGUF's blocks too, and the copies for products of many tokens.
 
     Of a gated map, in as many blocks of rows as a thread block takes.
@@ -271,7 +262,7 @@ def test_products_of_text_models_compile_without_spills(cache, monkeypatch, tile
 
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("tiles", TILES)
-def test_experts_compile_without_spills(cache, tiles, dtype, arch):
+def test_experts_compile_without_spills(tiles, dtype, arch):
     """So do the kernels of Moondream 3's layers; those of gains run beside those of experts."""
     sizes = expert_sizes(dtype)
     if 8 * tiles > tau_decoder.max_tokens(sizes):
@@ -294,7 +285,7 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
 
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("room", [1, 8, 64])
-def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
+def test_adapters_of_experts_compile_without_spills(room, dtype, arch):
     """So do those of their adapters, with room for any rank; they run beside the others."""
     sizes = expert_sizes(dtype)
     dim, inner = sizes.decoder.dim, sizes.experts.inner_dim
@@ -312,7 +303,7 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
 @pytest.mark.parametrize(
     "rank", [512, *(pytest.param(r, marks=pytest.mark.slow) for r in (65, 256))]
 )
-def test_adapters_of_high_rank_compile_without_spills(cache, rank, arch):
+def test_adapters_of_high_rank_compile_without_spills(rank, arch):
     """Two of their thread blocks run on a multiprocessor."""
     decode, _ = sizes_of("moondream2")
     for widths, norm in (((decode.dim, decode.ff_dim), True), ((decode.ff_dim, decode.dim), False)):
@@ -333,7 +324,7 @@ def test_adapters_of_high_rank_compile_without_spills(cache, rank, arch):
         pytest.param(MAX_CONTEXT, 2, marks=pytest.mark.slow),
     ],
 )
-def test_attention_compiles_without_spills(cache, context, kv_bytes, arch):
+def test_attention_compiles_without_spills(context, kv_bytes, arch):
     """In short contexts and in long ones, over keys and values of both kinds."""
     sizes = dataclasses.replace(
         sizes_of("moondream2")[0].attention, max_pages=context // PAGE, kv_bytes=kv_bytes
@@ -351,7 +342,7 @@ def attention_fits(sizes, arch):
 
 
 @pytest.mark.parametrize(("num_heads", "share", "head_dim"), [(3, 3, 64), (8, 4, 64), (8, 2, 128)])
-def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, head_dim, arch):
+def test_attention_of_shared_heads_compiles_without_spills(num_heads, share, head_dim, arch):
     """As text models have them, within the rows of all heads."""
     sizes = AttentionSizes(
         num_heads=num_heads,
@@ -369,7 +360,7 @@ def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, sha
     ("heads", "head_dim", "half", "normed"),
     [((9, 3), 64, 32, False), ((32, 32), 80, 16, False), ((16, 8), 128, 64, True)],
 )
-def test_token_rows_compile_without_spills(cache, heads, head_dim, half, normed, arch):
+def test_token_rows_compile_without_spills(heads, head_dim, half, normed, arch):
     """With whole and with partly rotated heads, and with norms."""
     defines = token_rows.defines(heads[0], heads[1], head_dim, half, PAGE, normed=normed)
     found = usages(module.compile_source(token_rows.SOURCE, defines, arch))
@@ -378,7 +369,7 @@ def test_token_rows_compile_without_spills(cache, heads, head_dim, half, normed,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_sampling_compiles(cache, model, arch):
+def test_sampling_compiles(model, arch):
     """The choice of a token and the reading of its value compile at every model's sizes."""
     config = CONFIGS[model]
     constants = sampling_defines(config.text.vocab_size, gpu_of_arch(arch))
@@ -387,7 +378,7 @@ def test_sampling_compiles(cache, model, arch):
     assert "value_argmax" in usages(module.compile_source("value_argmax.cu", constants, arch))
 
 
-def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
+def test_a_kernel_that_spills_is_seen(monkeypatch):
     """The stack that the tests look at is there in a kernel that needs one."""
     monkeypatch.setattr(
         module,
@@ -413,7 +404,7 @@ extern "C" __global__ void probe() {{}}
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("width", [64, 192, 320, 1024, 1280, 2048, 4096])
-def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
+def test_the_header_agrees_on_rows(monkeypatch, width, size):
     """A stage of rows that are not packed is as large as the launches count it."""
     rows = TauRows(width, size)
     sizes = {"chunk": rows.chunk, "stage": rows.stage, "padding": rows.padding}
@@ -434,7 +425,7 @@ extern "C" __global__ void probe() {{}}
 
 @pytest.mark.parametrize("tiles", skinny_gemm.TILES)
 @pytest.mark.parametrize("inputs", [64, 320, 448, 704, 1280, 2048, 2560, 8192])
-def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
+def test_the_header_agrees_on_sizes(monkeypatch, tiles, inputs):
     """Sums and chunks of `block_map.cuh` are as large as the launches count them."""
     chunk = skinny_gemm.chunk(inputs)
     probe = PROBE.format(tiles=tiles, sum=skinny_gemm.SUM, inputs=inputs, chunk=chunk)
@@ -443,7 +434,7 @@ def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
     module.compile_source("probe.cu", {}, "sm_90")
 
 
-def test_portable_copies_have_no_policy(cache):
+def test_portable_copies_have_no_policy():
     """The driver's compiler makes an illegal instruction of one with a policy."""
     defines = head_defines(320, 1536, 1, WeightKind.INT8)
     code = module.compile_source("head.cu", defines, "compute_80").decode()

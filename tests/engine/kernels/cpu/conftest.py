@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from legato_engine.kernels.cache import cache_folder, store
 from legato_engine.kernels.cpu import compiler
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.cpu.library import library as load
@@ -19,13 +20,15 @@ def library():
 
 
 @pytest.fixture(scope="session")
-def avx2_library(library, tmp_path_factory):
-    """The same compiled for any processor with AVX2, where this one has more."""
+def avx2_library(library):
+    """The same compiled for any processor with AVX2, where this one has more; cached likewise."""
     if not library.instructions.startswith("AVX-512"):
         pytest.skip(f"compares with AVX-512; this machine's library has {library.instructions}")
     options = *compiler._FLAGS, *compiler._X86.built[-1].options
-    file = tmp_path_factory.mktemp("avx2") / "kernels.so"
-    file.write_bytes(compiler._compile(compiler._compiler(), options, compiler.sources()))
+    key = compiler._key(compiler._compiler(), options, compiler.sources())
+    file = cache_folder() / f"{key}.so"
+    if not file.is_file():
+        store(file, compiler._compile(compiler._compiler(), options, compiler.sources()))
     made = Library(str(file))
     assert made.instructions == "AVX2"
     return made

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from legato_engine.kernels.cache import cache_folder
 from legato_engine.kernels.cpu import compiler
 from legato_engine.kernels.cpu import library as native
 from legato_engine.kernels.cpu.compiler import CannotCompileError, library_path
@@ -182,12 +184,18 @@ PROGRAM = Path(__file__).parent / "bits.cpp"
 INCLUDES = f"-I{Path(compiler.__file__).parent / 'sources'}"
 
 
-def compiled(compile_with, folder, *options):
-    program = folder / "bits"
-    flags = [each for each in compiler._FLAGS if each not in ("-fPIC", "-shared")]
-    command = [compile_with, *flags, *options, "-static", INCLUDES, "-o", program, PROGRAM]
-    subprocess.run(command, check=True)
-    return program
+def compiled(compile_with, *options):
+    """Compile once per machine, like the libraries."""
+    flags = tuple(each for each in compiler._FLAGS if each not in ("-fPIC", "-shared"))
+    options = *flags, *options, "-static"
+    key = compiler._key(compile_with, options, compiler.sources() | {"": PROGRAM.read_text()})
+    path = cache_folder() / f"bits-{key}"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([compile_with, *options, INCLUDES, "-o", part, PROGRAM], check=True)
+        part.replace(path)
+    return path
 
 
 def printed(command):
@@ -196,9 +204,8 @@ def printed(command):
 
 
 @pytest.fixture(scope="module")
-def x86(tmp_path_factory):
-    program = compiled("g++", tmp_path_factory.mktemp("x86"), "-march=x86-64-v3")
-    instructions, lines = printed([program])
+def x86():
+    instructions, lines = printed([compiled("g++", "-march=x86-64-v3")])
     assert instructions == "AVX2"
     assert len(lines) > 100
     return lines
@@ -213,9 +220,9 @@ def x86(tmp_path_factory):
         ("-march=armv8.2-a+dotprod+i8mm", "max", "NEON with dotprod and i8mm"),
     ],
 )
-def test_results_have_the_bits_of_x86(tmp_path, x86, option, cpu, instructions):
+def test_results_have_the_bits_of_x86(x86, option, cpu, instructions):
     """Products and layers of all kinds of weights, in any chunks and on any number of threads."""
-    program = compiled(CROSS, tmp_path, *compiler._ARM64.options, option)
+    program = compiled(CROSS, *compiler._ARM64.options, option)
     found, lines = printed([EMULATOR, "-cpu", cpu, program])
     assert found == instructions
     assert lines == x86
