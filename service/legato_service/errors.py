@@ -101,8 +101,9 @@ def _resource(error: errors.LegatoError, reason: str) -> Message:
 
 
 def _precondition(error: errors.LegatoError, reason: str) -> Message:
+    subject = error.metadata.get("task") or error.metadata.get("region", "")
     violation = error_details_pb2.PreconditionFailure.Violation(
-        type=reason, subject=_cut(_subject(error)), description=_cut(error.message)
+        type=reason, subject=_cut(subject), description=_cut(error.message)
     )
     return error_details_pb2.PreconditionFailure(violations=[violation])
 
@@ -116,10 +117,6 @@ def _quota(error: errors.LegatoError, reason: str) -> Message:
         subject=_cut(subject), description=_cut(error.message)
     )
     return error_details_pb2.QuotaFailure(violations=[violation])
-
-
-def _subject(error: errors.LegatoError) -> str:
-    return next((error.metadata[key] for key in ("task", "region") if key in error.metadata), "")
 
 
 _C = grpc.StatusCode

@@ -155,8 +155,14 @@ class Server:
             ),
             main.as_server,
         )
+        session_limits = SessionLimits(
+            open_timeout=self._config.session_open_timeout,
+            credit_timeout=self._config.stall_timeout,
+            frame_deadline=self._config.unary_deadline,
+            max_age=self._config.max_session_age,
+        )
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
+            SessionServicer(dispatcher, self.sessions, session_limits), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
             ImageServicer(
@@ -180,14 +186,6 @@ class Server:
         if (own := self.listeners.admin) is not None:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, own.as_server)
             own.reflect((_ADMIN,))
-
-    def _session_limits(self) -> SessionLimits:
-        return SessionLimits(
-            open_timeout=self._config.session_open_timeout,
-            credit_timeout=self._config.stall_timeout,
-            frame_deadline=self._config.unary_deadline,
-            max_age=self._config.max_session_age,
-        )
 
     async def start(self) -> int:
         """Listen; return the main port.

@@ -73,20 +73,17 @@ class SharedMemory:
                 await asyncio.to_thread(self._copy, shared, writer)
             else:
                 self._copy(shared, writer)
-            image_format = layout or self._file_type(shared, writer)
+            image_format = layout or file_type(
+                writer.view(),
+                shared.mime_type,
+                max_bytes=self._max_bytes,
+                max_pixels=self._max_pixels,
+                fields=(_FIELD, f"{_FIELD}.mime_type"),
+            )
         except BaseException:
             writer.close()
             raise
         return BlobImage(writer, image_format, _FIELD)
-
-    def _file_type(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> str:
-        return file_type(
-            writer.view(),
-            shared.mime_type,
-            max_bytes=self._max_bytes,
-            max_pixels=self._max_pixels,
-            fields=(_FIELD, f"{_FIELD}.mime_type"),
-        )
 
     def _check(self, shared: media_pb2.SharedImage) -> Layout | None:
         if shared.WhichOneof("content") is None:

@@ -106,7 +106,7 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._active: dict[RequestKey, ActiveRequest] = {}
         self._ended: collections.deque[RequestKey] = collections.deque(maxlen=MAX_ENDED)
-        self._open = True
+        self.is_closed = False
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -116,10 +116,6 @@ class RequestRegistry:
     def __contains__(self, key: object) -> bool:
         return key in self._active
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._open
-
     def check(self, key: RequestKey, *, resumes: bool = False) -> None:
         """Check that a request of this key can be admitted; one that `resumes` may find a Generate.
 
@@ -127,7 +123,7 @@ class RequestRegistry:
             Draining: the server is shutting down.
             RequestIdInUse: a request of this key is in flight.
         """
-        if not self._open:
+        if self.is_closed:
             raise Draining("the server is shutting down")
         found = self._active.get(key)
         if found is not None and not (resumes and found.is_generate):
@@ -171,7 +167,7 @@ class RequestRegistry:
             each.fail(error)
 
     def close(self) -> None:
-        self._open = False
+        self.is_closed = True
 
     async def wait_empty(self) -> None:
         await self._empty.wait()

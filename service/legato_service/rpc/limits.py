@@ -51,7 +51,7 @@ class RequestKind:
     """A type of request message, with its bounds."""
 
     def __init__(self, descriptor: Descriptor) -> None:
-        self._shape = _Shape(descriptor, checked=True)
+        self._fields = _fields_of(descriptor, True)
         is_foreign = descriptor.file.package not in _PACKAGES
         default = FOREIGN_MAX_BYTES if is_foreign else limits.MESSAGE_MAX_BYTES
         self._max_bytes = limits.MAX_BYTES.get(descriptor.name, default)
@@ -73,13 +73,13 @@ class RequestKind:
             )
         scan = _Scan(data, prefix)
         try:
-            scan.message(self._shape, 0, len(data), None, {})
+            scan.message(self._fields, 0, len(data), None, {})
         except IndexError:
             raise _malformed() from None
         actual = len(data) - scan.image_bytes
         if actual > self._max_bytes:
             largest = max(scan.sizes, key=scan.sizes.__getitem__, default=0)
-            field = self._shape.fields.get(largest)
+            field = self._fields.get(largest)
             raise InvalidField(
                 f"{actual} bytes without those of an image, the limit is {self._max_bytes}",
                 field=prefix + (field.name if field is not None else ""),
@@ -95,7 +95,7 @@ class RequestKind:
                 tag, at = scan.varint(at)
                 if tag & 7 == _DELIMITED:
                     size, at = scan.varint(at)
-                    field = self._shape.fields.get(tag)
+                    field = self._fields.get(tag)
                     if field is not None and field.name == "options" and size <= _MAX_OPTIONS:
                         options = inference_pb2.RequestOptions.FromString(data[at : at + size])
                         found = options.request_id or found
@@ -112,22 +112,26 @@ def kind_of(descriptor: Descriptor) -> RequestKind:
     return RequestKind(descriptor)
 
 
-class _Shape:
-    """The fields of a message by their tags on the wire. Without `checked` nothing is bounded."""
+Fields: TypeAlias = "dict[int, _Field]"
+"""The fields of a message by their tags on the wire."""
 
-    def __init__(self, descriptor: Descriptor, *, checked: bool) -> None:
-        self.fields: dict[int, _Field] = {}
-        bounds = limits.FIELDS.get(descriptor.name, {}) if _is_ours(descriptor) else {}
-        for each in descriptor.fields:
-            is_alone = (descriptor.name, each.name) in _ALONE
-            is_checked = checked and not is_alone
-            bound = bounds.get(each.name, Limit())
-            if not is_checked:
-                bound = Limit(image=bound.image)
-            field = _Field(each, bound, checked=is_checked)
-            self.fields[each.number << 3 | field.wire] = field
-            if each.is_repeated and field.wire != _DELIMITED:
-                self.fields[each.number << 3 | _DELIMITED] = field
+
+@functools.cache
+def _fields_of(descriptor: Descriptor, checked: bool) -> Fields:
+    """Return the fields of a message; without `checked` nothing is bounded."""
+    fields: Fields = {}
+    is_ours = descriptor.file.package in _PACKAGES
+    bounds = limits.FIELDS.get(descriptor.name, {}) if is_ours else {}
+    for each in descriptor.fields:
+        is_checked = checked and (descriptor.name, each.name) not in _ALONE
+        bound = bounds.get(each.name, Limit())
+        if not is_checked:
+            bound = Limit(image=bound.image)
+        field = _Field(each, bound, checked=is_checked)
+        fields[each.number << 3 | field.wire] = field
+        if each.is_repeated and field.wire != _DELIMITED:
+            fields[each.number << 3 | _DELIMITED] = field
+    return fields
 
 
 class _Field:
@@ -146,30 +150,21 @@ class _Field:
         # Unsigned numbers whose only bound is 0 need no check.
         is_bounded = bool(self.least) or bound.max is not None or bool(self.bits[1])
         self.is_number = checked and (self.floats is not None or is_bounded)
-        self.shape: _Shape | None = None
+        self.fields: Fields | None = None  # of a message that is read on
         self.time: Callable[[bytes], Any] | None = None
         self.is_merged = False  # by a parser, where the field is given several times
         message = field.message_type
         if message is not None:
             self.time = _TIMES.get(message.full_name) if checked else None
             if self.time is None:
-                self.shape = _shape(message, checked)
+                self.fields = _fields_of(message, checked)
             else:
                 self.max_count = 1  # of the seconds of one and the nanoseconds of another
-            self.is_merged = self.shape is not None and not field.is_repeated
+            self.is_merged = self.fields is not None and not field.is_repeated
 
     @property
     def is_text(self) -> bool:
         return self.bound.max_characters is not None or self.bound.max_bytes is not None
-
-
-@functools.cache
-def _shape(descriptor: Descriptor, checked: bool) -> _Shape:
-    return _Shape(descriptor, checked=checked)
-
-
-def _is_ours(descriptor: Descriptor) -> bool:
-    return descriptor.file.package in _PACKAGES
 
 
 def _wire(field: FieldDescriptor) -> int:
@@ -196,7 +191,7 @@ class _Scan:
         self.sizes: dict[int, int] = {}  # bytes of the outermost message's fields, by tag
 
     def message(  # noqa: C901 - the loop over all fields: a call for each part would double its time
-        self, shape: _Shape, at: int, end: int, path: Path, counts: dict[_Field, Any]
+        self, fields: Fields, at: int, end: int, path: Path, counts: dict[_Field, Any]
     ) -> None:
         """Check the message in these bytes.
 
@@ -205,7 +200,7 @@ class _Scan:
         Raises:
             IndexError: the bytes end within a number.
         """
-        data, fields = self.data, shape.fields
+        data = self.data
         while at < end:
             tag = data[at]
             at += 1
@@ -252,9 +247,9 @@ class _Scan:
     def _delimited(
         self, field: _Field, at: int, size: int, path: Path, count: int, counts: dict[_Field, Any]
     ) -> None:
-        if field.shape is not None:
+        if field.fields is not None:
             inner = counts.setdefault(field, {}) if field.is_merged else {}
-            self.message(field.shape, at, at + size, (path, field, count), inner)
+            self.message(field.fields, at, at + size, (path, field, count), inner)
         elif field.is_image:
             self.image_bytes += size
         elif field.is_text:

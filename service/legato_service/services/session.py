@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing, nullcontext
 
 from legato.v1 import session_pb2 as pb
 from legato.v1 import session_pb2_grpc
@@ -38,7 +38,8 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         # None without a deadline, despite grpc's annotation.
         left: float | None = context.time_remaining()
         rpc.deadline = None if left is None else time.monotonic() + left
-        with self._registry.reserve(key), _counted(rpc):
+        quota = nullcontext() if rpc.principal is None else rpc.principal.session()
+        with self._registry.reserve(key), quota:
             opening = await self._opening(request_iterator)
             session = SessionDriver(
                 key.caller_id, opening, self._dispatcher, self._limits, self._registry.totals
@@ -58,8 +59,3 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise SessionOutOfOrder("the first message must be `open`", field="open")
         return first.open
-
-
-def _counted(rpc: call.Call) -> AbstractContextManager[None]:
-    """Count the session against the quota of the call's credential."""
-    return nullcontext() if rpc.principal is None else rpc.principal.session()
