@@ -24,7 +24,12 @@ from typing import Any, TypeAlias
 import grpc
 import jmespath
 from google.protobuf import descriptor_pb2, message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import (
+    Descriptor,
+    FieldDescriptor,
+    MethodDescriptor,
+    ServiceDescriptor,
+)
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
@@ -282,34 +287,31 @@ def _kind(value: Any) -> str:
 class Method:
     """A method of the foreign service and what answers it."""
 
-    name: str
+    descriptor: MethodDescriptor
     skill: str
     image_form: str
     request: Mapping[str, Expression]
     response: Mapping[str, Expression]
-    descriptors: tuple[Descriptor, Descriptor]
-    takes_stream: bool
-    gives_stream: bool
 
     @property
     def entry(self) -> str:
-        return f"methods.{self.name}"
+        return f"methods.{self.descriptor.name}"
 
     def answer(self, document: Mapping[str, Any]) -> Message:
         """Return the response of a result's document. Raises MappingError."""
         values = {name: each.of(document) for name, each in self.response.items()}
-        return _filled(values, self.descriptors[1], f"{self.entry}.response")
+        return _filled(values, self.descriptor.output_type, f"{self.entry}.response")
 
     def check(self) -> None:
         """Evaluate everything once, on samples. Raises MappingError."""
-        sample = _sample_message(self.descriptors[0])
+        sample = _sample_message(self.descriptor.input_type)
         for each in self.request.values():
             each.check(sample)
         self._check_image(sample)
         for name in _SUBJECTS:
             if name in _arguments(self.skill) and name not in self.request:
                 raise MappingError(f"{self.entry}.request: {self.skill} needs {name!r}")
-        streams = self.gives_stream and not self.takes_stream
+        streams = self.descriptor.server_streaming and not self.descriptor.client_streaming
         full, *others = _sample_results(self.skill, streams=streams)
         for each in self.response.values():
             each.check(full)
@@ -376,11 +378,11 @@ class ForeignService:
 
     @property
     def unmapped(self) -> tuple[str, ...]:
-        mapped = {each.name for each in self.methods}
+        mapped = {each.descriptor.name for each in self.methods}
         return tuple(each.name for each in self.descriptor.methods if each.name not in mapped)
 
 
-def _method(method: Any, table: Any) -> Method:
+def _method(method: MethodDescriptor, table: Any) -> Method:
     entry = f"methods.{method.name}"
     if not isinstance(table, dict):
         raise MappingError(f"{entry}: must be a table, not {_kind(table)}")
@@ -403,16 +405,7 @@ def _method(method: Any, table: Any) -> Method:
             name: Expression(each, f"{entry}.{part}.{name}") for name, each in table[part].items()
         }
 
-    return Method(
-        name=method.name,
-        skill=skill,
-        image_form=form,
-        request=expressions("request"),
-        response=expressions("response"),
-        descriptors=(method.input_type, method.output_type),
-        takes_stream=method.client_streaming,
-        gives_stream=method.server_streaming,
-    )
+    return Method(method, skill, form, expressions("request"), expressions("response"))
 
 
 def _arguments(skill: str) -> tuple[str, ...]:
@@ -507,7 +500,7 @@ class CompatServer:
             options=(("grpc.max_receive_message_length", _REQUEST_BYTES), ("grpc.so_reuseport", 0)),
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
-        handlers = {each.name: self._handler(each) for each in service.methods}
+        handlers = {each.descriptor.name: self._handler(each) for each in service.methods}
         self._server.add_registered_method_handlers(service.descriptor.full_name, handlers)
 
     async def start(self, address: str, certificate: tuple[bytes, bytes] | None = None) -> int:
@@ -528,7 +521,8 @@ class CompatServer:
         await self._server.stop(_GRACE)
 
     def _handler(self, method: Method) -> Any:
-        request, response = map(message_factory.GetMessageClass, method.descriptors)
+        kinds = method.descriptor.input_type, method.descriptor.output_type
+        request, response = map(message_factory.GetMessageClass, kinds)
         coders: dict[str, Any] = {
             "request_deserializer": request.FromString,
             "response_serializer": response.SerializeToString,
@@ -552,9 +546,9 @@ class CompatServer:
                 async for message in messages:
                     yield await self._answer(method, _document(message), left)
 
-        if method.takes_stream:
+        if method.descriptor.client_streaming:
             return grpc.stream_stream_rpc_method_handler(conversation, **coders)
-        if method.gives_stream:
+        if method.descriptor.server_streaming:
             return grpc.unary_stream_rpc_method_handler(stream, **coders)
         return grpc.unary_unary_rpc_method_handler(unary, **coders)
 

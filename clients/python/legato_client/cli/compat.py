@@ -87,7 +87,7 @@ def _announce(address: str, server: str, service: ForeignService, terminal: Term
     terminal.line(f"{address} answers {name}, asks the Legato server {server}; Ctrl-C stops")
     if service.unmapped:
         terminal.line(f"UNIMPLEMENTED, as not mapped: {', '.join(service.unmapped)}")
-    methods = [each.name for each in service.methods]
+    methods = [each.descriptor.name for each in service.methods]
     terminal.document(
         {"address": address, "service": name, "methods": methods, "unmapped": service.unmapped}
     )
