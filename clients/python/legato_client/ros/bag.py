@@ -93,6 +93,7 @@ class Bag:
             raise BagError(f"{path} is not a whole bag: {error}") from None
         if summary is None:
             raise BagError(f"{path} has no summary: `mcap recover` makes one")
+        self.topics = {channel.topic for channel in summary.channels.values()}
         kinds = {
             channel.topic: summary.schemas[channel.schema_id].name
             for channel in summary.channels.values()
@@ -138,8 +139,9 @@ class BagAnswerer:
         pool = futures.ThreadPoolExecutor(self._parallel, "legato-bag")
         waiting: collections.deque[Callable[[], None]] = collections.deque()
         decoders = DecoderFactory()
+        read = [n for n in bag.topics if n == self._topics.image or self._topics.is_copied(n)]
         try:
-            for schema, channel, message in bag.reader.iter_messages(topics=self._topics_read(bag)):
+            for schema, channel, message in bag.reader.iter_messages(topics=read):
                 if self._topics.is_copied(channel.topic):
                     waiting.append(functools.partial(self._copy, writer, schema, channel, message))
                 if channel.topic == self._topics.image:
@@ -160,11 +162,6 @@ class BagAnswerer:
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-
-    def _topics_read(self, bag: Bag) -> list[str]:
-        summary = bag.reader.get_summary()
-        named = {channel.topic for channel in summary.channels.values()} if summary else set()
-        return [n for n in named if n == self._topics.image or self._topics.is_copied(n)]
 
     def _copy(
         self, writer: _BagWriter, schema: Schema | None, channel: Channel, message: Message

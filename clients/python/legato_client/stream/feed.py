@@ -61,7 +61,7 @@ class TrackNames:
 
     def __init__(self, number: int, earlier: Predict | None) -> None:
         self._prefix = f"{number + 1}-" if number else ""
-        self._lock = threading.Lock()  # guards the rest
+        self._lock = threading.RLock()  # guards the rest
         self._names: dict[str, str] = {}  # those decided while there are earlier tracks to continue
         self.earlier = earlier
 
@@ -71,7 +71,7 @@ class TrackNames:
         """Name the tracks of a task's objects, found in a frame of that time."""
         with self._lock:
             unnamed = [each for each in found if each.track_id and each.track_id not in self._names]
-            candidates = self._candidates(captured_ns)
+            candidates = self.not_continued(captured_ns)
             pairs = (
                 (overlap(track.box, each.box), track.track_id, each.track_id)
                 for track in candidates
@@ -89,15 +89,10 @@ class TrackNames:
     def not_continued(self, at_ns: int) -> list[TrackNow]:
         """Predict the earlier tracks that no own one continues so far."""
         with self._lock:
-            return self._candidates(at_ns)
-
-    def _candidates(self, at_ns: int) -> list[TrackNow]:
-        if self.earlier is None:
-            return []
-        tracks = self.earlier(at_ns)
-        if not tracks:
-            self.earlier = None  # all have ended, and with them what they keep alive
-        return [track for track in tracks if not self._is_taken(track.track_id)]
+            tracks = self.earlier(at_ns) if self.earlier is not None else ()
+            if not tracks:
+                self.earlier = None  # all have ended, and with them what they keep alive
+            return [track for track in tracks if not self._is_taken(track.track_id)]
 
     def _is_taken(self, name: str) -> bool:
         return name in self._names.values()
@@ -355,8 +350,7 @@ class Feed:
     def offer(self, frame: CapturedFrame) -> None:
         """Offer a frame; waits for room if every frame must be sent."""
         self._counters.count("taken")
-        if unsent := self._mailbox.put(frame):
-            self._counters.count("replaced", unsent)
+        self._counters.count("replaced", self._mailbox.put(frame))
 
     def now(self, at_ns: int) -> tuple[TrackNow, ...]:
         """Predict the tracked objects, also while no session is open.
@@ -387,8 +381,7 @@ class Feed:
     def stop(self) -> None:
         """End now; thread-safe."""
         self._stopped.set()
-        if held := self._mailbox.discard():
-            self._counters.count("replaced", held)
+        self._counters.count("replaced", self._mailbox.discard())
         for session in tuple(self._sessions):
             session.end()
 
