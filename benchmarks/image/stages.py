@@ -106,21 +106,21 @@ def _cut_stages(
     plan = CutPlan(height, width, tiling, crop_geometry(config))
     if device.torch_device.type != "cuda" or not plan.fits:
         return {"stage": None, "upload": None, "resize and cut": None}
-    from legato_engine.kernels import accelerated, image_staging
-    from legato_engine.kernels.images import MAX_WORDS
+    from legato_engine.kernels import accelerated
+    from legato_engine.kernels.images import MAX_WORDS, NUM_PIXEL_BYTES, HostImage, stage
 
-    host = image_staging.HostImage(
-        device.pinned((image_staging.NUM_PIXEL_BYTES,), torch.uint8),
+    host = HostImage(
+        device.pinned((NUM_PIXEL_BYTES,), torch.uint8),
         device.pinned((MAX_WORDS,), torch.int32),
     )
     levels_V = torch.linspace(-1, 1, 256, device=device.torch_device).bfloat16()
     pipeline = accelerated.ImagePipeline(crop_geometry(config), levels_V)
-    staged = image_staging.stage(pixels_HWC, plan, host)
+    staged = stage(pixels_HWC, plan, host)
     side = config.crop_size // config.patch_size
     shape = (plan.num_crops, side * side, 3 * config.patch_size**2)
     patches_NTP = torch.empty(shape, dtype=levels_V.dtype, device=device.torch_device)
     return {
-        "stage": host_ms(lambda: image_staging.stage(pixels_HWC, plan, host), repeats),
+        "stage": host_ms(lambda: stage(pixels_HWC, plan, host), repeats),
         "upload": device_ms(device, lambda: pipeline.upload(host, staged), repeats),
         "resize and cut": device_ms(device, lambda: pipeline.cut(patches_NTP), repeats),
     }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from legato_engine.device.base import Device
 from legato_engine.device.cuda import CudaDevice, elapsed_ms, timing_event
-from legato_engine.kernels.accelerated import lookup_proposer
+from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
@@ -30,6 +30,7 @@ from legato_engine.kernels.megakernel.kernel import (
 )
 from legato_engine.kernels.megakernel.program import build_program
 from legato_engine.kernels.megakernel.sizes import MOONDREAM2
+from legato_engine.kernels.proposer import LookupProposer
 from legato_engine.kernels.step import StepCache
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, StepLayout
@@ -89,7 +90,7 @@ class DraftingRows:
         self.most = self.count * (1 + policy.max_block)
         self.rules = Rules.greedy(on)
         self.state = DraftState(
-            lookup_proposer(on),
+            LookupKernel() if on.type == "cuda" else LookupProposer(),
             policy,
             num_rows=self.count,
             max_context=self.context,

@@ -201,7 +201,7 @@ def test_attention_of_warps_is_that_of_float64(
     torch.manual_seed(0)
     heads_BT3HE = torch.randn(2, tokens, 3, 2, dim).bfloat16()
     q_BTHE, k_BTHE, v_BTHE = (heads_BT3HE.select(2, i) for i in range(3))
-    kernel = fused_attention.WarpAttention(fused_attention.warp_defines(dim, 2, tokens))
+    kernel = fused_attention.WarpAttention(dim, 2, tokens)
     ours_BHTE = kernel(q_BTHE, k_BTHE, v_BTHE).double().transpose(1, 2)
     q_BHTE, k_BHTE, v_BHTE = (x.double().transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHE))
     weights_BHTT = (q_BHTE @ k_BHTE.transpose(2, 3) / dim**0.5).softmax(-1)

@@ -14,13 +14,12 @@ import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import LOOP_PATHS, RESIDENT_PATH, EngineConfig
 from legato_engine.core.assembly import Assembly, assemble
-from legato_engine.kernels.accelerated import captured_loop
+from legato_engine.kernels.accelerated import WhileLoop
 from legato_engine.kernels.decode_loop import (
     DONE,
     STOP,
     AnyLoop,
     DraftLoopTensors,
-    control_drafting_step,
 )
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.runtime.sampler import successor_table
@@ -413,10 +412,9 @@ def test_the_control_kernel_is_as_specified(plain: Assembly) -> None:
         )
         for each in (told, by_kernel):
             each.words[STOP] = seed % 7 == 0
-        while control_drafting_step(told):
+        while told.control_step():
             pass
-        loop = captured_loop((), by_kernel)
-        assert loop is not None
+        loop = WhileLoop((), by_kernel)
         loop()
         torch.cuda.synchronize()
         assert same(told, by_kernel)

@@ -17,7 +17,7 @@ from cuda.bindings import runtime
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import gemm
-from legato_engine.kernels.cuda.gemm import LibraryLauncher
+from legato_engine.kernels.cuda.gemm import launch_cleared, recording_stream
 from legato_engine.kernels.map_codes import KINDS, format_of, map_codes
 from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers import fp8
@@ -221,7 +221,7 @@ def test_only_one_kernel_after_cleared_memory_is_launched(clears, kernels, launc
                 out.mul_(2.0)
 
     out.mul_(2.0)
-    assert LibraryLauncher(CUDA).launch_cleared(enqueue, memory["value"]) == launches
+    assert launch_cleared(recording_stream(CUDA), enqueue, memory["value"]) == launches
     assert torch.equal(out, torch.full_like(out, 4.0 if launches else 2.0))
     assert all(bool(each.all()) for each in memory.values())
 

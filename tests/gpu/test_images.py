@@ -6,10 +6,8 @@ Shape legend: N crops, T tokens, P values of a patch, D vision width.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,8 +18,14 @@ from legato_engine.core.assembly import assemble
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.images.memory import PixelMemory
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
-from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, stage
-from legato_engine.kernels.images import MAX_WORDS, CropGeometry, CutPlan, resize
+from legato_engine.kernels.images import (
+    MAX_WORDS,
+    NUM_PIXEL_BYTES,
+    CropGeometry,
+    CutPlan,
+    HostImage,
+    stage,
+)
 from legato_engine.models.moondream import outline_shapes
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
@@ -73,30 +77,9 @@ def noise(height: int, width: int) -> np.ndarray:
     return np.where(rng.random((height, width, 1)) < 0.5, pixels_HWC, pixels_HWC // 128 * 255)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReferenceImage:
-    """What cropping needs of an image."""
-
-    pixels_HWC: np.ndarray
-
-    @property
-    def height(self) -> int:
-        """Rows."""
-        return int(self.pixels_HWC.shape[0])
-
-    @property
-    def width(self) -> int:
-        """Columns."""
-        return int(self.pixels_HWC.shape[1])
-
-    def resize(self, size: tuple[int, int], _: Any) -> np.ndarray:
-        """To (width, height), by the reference."""
-        return resize(self.pixels_HWC, size[1], size[0])
-
-
 def expected_patches(pixels_HWC: np.ndarray) -> torch.Tensor:
-    """Patches cut by the reference on the host, normalised by torch on the device."""
-    crops = crop_image(cast("Image.Image", ReferenceImage(pixels_HWC)), VISION)
+    """Patches cut by Pillow on the host, normalised by torch on the device."""
+    crops = crop_image(Image.fromarray(pixels_HWC), VISION)
     return patches(normalised(torch.from_numpy(crops.pixels_NHWC).cuda()), VISION.patch_size)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from legato_engine.kernels.megakernel.program import Matrix
+from legato_engine.kernels.megakernel.program import Op
 from legato_engine.kernels.megakernel.sizes import (
     FAR_DIGITS,
     HEAD_DIM,
@@ -169,7 +169,7 @@ class Layer:
     """A block whose attention and MLP read the same norm (scale, shift)."""
 
     norm: tuple[Floats, Floats]
-    maps: Mapping[Matrix, Map]
+    maps: Mapping[Op, Map]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,23 +186,23 @@ class Weights:
         """Weights that keep the deviation of what they map; tokens with values are likely."""
         dim, inner = sizes.dim, sizes.ff_dim
 
-        def layer(shapes: dict[Matrix, tuple[int, int]]) -> Layer:
+        def layer(shapes: dict[Op, tuple[int, int]]) -> Layer:
             norm = 1 + 0.1 * rng.standard_normal(dim), 0.1 * rng.standard_normal(dim)
             return Layer(norm, {name: Map.random(*shape, rng) for name, shape in shapes.items()})
 
         block = {
-            Matrix.FC1: (inner, dim),
-            Matrix.QKV: (3 * dim, dim),
-            Matrix.FC2: (dim, inner),
-            Matrix.PROJ: (dim, dim),
+            Op.FC1: (inner, dim),
+            Op.QKV: (3 * dim, dim),
+            Op.FC2: (dim, inner),
+            Op.OUT: (dim, dim),
         }
         layers = [layer(block) for _ in range(sizes.num_layers)]
-        layers.append(layer({Matrix.HEAD: (sizes.vocab_size, dim)}))
+        layers.append(layer({Op.HEAD: (sizes.vocab_size, dim)}))
         embedding = rng.standard_normal((sizes.vocab_size, dim))
         if sizes.values is None:
             return cls(sizes, embedding, layers)
         values = Values.random(sizes.values, dim, rng)
-        layers[-1].maps[Matrix.HEAD].bias[[kind.token for kind in values.kinds]] += 2.5
+        layers[-1].maps[Op.HEAD].bias[[kind.token for kind in values.kinds]] += 2.5
         return cls(sizes, embedding, layers, values)
 
     @classmethod
@@ -216,10 +216,10 @@ class Weights:
             return Map(array(f"{name}.weight"), array(f"{name}.bias"))
 
         names = {
-            Matrix.FC1: "mlp.fc1",
-            Matrix.QKV: "attn.qkv",
-            Matrix.FC2: "mlp.fc2",
-            Matrix.PROJ: "attn.proj",
+            Op.FC1: "mlp.fc1",
+            Op.QKV: "attn.qkv",
+            Op.FC2: "mlp.fc2",
+            Op.OUT: "attn.proj",
         }
         layers = []
         for index in range(sizes.num_layers):
@@ -227,7 +227,7 @@ class Weights:
             maps = {matrix: named(f"blocks.{index}.{name}") for matrix, name in names.items()}
             layers.append(Layer((norm.weight, norm.bias), maps))
         final = named("post_ln")
-        layers.append(Layer((final.weight, final.bias), {Matrix.HEAD: named("lm_head")}))
+        layers.append(Layer((final.weight, final.bias), {Op.HEAD: named("lm_head")}))
         return cls(sizes, array("wte"), layers)
 
 
@@ -321,7 +321,7 @@ def forward(
             x = np.stack([read.embed(weights.embedding, *row) for row in fed])
         for index, layer in enumerate(weights.layers[:-1]):
             normed = layer_norm(x, layer.norm)
-            qkv = layer.maps[Matrix.QKV](normed).reshape(rows, 3, sizes.num_heads, HEAD_DIM)
+            qkv = layer.maps[Op.QKV](normed).reshape(rows, 3, sizes.num_heads, HEAD_DIM)
             q, k = (rotate(qkv[:, which], position) for which in (0, 1))
             keys[index] = np.concatenate([keys[index], k[None]])
             values[index] = np.concatenate([values[index], qkv[None, :, 2]])
@@ -329,11 +329,11 @@ def forward(
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             heads = np.einsum("bhp,pbhe->bhe", shares, values[index]).reshape(rows, sizes.dim)
-            act = gelu(layer.maps[Matrix.FC1](normed))
-            x = x + layer.maps[Matrix.FC2](act) + layer.maps[Matrix.PROJ](heads)
+            act = gelu(layer.maps[Op.FC1](normed))
+            x = x + layer.maps[Op.FC2](act) + layer.maps[Op.OUT](heads)
             trace[step, index] = x
         final = weights.layers[-1]
-        logits = final.maps[Matrix.HEAD](layer_norm(x, final.norm))
+        logits = final.maps[Op.HEAD](layer_norm(x, final.norm))
         tokens = [draw(*row, position + 1) for row in zip(logits, rules, strict=True)]
         chosen.append(tokens)
         best[step] = logits.max(-1)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from legato_engine.kernels.megakernel.program import (
-    MATRICES,
     NONE,
     InputSource,
     Instruction,
-    Matrix,
     Op,
     Program,
     qkv_rows,
@@ -131,7 +129,7 @@ class Work:
         return out
 
     def _map(self, it: Instruction) -> Map:
-        return self._weights.layers[it.layer].maps[MATRICES[Op(it.op)]]
+        return self._weights.layers[it.layer].maps[Op(it.op)]
 
     def _block_rows(self, it: Instruction) -> list[int]:
         num = self._sizes.num_workers
@@ -261,8 +259,8 @@ class LayerWork(Work):
         count = len(worker.placed)
         heads = memory.heads[:count]
         layer = self._weights.layers[it.layer].maps
-        proj = layer[Matrix.PROJ]
-        bias = proj.bias[rows] + layer[Matrix.FC2].bias[rows]
+        proj = layer[Op.OUT]
+        bias = proj.bias[rows] + layer[Op.FC2].bias[rows]
         x = self.source(worker, it)[:, rows] + worker.sums + heads @ proj.weight[rows].T + bias
 
         def write() -> None:

@@ -583,7 +583,7 @@ def test_times_of_another_measurement_are_measured_again(
 ) -> None:
     """What is kept is also of how it was measured."""
     start(Kernel({BatchKind.WORDS: [1]}))
-    monkeypatch.setattr("legato_engine.runtime.backends.own_hash", lambda: "another")
+    monkeypatch.setattr("legato_engine.runtime.model_runner.own_hash", lambda: "another")
     again = Kernel({BatchKind.WORDS: [1]})
     start(again)
     assert again.timed != []

@@ -23,7 +23,6 @@ from legato_engine.kernels.megakernel.kernel import (
 from legato_engine.kernels.megakernel.program import (
     FIELDS,
     WORDS,
-    Matrix,
     Op,
     build_program,
     defines,
@@ -70,14 +69,14 @@ def test_every_weight_is_streamed_once(sizes: ModelSizes) -> None:
     ]
     assert len(set(stages)) == len(stages)
     blocks = {
-        Matrix.FC1: (sizes.num_layers * sizes.ff_dim, sizes.chunks),
-        Matrix.QKV: (sizes.num_layers * 3 * sizes.dim, sizes.chunks),
-        Matrix.FC2: (sizes.num_layers * sizes.dim, sizes.chunks * sizes.ff_ratio),
-        Matrix.PROJ: (sizes.num_layers * sizes.dim, sizes.chunks),
-        Matrix.HEAD: (sizes.vocab_size, sizes.chunks),
+        Op.FC1: (sizes.num_layers * sizes.ff_dim, sizes.chunks),
+        Op.QKV: (sizes.num_layers * 3 * sizes.dim, sizes.chunks),
+        Op.FC2: (sizes.num_layers * sizes.dim, sizes.chunks * sizes.ff_ratio),
+        Op.OUT: (sizes.num_layers * sizes.dim, sizes.chunks),
+        Op.HEAD: (sizes.vocab_size, sizes.chunks),
     }
     for matrix, (rows, chunks) in blocks.items():
-        count = sum(stage.matrix is matrix for stage in stages)
+        count = sum(stage.op is matrix for stage in stages)
         assert count == rows // 16 * chunks, matrix
 
 

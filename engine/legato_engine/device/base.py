@@ -22,8 +22,6 @@ class CapturedGraph:
 
 # ---------------------------------------------------------------- event clock
 
-# The host's time of events that a device dates by a clock of its own.
-
 _PERIOD_NS = 1_000_000_000
 _MOST_DRIFT = 1e-4  # of one clock beside the other; 15e-6 was seen
 
@@ -64,10 +62,8 @@ class EventClock:
         return True
 
 
-# ---------------------------------------------------------------- base
+# ---------------------------------------------------------------- device
 
-# The device interface.
-#
 # A stream runs its work in order, concurrently with the caller and with other streams.
 
 

@@ -16,7 +16,7 @@ from legato_engine.errors import InternalError
 _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
-class CudaClock:
+class CudaClock(EventClock):
     """Dates events by their distance from an anchor, an event as well.
 
     Elapsed times are float32 milliseconds; moving the anchor keeps them below about a second and
@@ -24,20 +24,10 @@ class CudaClock:
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._anchor = timing_event()
-        self._anchor.record(stream)
-        self._anchor.synchronize()
-        self._times = EventClock(time.perf_counter_ns())
-
-    def date(self, event: torch.cuda.Event, recorded_ns: int) -> int:
-        return self._times.date(elapsed_ms(self._anchor, event), recorded_ns)
-
-    def takes(self, event: torch.cuda.Event, host_ns: int, seen_ns: int) -> bool:
-        """Note when the host saw an event of this time; True: the clock owns it from now on."""
-        is_anchor = self._times.saw(host_ns, seen_ns)
-        if is_anchor:
-            self._anchor = event
-        return is_anchor
+        self.anchor = timing_event()
+        self.anchor.record(stream)
+        self.anchor.synchronize()
+        super().__init__(time.perf_counter_ns())
 
 
 class CudaEvent:
@@ -78,9 +68,10 @@ class CudaEvent:
         it.
         """
         if self._host_ns is None:
-            self._host_ns = self._clock.date(self.event, self._recorded_ns)
-            if self._seen_ns and self._clock.takes(self.event, self._host_ns, self._seen_ns):
-                self.event = timing_event()
+            clock = self._clock
+            self._host_ns = clock.date(elapsed_ms(clock.anchor, self.event), self._recorded_ns)
+            if self._seen_ns and clock.saw(self._host_ns, self._seen_ns):
+                clock.anchor, self.event = self.event, timing_event()
         return self._host_ns
 
 

@@ -1,21 +1,16 @@
-"""Stages that a GPU runs in a launch or two; elsewhere functions return None or run torch."""
+"""Stages that a GPU runs in a launch or two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from legato_engine.device.base import CapturedGraph
 from legato_engine.kernels.cuda import capability, draft_layer
 from legato_engine.kernels.cuda.control_flow import Switch, WhileLoop
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, DraftWeights
 from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, LookupKernel
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens, Sampler
-from legato_engine.kernels.decode_loop import AnyLoop
-from legato_engine.kernels.proposer import LookupProposer, Proposer
-from legato_engine.speculation import BlockPolicy
+from legato_engine.kernels.proposer import Proposer
 
 __all__ = [
     "DraftKernels",
@@ -29,11 +24,8 @@ __all__ = [
     "Sampler",
     "StitchPool",
     "Switch",
-    "captured_loop",
-    "captured_switch",
-    "draft_kernels",
+    "WhileLoop",
     "draft_layer_proposer",
-    "lookup_proposer",
     "missing_kernels",
 ]
 
@@ -44,29 +36,6 @@ def missing_kernels(device: torch.device) -> dict[str, str] | None:
         return None
     gpu = capability.gpu_of(device)
     return {each.title: reason for each in capability.Kernels if (reason := gpu.lacks(each))}
-
-
-def draft_kernels(
-    policy: BlockPolicy, *, num_rows: int, vocab_size: int, device: torch.device
-) -> DraftKernels | None:
-    if device.type != "cuda":
-        return None
-    return DraftKernels(policy, num_rows=num_rows, vocab_size=vocab_size, device=device)
-
-
-def captured_switch(index: torch.Tensor, works: Sequence[Callable[[], None]]) -> Switch | None:
-    """Make a switch on the device; None unless all works are captured graphs."""
-    graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
-    return Switch(index, graphs) if len(graphs) == len(works) else None
-
-
-def captured_loop(works: Sequence[Callable[[], None]], loop: AnyLoop) -> WhileLoop | None:
-    """Make a loop on the device; None on a CPU. Works need not be captured graphs."""
-    return WhileLoop(works, loop) if loop.step.is_cuda else None
-
-
-def lookup_proposer(device: torch.device) -> Proposer:
-    return LookupKernel() if device.type == "cuda" else LookupProposer()
 
 
 def draft_layer_proposer(

@@ -47,6 +47,14 @@ class AnyLoop:
     words: torch.Tensor
     scratch_row: int
 
+    def _published(self) -> bool:
+        """Publish the step's outputs and return whether another step may follow."""
+        step = int(self.step)
+        self.ring_SN[step] = self.outputs_N
+        self.step.add_(1)
+        self.words[DONE] = step + 1
+        return step + 1 < int(self.limit) and not int(self.words[STOP])
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoopTensors(AnyLoop):
@@ -59,6 +67,18 @@ class LoopTensors(AnyLoop):
     position_B: torch.Tensor
     fresh_B: torch.Tensor
     sample_position_B: torch.Tensor
+
+    def control_step(self) -> bool:
+        """Publish the step's outputs, advance the rows and return whether a step follows.
+
+        None follows after the limit, after a token that is not finite, or if the host's stop flag
+        is set. The count of steps is written after their outputs.
+        """
+        real_B = self.row_B != self.scratch_row
+        advance(self.successor_C2, self.constraint_B, self.token_B)
+        for positions_B in (self.position_B, self.fresh_B, self.sample_position_B):
+            positions_B.add_(real_B)
+        return self._published() and not bool((real_B & (self.token_B < 0)).any())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -79,51 +99,30 @@ class DraftLoopTensors(AnyLoop):
     position_R: torch.Tensor
     limit_R: torch.Tensor
 
+    def control_step(self) -> bool:
+        """Publish the step's outputs, advance constraints and return whether a step follows.
 
-def control_step(loop: LoopTensors) -> bool:
-    """Publish the step's outputs, advance the rows and return whether a step follows.
-
-    None follows after the limit, after a token that is not finite, or if the host's stop flag is
-    set. The count of steps is written after their outputs.
-    """
-    real_B = loop.row_B != loop.scratch_row
-    advance(loop.successor_C2, loop.constraint_B, loop.token_B)
-    for positions_B in (loop.position_B, loop.fresh_B, loop.sample_position_B):
-        positions_B.add_(real_B)
-    return _published(loop) and not bool((real_B & (loop.token_B < 0)).any())
-
-
-def control_drafting_step(loop: DraftLoopTensors) -> bool:
-    """Publish the step's outputs, advance constraints and return whether a step follows.
-
-    No step follows after a row's last token, where a row's pages do not suffice for its
-    maximum of draft tokens, or if no row had a token to feed: then the host plans anew.
-    """
-    fed_B = (loop.row_B != loop.scratch_row) & (loop.count_B > 0)
-    for row in fed_B.nonzero()[:, 0].tolist():
-        start, count = int(loop.start_B[row]), int(loop.count_B[row])
-        for at in range(start, start + count):
-            constraint_1, token_1 = loop.constraint_B[row : row + 1], loop.token_B[at : at + 1]
-            advance(loop.successor_C2, constraint_1, token_1)
-    row_F, start_F, count_F = loop.row_B[fed_B], loop.start_B[fed_B], loop.count_B[fed_B]
-    newest_F, broken_F = loop.position_R[row_F], loop.token_B[start_F + count_F - 1] < 0
-    left_F = loop.limit_R[row_F] - newest_F
-    end_F = newest_F + 1 + torch.minimum(loop.room_B[fed_B].clamp(min=0), left_F)
-    goes_on_F = (left_F >= 0) & (end_F <= loop.reach_B[fed_B]) & ~broken_F
-    return _published(loop) and len(row_F) > 0 and bool(goes_on_F.all())
+        No step follows after a row's last token, where a row's pages do not suffice for its
+        maximum of draft tokens, or if no row had a token to feed: then the host plans anew.
+        """
+        fed_B = (self.row_B != self.scratch_row) & (self.count_B > 0)
+        for row in fed_B.nonzero()[:, 0].tolist():
+            start, count = int(self.start_B[row]), int(self.count_B[row])
+            for at in range(start, start + count):
+                constraint_1, token_1 = self.constraint_B[row : row + 1], self.token_B[at : at + 1]
+                advance(self.successor_C2, constraint_1, token_1)
+        row_F, start_F, count_F = self.row_B[fed_B], self.start_B[fed_B], self.count_B[fed_B]
+        newest_F, broken_F = self.position_R[row_F], self.token_B[start_F + count_F - 1] < 0
+        left_F = self.limit_R[row_F] - newest_F
+        end_F = newest_F + 1 + torch.minimum(self.room_B[fed_B].clamp(min=0), left_F)
+        goes_on_F = (left_F >= 0) & (end_F <= self.reach_B[fed_B]) & ~broken_F
+        return self._published() and len(row_F) > 0 and bool(goes_on_F.all())
 
 
-def _published(loop: AnyLoop) -> bool:
-    """Publish the step's outputs and return whether another step may follow."""
-    step = int(loop.step)
-    loop.ring_SN[step] = loop.outputs_N
-    loop.step.add_(1)
-    loop.words[DONE] = step + 1
-    return step + 1 < int(loop.limit) and not int(loop.words[STOP])
+Loop = LoopTensors | DraftLoopTensors
 
 
 def advance(successor_C2: torch.Tensor, constraint_B: torch.Tensor, token_B: torch.Tensor) -> None:
-    """Advance each constraint by the token sampled under it."""
     constraint_B.copy_(_successor(successor_C2, constraint_B, token_B))
 
 
@@ -183,19 +182,16 @@ class BatchKind(enum.StrEnum):
 
     @staticmethod
     def of(*, values: bool, drafts: bool) -> BatchKind:
-        """Return the kind of a launch with `values` and `drafts`."""
         if drafts:
             return BatchKind.BOTH if values else BatchKind.DRAFTS
         return BatchKind.VALUES if values else BatchKind.WORDS
 
     @property
     def has_values(self) -> bool:
-        """Return whether tokens may have values."""
         return self in (BatchKind.VALUES, BatchKind.BOTH)
 
     @property
     def has_drafts(self) -> bool:
-        """Return whether rows may draft."""
         return self in (BatchKind.DRAFTS, BatchKind.BOTH)
 
     def counts_as(self, num_rows: int, num_tokens: int) -> int:
@@ -222,8 +218,6 @@ class Build(NamedTuple):
 
 # ---------------------------------------------------------------- megakernel launch
 
-# Inputs and outputs of launches of several decode steps.
-#
 # Shape legend: B rows of a launch, R rows of the state, M pages of a row, C constraints, V
 # vocabulary, S steps.
 
@@ -273,7 +267,7 @@ class MegakernelRows:
 class MegakernelSteps(Protocol):
     """Launches of several steps in one kernel.
 
-    Every step ends as `control_step` specifies, or with drafts `control_drafting_step`.
+    Every step ends as `LoopTensors.control_step`, or with drafts `DraftLoopTensors.control_step`.
     """
 
     @property

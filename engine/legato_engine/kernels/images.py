@@ -1,4 +1,4 @@
-"""Image resizing and cropping: Pillow's Lanczos weights and cut plans.
+"""Image resizing and cropping: Pillow's Lanczos weights, cut plans, and their pinned memory.
 
 Pixels between the passes are rounded to 8 bits, so their order matters: that of Pillow 13.
 
@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -65,14 +66,6 @@ def rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
     return height - to_height > max(0, 2 * (width - to_width))
 
 
-def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
-    """Resize as `PIL.Image.resize` with `LANCZOS` does; the reference."""
-    from_height, from_width = image_HWC.shape[:2]
-    if rows_first(from_height, from_width, height, width):
-        return _resize_width(_resize_height(image_HWC, height), width)
-    return _resize_height(_resize_width(image_HWC, width), height)
-
-
 def _weights(
     size_in: int, size_out: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -101,22 +94,6 @@ def _sinc(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.where(x == 0.0, 1.0, np.sin(angle) / angle)
 
 
-def _resize_width(image_HWC: Pixels, width: int) -> Pixels:
-    return _resize_height(image_HWC.swapaxes(0, 1), width).swapaxes(0, 1)
-
-
-def _resize_height(image_HWC: Pixels, height: int) -> Pixels:
-    """Resize the height; sums are int32, as in Pillow and on the device."""
-    weights = table(image_HWC.shape[0], height)
-    last = image_HWC.shape[0] - 1
-    shape = (height, *image_HWC.shape[1:])
-    sums_OWC = np.full(shape, 1 << (PRECISION_BITS - 1), np.int32)
-    for tap, weights_O in enumerate(weights.weights_OK.T):
-        taken_OWC = image_HWC[np.minimum(weights.starts_O + tap, last)]
-        sums_OWC += taken_OWC * weights_O[:, None, None]
-    return (sums_OWC >> PRECISION_BITS).clip(0, 255).astype(np.uint8)
-
-
 # ---------------------------------------------------------------- cut plan
 
 # The plan by which the device cuts one image.
@@ -133,7 +110,7 @@ def _resize_height(image_HWC: Pixels, height: int) -> Pixels:
 #     resizes the height; 3, 4 the first pass's table and its number of pixels, 5 its weights per
 #     pixel; 6, 7, 8 the same for the second pass.
 #
-# A table is the starts, counts and weights of a `kernels.lanczos.Table`.
+# A table is the starts, counts and weights of a `Table`.
 
 HEADER_WORDS = 4
 TARGET_WORDS = 9
@@ -252,3 +229,40 @@ def _words(plan: CutPlan) -> npt.NDArray[np.int32]:
         start = HEADER_WORDS + index * TARGET_WORDS
         words_N[start : start + TARGET_WORDS] = words
     return words_N
+
+
+# ---------------------------------------------------------------- pinned memory
+
+NUM_PIXEL_BYTES = 3 * MAX_PIXELS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HostImage:
+    """Pinned memory for one image, allocated by the caller.
+
+    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` may fill both again after
+    the copies of `ImagePipeline.upload`.
+    """
+
+    pixels: torch.Tensor
+    plan: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StagedImage:
+    """An image's pinned `pixels` and its plan's words; outlives `ImagePipeline.upload`'s copies."""
+
+    pixels: torch.Tensor
+    num_words: int
+
+
+def stage(pixels_HWC: npt.NDArray[np.uint8], plan: CutPlan, host: HostImage) -> StagedImage:
+    """Write an image's plan, which has to fit, and its pixels unless they are pinned already."""
+    num_words = plan.write(host.plan.numpy())
+    if pixels_HWC.flags.writeable and pixels_HWC.flags.c_contiguous:
+        own = torch.from_numpy(pixels_HWC).flatten()
+        if own.is_pinned():
+            return StagedImage(own, num_words)
+    pixels = host.pixels[: pixels_HWC.size]
+    np.copyto(pixels.numpy().reshape(pixels_HWC.shape), pixels_HWC)
+    return StagedImage(pixels, num_words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import json
 import os
 import platform
@@ -21,22 +20,6 @@ _PACKAGES = ("legato", "legato-server", "legato-tiny", "torch", "transformers", 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CpuKernels:
-    """Kernels of layers on the CPU: Legato's with their instructions, else torch's for a reason."""
-
-    instructions: str
-    reason: str
-
-
-def cpu_kernels() -> CpuKernels:
-    """Select the kernels as an engine does, which may compile them."""
-    try:
-        return CpuKernels(instructions_of(ctypes.CDLL(str(library_path()))), "")
-    except (CannotCompileError, OSError) as error:
-        return CpuKernels("", str(error))
-
-
 def gpu_kernels(device: GpuDevice) -> dict[str, str]:
     """Return each group of kernels with why the GPU does not run it, or an empty text."""
     gpu = Gpu(device.capability)
@@ -45,16 +28,20 @@ def gpu_kernels(device: GpuDevice) -> dict[str, str]:
 
 def report(models: str = "") -> dict[str, object]:
     """Return the document; `models` is the folder of pulled models, empty for the default."""
-    cpu = cpu_kernels()
+    instructions = reason = ""
+    try:  # as an engine does, which may compile them
+        instructions = instructions_of(ctypes.CDLL(str(library_path())))
+    except (CannotCompileError, OSError) as error:
+        reason = str(error)
     document: dict[str, object] = {
         "versions": _versions(),
         "cpu": {
             "name": _processor(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": available_memory(),
-            "instructions": cpu.instructions,
-            "kernels": "legato" if cpu.instructions else "torch",
-            "reason": cpu.reason,
+            "instructions": instructions,
+            "kernels": "legato" if instructions else "torch",
+            "reason": reason,
         },
         "driver": _driver(),
         "models": _models(models),

@@ -247,7 +247,8 @@ def step_attention(
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
     """Choose each token's likeliest experts, weighted by a softmax over these only."""
-    return reference.route(logits_TX, num_active)
+    best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
+    return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:

@@ -111,8 +111,6 @@ def indexable(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- spans
 
-# Where tokens of a pass are: their rotations, pages and slots.
-#
 # Shape legend: T tokens, C sequences, M pages of a sequence, P positions, R rotated dims of a head.
 
 

@@ -20,8 +20,6 @@ class Quantised:
 
 # ---------------------------------------------------------------- experts
 
-# Experts' weights and tokens' routes to them; shape legend as in `ops`.
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
@@ -41,8 +39,6 @@ class Routes:
 
 # ---------------------------------------------------------------- low rank
 
-# Low-rank adapters in slots.
-#
 # Shape legend: T tokens, S slots, X experts, R ranks, I and O a map's inputs and outputs.
 
 
@@ -108,8 +104,6 @@ class ExpertAdapters:
 
 # ---------------------------------------------------------------- parameters
 
-# A decoder's parameters as its checkpoint has them.
-#
 # Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D queries,
 # keys and values.
 

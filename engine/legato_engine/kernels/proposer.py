@@ -53,10 +53,6 @@ class Proposer(Protocol):
 
 # ---------------------------------------------------------------- lookup
 
-# Prompt lookup.
-#
-# Shape legend: R rows, C positions, K draft tokens.
-
 
 class LookupProposer:
     """Proposer of the tokens after the latest earlier occurrence of the current n-gram.

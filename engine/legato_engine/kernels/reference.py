@@ -254,13 +254,6 @@ def quantise_gelu(x: torch.Tensor, centre_K: torch.Tensor) -> Quantised:
 
 # ---------------------------------------------------------------- reference experts
 
-# Experts and their adapters in plain torch; shape legend as in `ops`.
-
-
-def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
-    return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
-
 
 def experts_sorted(
     x_TD: torch.Tensor,

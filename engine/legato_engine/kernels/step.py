@@ -1,10 +1,12 @@
-"""A decode step of a whole decoder by kernels."""
+"""A decode step of a whole decoder by kernels, and its parameters in their layouts."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from legato_engine.kernels.cuda import decoder, tau_decoder
 from legato_engine.kernels.cuda.adapters import LowRankMaps
@@ -19,22 +21,28 @@ from legato_engine.kernels.cuda.decoder import (
     Stages,
     StepCache,
 )
-from legato_engine.kernels.cuda.packed_layers import (
-    FoldedCodes,
-    LayerCodes,
-    QuantisedHead,
-    QuantisedLayer,
-    StepMap,
-    head_codes,
-    layer_codes,
-    packed_head,
-    packed_layer,
-    packed_tau_layer,
-    quantised_head,
-    quantised_layer,
+from legato_engine.kernels.cuda.module import made_on
+from legato_engine.kernels.cuda.skinny_gemm import (
+    LinearKernels,
+    LinearSizes,
+    PackedMap,
+    fold_norm,
+    gate_order,
+    num_parts,
+    pack,
+    pack_codes,
+    pair_rotated,
 )
-from legato_engine.kernels.cuda.tau_decoder import ExpertLowRank, ExpertSizes, TauDecoder, TauSizes
-from legato_engine.kernels.parameters import DecoderLayer
+from legato_engine.kernels.cuda.tau_decoder import (
+    ExpertLayer,
+    ExpertLowRank,
+    ExpertSizes,
+    TauDecoder,
+    TauLayer,
+    TauSizes,
+)
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes, map_codes
+from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp, LayerWeights
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -108,3 +116,234 @@ def step_decoder(
         return TauDecoder(sizes, gained, head, cache, stages, adapters, expert_adapters)
     packed = [packed_layer(layer, sizes, rotated=True) for layer in layers]
     return CudaDecoder(sizes, packed, head, cache, stages, adapters)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> LayerWeights:
+    """Pack a layer with an MLP.
+
+    `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
+    """
+    if layer.packed is not None:
+        return layer.packed
+    assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
+    weights, folded = folded_first(layer, layer.mlp)
+    if rotated:
+        weights = weights[_rotated_order(len(weights), sizes.num_heads, weights.device)]
+    return LayerWeights(
+        weights_in=pack(weights),
+        folded_in=folded,
+        weights_out=pack(torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1), sizes.parts),
+        proj_bias=layer.proj.bias,
+        fc2_bias=layer.mlp.fc2.bias,
+    )
+
+
+def _rotated_order(outputs: int, num_heads: int, device: torch.device) -> torch.Tensor:
+    order, paired = torch.arange(outputs, device=device), pair_rotated(num_heads, device)
+    order[: len(paired)] = paired
+    return order
+
+
+class MapPart:
+    """Rows and columns of a packed map, as a `PackedWeight` of products of many tokens."""
+
+    def __init__(self, packed: PackedMap, rows: slice, columns: slice) -> None:
+        self._packed, self._rows, self._columns = packed, rows, columns
+        self.out_features = rows.stop - rows.start
+        self.in_features = columns.stop - columns.start
+
+    def dense(self) -> torch.Tensor:
+        """Return a copy in bf16, [O, I]."""
+        return self._packed.part(self._rows, self._columns)
+
+    def exact(self) -> torch.Tensor:
+        """Return a copy in float32."""
+        return self._packed.dequantised()[self._rows, self._columns]
+
+    def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """Multiply by a copy in the dtype of the rows; only bf16 rounds the weights once more."""
+        weight_OI = self.dense() if rows_TI.dtype is torch.bfloat16 else self.exact()
+        return F.linear(rows_TI, weight_OI, None if bias_O is None else bias_O.to(rows_TI.dtype))
+
+
+_FEW_TOKENS = 8
+"""Beyond these the library's product of a map in bf16 is faster on an H200."""
+
+
+class StepMap(MapPart):
+    """A whole packed map in bf16 or fewer bits, whose few tokens have a kernel of their own.
+
+    `gates`: its rows are packed for `gate`. With `dense_OI`, the same map, more tokens read that.
+    """
+
+    def __init__(
+        self, codes: MapCodes, *, gates: bool = False, dense_OI: torch.Tensor | None = None
+    ) -> None:
+        outputs, device = codes.values().shape[0], codes.codes.device
+        packed = pack_codes(codes, order_O=gate_order(outputs, device) if gates else None)
+        super().__init__(packed, slice(0, packed.outputs), slice(0, packed.inputs))
+        self._gates, self.dense_OI, self._product = gates, dense_OI, None
+        if device.type == "cuda":
+            most = MAX_TOKENS if dense_OI is None else _FEW_TOKENS
+            sizes = LinearSizes(packed.inputs, packed.outputs, packed.kind, gates, most)
+            self._product = made_on(device, LinearKernels, sizes)
+
+    def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        if (product := self._product_of(rows_TI)) is None:
+            return super().multiply(rows_TI, bias_O)
+        return product.run(rows_TI, self._packed, bias_O)
+
+    def dense(self) -> torch.Tensor:
+        return super().dense() if self.dense_OI is None else self.dense_OI
+
+    def gate(self, rows_TI: torch.Tensor) -> torch.Tensor | None:
+        """Return silu of the first half of a map without bias times the second; None: by others."""
+        if not self._gates or (product := self._product_of(rows_TI)) is None:
+            return None
+        return product.run(rows_TI, self._packed, None, gated=True)
+
+    def onto(
+        self, to_TO: torch.Tensor, rows_TI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Add the product to `to_TO` in place, rounded once; None: by others."""
+        if (product := self._product_of(rows_TI)) is None or not to_TO.is_contiguous():
+            return None
+        return product.run(rows_TI, self._packed, bias_O, onto_BO=to_TO)
+
+    def _product_of(self, rows_TI: torch.Tensor) -> LinearKernels | None:
+        """Return the kernels of few tokens, if the rows are."""
+        product = self._product
+        few = product is not None and 0 < rows_TI.shape[0] <= product.max_tokens
+        plain = rows_TI.dtype is torch.bfloat16 and rows_TI.is_contiguous()
+        return product if few and plain and rows_TI.dim() == 2 else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class QuantisedLayer:
+    """One copy of a layer's weights, for decode steps and for products of many tokens.
+
+    The norm's scale is in `qkv` and `fc1`, its shift in their biases, float32.
+    """
+
+    weights: LayerWeights
+    qkv: MapPart
+    fc1: MapPart
+    fc2: MapPart
+    proj: MapPart
+    qkv_bias: torch.Tensor
+    fc1_bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class QuantisedHead:
+    """A head likewise, with the norm before it."""
+
+    weights: HeadWeights
+    map: MapPart
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoldedCodes:
+    """A map with the norm before it: its scale in the codes, its shift in the float32 bias."""
+
+    map: MapCodes
+    bias_O: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerCodes:
+    """A layer's maps: QKV above fc1, and fc2 beside the output map."""
+
+    first: FoldedCodes
+    second: MapCodes
+
+
+def layer_codes(layer: DecoderLayer, code_format: CodeFormat) -> LayerCodes:
+    """Quantise a layer with an MLP and without gains."""
+    assert isinstance(layer.mlp, DenseMlp), "experts are quantised by their checkpoint"
+    scaled, folded = folded_first(layer, layer.mlp)
+    first = FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
+    beside = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
+    return LayerCodes(first, map_codes(beside, code_format))
+
+
+def head_codes(head: Affine, norm: Affine, code_format: CodeFormat) -> FoldedCodes:
+    scaled, folded = fold_norm(*head, norm)
+    return FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
+
+
+def quantised_layer(
+    codes: LayerCodes, fc2_bias: torch.Tensor, proj_bias: torch.Tensor, num_heads: int
+) -> QuantisedLayer:
+    device = codes.second.codes.device
+    order = _rotated_order(len(codes.first.bias_O), num_heads, device)
+    into, folded = pack_codes(codes.first.map, order_O=order), _corrections(codes.first)
+    dim, mixed = codes.second.values().shape
+    out = pack_codes(codes.second, num_parts(mixed, dim))
+    weights = LayerWeights(
+        weights_in=into.data,
+        folded_in=folded,
+        weights_out=out.data,
+        proj_bias=proj_bias,
+        fc2_bias=fc2_bias,
+        scales_in=into.scale_O,
+        scales_out=out.scale_O,
+    )
+    first, whole, inner = 3 * dim, slice(0, dim), mixed - dim
+    return QuantisedLayer(
+        weights=weights,
+        qkv=MapPart(into, slice(0, first), whole),
+        fc1=MapPart(into, slice(first, first + inner), whole),
+        fc2=MapPart(out, whole, slice(0, inner)),
+        proj=MapPart(out, whole, slice(inner, mixed)),
+        qkv_bias=folded[:first, 1],
+        fc1_bias=folded[first:, 1],
+    )
+
+
+def quantised_head(codes: FoldedCodes) -> QuantisedHead:
+    packed, folded = pack_codes(codes.map), _corrections(codes)
+    part = MapPart(packed, slice(0, packed.outputs), slice(0, packed.inputs))
+    return QuantisedHead(HeadWeights(packed.data, folded, packed.scale_O), part, folded[:, 1])
+
+
+def _corrections(codes: FoldedCodes) -> torch.Tensor:
+    """Return those of `fold_norm`, with the sums of the weights as they are read."""
+    return torch.stack([codes.map.dequantised().sum(1), codes.bias_O], dim=1).contiguous()
+
+
+def folded_first(layer: DecoderLayer, mlp: DenseMlp) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both first maps with the norm folded in, as one: apart, their sums would round otherwise."""
+    return fold_norm(*_stacked([layer.qkv, mlp.fc1]), layer.norm)
+
+
+def packed_tau_layer(layer: DecoderLayer, sizes: DecoderSizes) -> TauLayer:
+    """Pack a layer with gains; experts stay where they are."""
+    assert layer.tau is not None, "a layer without gains has another layout"
+    if isinstance(layer.mlp, DenseMlp):
+        return TauLayer(layer.tau, packed_layer(layer, sizes, rotated=False))
+    first = packed_head([layer.qkv, layer.mlp.router], layer.norm)
+    maps = ExpertLayer(
+        weights_in=first.weights,
+        folded_in=first.folded,
+        norm=layer.norm,
+        up=layer.mlp.up,
+        down=layer.mlp.down,
+        proj_DD=layer.proj.weight,
+        proj_bias=layer.proj.bias,
+    )
+    return TauLayer(layer.tau, maps)
+
+
+def packed_head(maps: Sequence[Affine], norm: Affine) -> HeadWeights:
+    """Pack maps of the same normed inputs as one, of raw inputs."""
+    weights, folded = fold_norm(*_stacked(maps), norm)
+    return HeadWeights(pack(weights), folded)
+
+
+def _stacked(maps: Sequence[Affine]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([each.weight for each in maps]), torch.cat([each.bias for each in maps])

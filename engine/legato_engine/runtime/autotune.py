@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -36,46 +36,28 @@ class StepTimes(msgspec.Struct, frozen=True, order=True):
     loop: Seconds
 
 
-class PathChoice(Protocol):
-    """Decides which eligible launches use the megakernel.
-
-    `drawn`: a row samples. `common`: most rows share leading pages with the row before.
-    """
-
-    def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
-
-
 Timer = Callable[..., float]
 """Measure a step's seconds: a kind and its rows, all `drawn` or all greedy, with pages in `common`
 or none, `in_megakernel` or captured.
 """
 
 
-class Fixed:
-    """A `PathChoice` of all launches, or of none."""
-
-    def __init__(self, takes: bool) -> None:
-        self._takes = takes
-
-    def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool:
-        del kind, num_rows, drawn, common
-        return self._takes
-
-
-ALL, NONE = Fixed(True), Fixed(False)
-
-
 class PathTable:
-    """A `PathChoice` by measured times; between measured row counts the next larger one decides."""
+    """Decides by measured times which eligible launches use the megakernel.
 
-    def __init__(self, times: Iterable[StepTimes]) -> None:
+    Between measured row counts the next larger one decides; launches beyond get the `default`.
+    """
+
+    def __init__(self, times: Iterable[StepTimes] = (), *, default: bool = False) -> None:
         self.times = tuple(sorted(times))
+        self._default = default
 
     def takes(self, kind: BatchKind, num_rows: int, *, drawn: bool, common: bool) -> bool:
+        """`drawn`: a row samples. `common`: most rows share leading pages with the row before."""
         wanted = kind, drawn, common and _may_share(kind, num_rows)
         same = (each for each in self.times if (each.kind, each.drawn, each.common) == wanted)
         least = next((each for each in same if each.rows >= num_rows), None)
-        return least is not None and _wins(least)
+        return self._default if least is None else _wins(least)
 
     def wanted(self, builds: Sequence[Build]) -> tuple[Build, ...]:
         """List the builds that launches need, sampled or greedy."""
@@ -87,18 +69,18 @@ class PathTable:
         )
 
     def milliseconds(self) -> list[dict[str, str | int | float]]:
-        """Return the times in milliseconds, for the log."""
         return [
             {
+                **msgspec.structs.asdict(each),
                 "kind": str(each.kind),
-                "rows": each.rows,
-                "drawn": each.drawn,
-                "common": each.common,
                 "resident": round(each.resident * 1e3, 4),
                 "loop": round(each.loop * 1e3, 4),
             }
             for each in self.times
         ]
+
+
+ALL, NONE = PathTable(default=True), PathTable()
 
 
 def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:

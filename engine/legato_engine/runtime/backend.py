@@ -1,22 +1,23 @@
-"""Interface of backends, and the outputs that slots read from them."""
+"""Backends of launches, and the outputs that slots read from them."""
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Sequence as Many
 from itertools import repeat
 from operator import eq
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from legato_engine.kernels.decode_loop import MegakernelOffer
-from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.decode_slot import DecodeSlot, Resources, StepLayout
 from legato_engine.runtime.descriptors import DESCRIPTOR
+from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.graphs import Work
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
-from legato_engine.runtime.staging import Changes
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, write_logprobs
+from legato_engine.runtime.staging import Changes, preparation
 from legato_engine.scheduler.batch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD, Descriptor, RowTokens, SampledToken
 from legato_engine.speculation import BlockPolicy
@@ -31,20 +32,30 @@ class Needs(NamedTuple):
     alternatives: bool = False  # to its tokens; never in a loop
 
 
-class StepBackend(Protocol):
-    """Enqueues the work of launches on the compute stream.
+class StepBackend(abc.ABC):
+    """Enqueues the work of launches on the compute stream, captured once per shape.
 
     `prefill` and `encode` stage their own inputs, and `prefill` uploads all of the launch; the
     other methods read what the runner has uploaded.
     """
 
-    buckets: tuple[int, ...]  # tokens, ascending
     limits: BatchLimits  # of a prefill that sequences share
-    encodes_images: bool  # takes uncropped images
+    encodes_images = False  # takes uncropped images
+    _has_greedy_work = True  # apart from that of sampled batches
 
+    def __init__(self, resources: Resources, layouts: Sequence[StepLayout]) -> None:
+        """`layouts`: the batches that forwards of drafting steps are made for."""
+        self.buckets = resources.buckets  # tokens, ascending
+        self._resources = resources
+        self._slots, self._state = resources.slots, resources.state
+        self._graphs = resources.graphs
+        self._drafting = None
+        if self._state.drafts is not None:
+            self._drafting = DraftingDecode(resources, layouts)
+
+    @abc.abstractmethod
     def warm_up(self) -> None:
         """Capture or run every shape, so that no launch is the first of its shape."""
-        ...
 
     def decode(
         self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
@@ -53,20 +64,47 @@ class StepBackend(Protocol):
 
         `forces`: rows have forced tokens, which matters with speculation only.
         """
-        ...
+        shape = self._forward_shape(bucket, num_tokens, rank)
+        if self._drafting is not None:
+            self._graphs.run(self._drafting_work, slot, shape[-1], forces)
+        else:
+            self._graphs.run(self._forward_work, slot, *shape)
 
-    def prepare(self, slot: int, changes: Changes) -> None:
-        """Apply what a decode changes, before its forward."""
-        ...
+    def prepare(self, slot: int, changes: Changes, *, admits: bool = False) -> None:
+        """Apply what a launch changes, before its forward; `admits` its prompts."""
+        if any(changes) or admits:
+            self._graphs.run(self._prepare_work, slot, *changes, admits)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """Sample as `Needs` asks."""
-        ...
+        sampled = sampled and self._has_greedy_work
+        self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
+
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
+        rows = self._logprob_rows(bucket)
+        self._graphs.run(self._logprobs_work, slot, rows, payload, alternatives)
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """Return the work of a step, in order, to be repeated at fixed addresses."""
-        ...
+        graphs, shape = self._graphs, self._forward_shape(bucket, bucket, rank)
+        choice = needs.sampled and self._has_greedy_work, needs.payload
+        if self._drafting is None:
+            works = [
+                graphs.captured(self._forward_work, slot, *shape),
+                graphs.captured(self._sample_work, slot, bucket, *choice),
+            ]
+        else:
+            works = [
+                graphs.part(self._drafting_work, slot, shape[-1], False),
+                graphs.part(self._drafting_sample_work, slot, *choice),
+            ]
+        if needs.logprobs:
+            rows = self._logprob_rows(bucket)
+            works.append(graphs.captured(self._logprobs_work, slot, rows, needs.payload, False))
+        return tuple(works)
 
+    @abc.abstractmethod
     def offer_megakernel(
         self, max_rows: int, policy: BlockPolicy | None = None
     ) -> MegakernelOffer | str:
@@ -74,17 +112,13 @@ class StepBackend(Protocol):
 
         Rows draft by the `policy` if given.
         """
-        ...
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
-        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
-        ...
-
+    @abc.abstractmethod
     def prefill(
         self,
         slot: int,
-        prompts: Many[ScheduledSequence],
-        decodes: Many[ScheduledSequence],
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
         rank: int,
         changes: Changes,
     ) -> None:
@@ -93,14 +127,44 @@ class StepBackend(Protocol):
         The slot's first rows become the outputs of the decodes, then of each prompt's last
         position. `limits` bounds a launch of more than one prompt, or with any decode.
         """
-        ...
 
+    @abc.abstractmethod
     def encode(self, slot: int, row: ScheduledSequence) -> None: ...
+
+    @abc.abstractmethod
+    def _forward_shape(self, bucket: int, num_tokens: int, rank: int) -> tuple[int, int, int]:
+        """Return the bucket, the groups and the adapters of `_forward_work`."""
+
+    @abc.abstractmethod
+    def _forward_work(
+        self, slot: int, bucket: int, num_groups: int, rank: int, sampled: bool = True
+    ) -> Work: ...
+
+    @abc.abstractmethod
+    def _sample_work(
+        self, slot: int, bucket: int, sampled: bool, payload: bool, settles: bool = True
+    ) -> Work: ...
+
+    def _logprob_rows(self, bucket: int) -> int:
+        return bucket
+
+    def _prepare_work(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
+        return preparation(self._resources, slot, Changes(grows, places), admits=admits)
+
+    def _drafting_work(self, slot: int, rank: int, forces: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.work(slot, self._forward_work, rank, forces=forces)
+
+    def _drafting_sample_work(self, slot: int, sampled: bool, payload: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.sampling(slot, self._sample_work, sampled, payload, False)
+
+    def _logprobs_work(self, slot: int, rows: int, payload: bool, alternatives: bool) -> Work:
+        given = self._resources, self._slots[slot], rows, payload, alternatives
+        return lambda: write_logprobs(*given)
 
 
 # ---------------------------------------------------------------- slot outputs
-
-# What rows need of a launch's sampling, and the tokens that it left in its slot's outputs.
 
 Outputs = Mapping[str, np.ndarray]
 """A slot's outputs by field, on the host."""

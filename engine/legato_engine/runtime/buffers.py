@@ -96,8 +96,6 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 # ---------------------------------------------------------------- token ring
 
-# Outputs of a decode loop's steps on their way to the host.
-#
 # Shape legend: S steps, N bytes of a step's outputs, B tokens.
 
 

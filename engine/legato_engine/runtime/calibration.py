@@ -146,8 +146,6 @@ def _on_line(
 
 # ---------------------------------------------------------------- loop times
 
-# Measured times of steps in loops, in the megakernel and captured.
-
 _STEPS = 10
 _LOOP_CONTEXT = 512  # positions: an image, a question and half of an answer
 _COMMON_FRACTION = 0.75  # of a row's pages: the image's

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from legato_engine.device.base import Device, Stream
-from legato_engine.kernels.accelerated import draft_kernels
+from legato_engine.kernels.accelerated import DraftKernels
 from legato_engine.kernels.proposer import UNKNOWN, Proposer, RowHistory
 from legato_engine.layers.lora import AdaptedRows, AdapterBank
 from legato_engine.models.base import Model
@@ -23,6 +23,7 @@ from legato_engine.models.paged_attention import KVCache
 from legato_engine.runtime.buffers import Fields, StagingBuffer, StagingRoom, size_of
 from legato_engine.runtime.descriptors import NO_DRAFTS, WORDS
 from legato_engine.runtime.graphs import GraphRunner
+from legato_engine.runtime.kv_pool import doubling
 from legato_engine.runtime.reference_drafts import ReferenceDrafts
 from legato_engine.scheduler.batch import ScheduledSequence
 from legato_engine.speculation import AcceptanceCounts, BlockPolicy, TokenBudgetPolicy
@@ -116,7 +117,10 @@ class DecodeSlot:
         rows = ((max_rows,), torch.int64)
         self.speculates = speculates = max_drafting > 0
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.constraint = StagingBuffer(device, _constraint_fields(max_rows, max_drafting))
+        constraint: Fields = {"constraint": rows, "after": rows}
+        if speculates:
+            constraint["first"] = ((max_drafting,), torch.int64)
+        self.constraint = StagingBuffer(device, constraint)
         words = ((max_rows, -(-vocab_size // 32)), torch.int32)
         self.masks = StagingBuffer(device, {"base": rows, "words": words})
         num_prompts = max_prompts + max_images - 1
@@ -147,11 +151,6 @@ class DecodeSlot:
         """Each token's constraint; with speculation those of rows, by their entries, are staged."""
         constraint_S = self.constraint.device["constraint"]
         return constraint_S[:batch] if self.entry_R is None else constraint_S[self.entry_R[:batch]]
-
-
-def _constraint_fields(max_rows: int, max_drafting: int) -> Fields:
-    fields: Fields = dict.fromkeys(("constraint", "after"), ((max_rows,), torch.int64))
-    return fields | ({"first": ((max_drafting,), torch.int64)} if max_drafting else {})
 
 
 def _step_fields(max_rows: int, max_drafting: int, max_block: int) -> Fields:
@@ -203,8 +202,6 @@ def _output_fields(max_rows: int, max_drafting: int) -> Fields:
 
 # ---------------------------------------------------------------- draft state
 
-# Device-side speculative decoding: block sizes, draft tokens, row positions and acceptance.
-#
 # A row feeds its newest token and up to K draft tokens after it. Only the device knows how many,
 # and at which positions, because the previous launch may not be read back yet. The host stages the
 # rows and the most draft tokens that each has pages for.
@@ -254,7 +251,7 @@ class DraftState:
         self.descriptor_R4 = torch.zeros(rows, WORDS, dtype=torch.int64, device=device)
         self.overall = torch.zeros(2, dtype=torch.float64, device=device)
         self.block_S = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.blocks = _blocks(block) if proposer.sequential else (block,)
+        self.blocks = doubling(1, block) if proposer.sequential else (block,)
         self.proposal = torch.zeros(1, dtype=torch.int32, device=device)  # index of `blocks`
         self.choice = torch.zeros(1, dtype=torch.int32, device=device)  # of a batch
         self._proposal_K = torch.tensor(
@@ -266,8 +263,11 @@ class DraftState:
         self._row_R = torch.arange(rows, device=device)
         self.proposer = proposer
         self.policy = policy
-        kernels = draft_kernels(policy, num_rows=num_rows, vocab_size=vocab_size, device=device)
-        self.operations = kernels or ReferenceDrafts(policy, vocab_size)
+        self.operations: DraftKernels | ReferenceDrafts = ReferenceDrafts(policy, vocab_size)
+        if device.type == "cuda":
+            self.operations = DraftKernels(
+                policy, num_rows=num_rows, vocab_size=vocab_size, device=device
+            )
         self.forget()
 
     # ------------------------------------------------------------ set-up
@@ -295,7 +295,6 @@ class DraftState:
         return next(index for index, block in enumerate(self.blocks) if block >= count)
 
     def forget(self) -> None:
-        """Forget how many tokens were accepted."""
         counts = AcceptanceCounts()
         self.overall[0], self.overall[1] = counts.accepted_weight, counts.tried_weight
 
@@ -374,11 +373,6 @@ class DraftState:
         )
 
 
-def _blocks(limit: int) -> tuple[int, ...]:
-    """List the powers of two below `limit`, and `limit`."""
-    return (*(1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit), limit)
-
-
 def _choice(layouts: Sequence[StepLayout], tokens: int, groups: int) -> int:
     """Return the index of a batch for `tokens` in `groups` (at least `_MAX_GROUPS`) groups."""
     fits = [index for index, each in enumerate(layouts) if each.tokens >= tokens]
@@ -392,8 +386,6 @@ def _choice(layouts: Sequence[StepLayout], tokens: int, groups: int) -> int:
 
 # ---------------------------------------------------------------- row state
 
-# Device state of every running sequence between launches.
-#
 # Sampling writes a row's token, and the next forward reads it without the host. A prefill writes a
 # sequence's constants and first pages; a later page is written by the first launch that uses it.
 #
@@ -445,8 +437,6 @@ class RowState:
 
 
 # ---------------------------------------------------------------- resources
-
-# What all launches of one runner share.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -113,8 +113,6 @@ class DraftModel:
 
 # ---------------------------------------------------------------- drafting decode
 
-# A decode whose batch the device chooses.
-
 
 class DraftingDecode:
     """Decodes of each slot with speculation.
@@ -156,6 +154,8 @@ class DraftingDecode:
             if forces:
                 drafts.force(buffers)
             drafts.place(buffers)
+            # A conditional node comes first: a forward's kernels read positions before the previous
+            # kernel of their graph has ended.
             forward()
 
         return work
@@ -180,8 +180,6 @@ class DraftingDecode:
 
 # ---------------------------------------------------------------- megakernel drafts
 
-# Megakernel launches whose rows draft.
-
 
 class DraftSnapshot:
     """Row state before a launch, to restore after a timeout."""
@@ -193,7 +191,6 @@ class DraftSnapshot:
         self._descriptor_R4 = torch.zeros_like(drafts.descriptor_R4)
 
     def take(self) -> None:
-        """Copy the state; can be captured."""
         self._payload_R2.copy_(self._state.payload_R2)
         self._position_R.copy_(self._drafts.position_R)
         self._descriptor_R4.copy_(self._drafts.descriptor_R4)

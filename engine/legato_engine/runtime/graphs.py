@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from legato_engine.device.base import Device
-from legato_engine.kernels.accelerated import captured_switch
+from legato_engine.device.base import CapturedGraph, Device
+from legato_engine.kernels.accelerated import Switch
 
 Work = Callable[[], None]
 
@@ -23,7 +23,7 @@ class GraphRunner:
         self._compute = device.compute
         self._captured: dict[tuple[object, ...], Work] = {}
         self._parts: dict[tuple[object, ...], Work] = {}
-        self._works: list[Work] = []  # a graph reads their tensors, and must not outlive them
+        """Work as it was made: a graph reads its tensors, and must not outlive them."""
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
         """Enqueue `make(*shape)`, made once for each shape."""
@@ -38,13 +38,16 @@ class GraphRunner:
         always does. The work may be part of captured work.
         """
         works = [self.captured(make, *shape) for shape in shapes]
+        graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
+        if len(graphs) == len(works):
+            return Switch(index, graphs)
 
         def chosen() -> None:
             which = int(index) if len(works) > 1 else 0
             if which < len(works):
                 works[which]()
 
-        return captured_switch(index, works) or chosen
+        return chosen
 
     def part(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         """Return work that is captured only within other work, since it has switches.
@@ -60,9 +63,7 @@ class GraphRunner:
         """Return the work of `run`, to be part of other work."""
         key = (make, *shape)
         if key not in self._captured:
-            work = make(*shape)
-            self._works.append(work)
-            self._captured[key] = self._capture(work)
+            self._captured[key] = self._capture(self.part(make, *shape))
         return self._captured[key]
 
 

@@ -11,25 +11,23 @@ from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.base import StepInputs, StepKernels
-from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.backend import StepBackend
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, Resources, StepLayout
-from legato_engine.runtime.drafting import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graphs import Work
 from legato_engine.runtime.prompts import CapturedPrompts
-from legato_engine.runtime.sampler import LogprobStep
 from legato_engine.runtime.staging import (
     Changes,
     Pass,
     ScheduledPrompt,
     bucket_for,
     cut_passes,
-    preparation,
     stage_pass,
 )
 from legato_engine.runtime.torch_backend import (
     CHUNK,
-    PrefillStep,
+    prefix_work,
+    prompt_work,
     scheduled_tokens,
     stage_prompts,
     stage_samples,
@@ -48,91 +46,6 @@ def laid_out_groups(bucket: int, num_groups: int) -> int:
     return next(fits, bucket)
 
 
-class StepWorks:
-    """Each method makes work over the buffers of a slot, at fixed addresses."""
-
-    def __init__(self, kernels: StepKernels, resources: Resources) -> None:
-        self._kernels, self._resources = kernels, resources
-        self._slots, self._state = resources.slots, resources.state
-        self._sampler = Sampler(resources.model.vocab_size)
-        self._drafting = None
-        if self._state.drafts is not None:
-            self._drafting = DraftingDecode(resources, _layouts(resources.buckets))
-
-    def prepare(self, slot: int, grows: bool, places: bool, admits: bool) -> Work:
-        return preparation(self._resources, slot, Changes(grows, places), admits=admits)
-
-    def drafting(self, slot: int, adapted: bool, forces: bool) -> Work:
-        assert self._drafting is not None, "only draft tokens are placed by the device"
-        # The forward begins after a conditional node: its kernels read positions before the
-        # previous kernel of their graph has ended.
-        return self._drafting.work(slot, self.forward, adapted, forces=forces)
-
-    def forward(
-        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool = True
-    ) -> Work:
-        buffers, state = self._slots[slot], self._state
-        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
-        inputs = StepInputs(
-            source_B=staged["source"],
-            row_B=staged["row"],
-            position_B=staged["position"],
-            fresh_B=staged["fresh"],
-            prompt_token_B=staged["token"],
-            prompt_payload_B2=staged["payload"],
-            token_R=state.token_R,
-            payload_R2=state.payload_R2,
-            page_table_RM=state.page_table_RM,
-            adapter_slot_R=state.adapter_slot_R if adapted else None,
-            num_groups=num_groups,
-        )
-        hidden_BD = buffers.hidden_RD[:bucket]
-        logits_BV = buffers.logits_RV[:bucket] if sampled else None
-        return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
-
-    def drafting_sample(self, slot: int, payload: bool) -> Work:
-        assert self._drafting is not None, "only draft tokens are placed by the device"
-        return self._drafting.sampling(slot, self.sample, payload, False)
-
-    def sample(self, slot: int, bucket: int, payload: bool, settles: bool = True) -> Work:
-        buffers, state = self._slots[slot], self._state
-        staged = buffers.staged.device
-        sampled = SampledTokens(
-            row_B=staged["sample_row"][:bucket],
-            token_B=buffers.tokens_R[:bucket],
-            hidden_BD=buffers.hidden_RD[:bucket],
-            logits_BV=buffers.logits_RV[:bucket],
-            constraints_CV=self._resources.constraints_CV,
-            constraint_S=buffers.constraint.device["constraint"],
-            entry_B=None if buffers.entry_R is None else buffers.entry_R[:bucket],
-            payload_B2=buffers.payload_R2[:bucket],
-            certainty_B2=buffers.certainty_R2[:bucket],
-        )
-
-        def work() -> None:
-            self._sampler.sample(
-                state,
-                sampled.logits_BV,
-                sampled.constraints_CV,
-                sampled.constraint_S,
-                sampled.row_B,
-                staged["sample_position"][:bucket],
-                sampled.token_B,
-                entry_B=sampled.entry_B,
-                overlap=False,
-            )
-            if payload:
-                self._kernels.values(state, sampled)
-            if state.drafts is not None and settles:
-                state.drafts.settle(buffers, bucket, state.token_R)
-
-        return work
-
-    def logprobs(self, slot: int, payload: bool, alternatives: bool) -> Work:
-        step = LogprobStep(self._resources, self._slots[slot], self._resources.buckets[-1])
-        return lambda: step(payload, alternatives)
-
-
 def _layouts(buckets: Sequence[int]) -> list[StepLayout]:
     """Return the layouts that `laid_out_groups` chooses."""
     return [
@@ -144,7 +57,7 @@ def _layouts(buckets: Sequence[int]) -> list[StepLayout]:
 
 # ---------------------------------------------------------------- kernel backend
 
-# The backend of a model's CUDA kernels. Every shape is a captured graph, prefills included.
+# Every shape is a captured graph, prefills included.
 #
 # A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 # costs and has the same bits; so does an answer of any length after a preemption. Prompts share
@@ -160,18 +73,17 @@ but the first result comes later by the time of two.
 """
 
 
-class KernelBackend:
-    """A `StepBackend` over `StepKernels` and an optional `ImageEncoder`."""
+class KernelBackend(StepBackend):
+    """A backend of `StepKernels` and an optional `ImageEncoder`."""
+
+    _has_greedy_work = False  # the kernel reads from a row's state whether it is greedy
 
     def __init__(self, kernels: StepKernels, resources: Resources) -> None:
         model, slots = resources.model, resources.slots
         max_tokens = min(resources.buckets[-1], MAX_TOKENS)
-        self.buckets = resources.buckets
-        self._resources = resources
-        self._slots = slots
-        self._state = resources.state
-        self._graphs = resources.graphs
+        super().__init__(resources, _layouts(resources.buckets))
         self._kernels = kernels
+        self._sampler = Sampler(model.vocab_size)
         self._encoder_runner = _encoder_runner(resources)
         self.encodes_images = self._encoder_runner is not None
         chunk_above = min(MAX_PASSES * max_tokens, model.max_context)
@@ -189,12 +101,11 @@ class KernelBackend:
             chunk_above=chunk_above,
             long_chunk_tokens=0 if self._long is None else CHUNK,
         )
-        self._works = StepWorks(kernels, resources)
 
     def warm_up(self) -> None:
         for slot in range(len(self._slots)):
             for grows, places, admits in product((False, True), repeat=3):
-                self._prepare(slot, Changes(grows, places), admits=admits)
+                self.prepare(slot, Changes(grows, places), admits=admits)
             self._warm_up_steps(slot)
             for payload, alternatives in product((False, True), repeat=2):
                 self.logprobs(slot, self.buckets[-1], payload=payload, alternatives=alternatives)
@@ -211,54 +122,14 @@ class KernelBackend:
                 self._forward(slot, bucket, groups, adapted=adapted)
             for payload in (False, True):
                 self.sample(slot, bucket, sampled=False, payload=payload)
-        if self._state.drafts is not None:
+        if self._drafting is not None:
             for adapted, forces in product(adapters, (False, True)):
-                self._graphs.run(self._works.drafting, slot, adapted, forces)
-
-    def decode(
-        self, slot: int, bucket: int, rank: int, num_tokens: int, *, forces: bool = False
-    ) -> None:
-        if self._state.drafts is not None:
-            self._graphs.run(self._works.drafting, slot, rank > 0, forces)
-        else:
-            self._forward(slot, bucket, num_tokens, adapted=rank > 0)
-
-    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
-        """Return a step's work; `sampled` is unused, as a row's state tells the kernel."""
-        graphs, payload = self._graphs, needs.payload
-        if self._state.drafts is None:
-            works = [
-                graphs.captured(self._works.forward, slot, bucket, bucket, rank > 0),
-                graphs.captured(self._works.sample, slot, bucket, payload),
-            ]
-        else:
-            works = [
-                graphs.part(self._works.drafting, slot, rank > 0, False),
-                graphs.part(self._works.drafting_sample, slot, payload),
-            ]
-        if needs.logprobs:
-            works.append(graphs.captured(self._works.logprobs, slot, payload, False))
-        return tuple(works)
+                self._graphs.run(self._drafting_work, slot, adapted, forces)
 
     def offer_megakernel(
         self, max_rows: int, policy: BlockPolicy | None = None
     ) -> MegakernelOffer | str:
         return self._kernels.offer_megakernel(max_rows, policy)
-
-    def prepare(self, slot: int, changes: Changes) -> None:
-        self._prepare(slot, changes, admits=False)
-
-    def _prepare(self, slot: int, changes: Changes, *, admits: bool) -> None:
-        if any(changes) or admits:
-            self._graphs.run(self._works.prepare, slot, *changes, admits)
-
-    def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """Run the sampling; its kernel reads from a row's state whether it is greedy."""
-        self._graphs.run(self._works.sample, slot, bucket, payload)
-
-    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
-        """Over all rows of the slot: torch's order of summation depends on their number."""
-        self._graphs.run(self._works.logprobs, slot, payload, alternatives)
 
     def prefill(
         self,
@@ -288,7 +159,7 @@ class KernelBackend:
         if self._encoder_runner is not None:
             self._encoder_runner.cache(slot, encoded)
         places = changes.places and passes.is_last(0)
-        self._prepare(slot, changes._replace(places=places), admits=True)
+        self.prepare(slot, changes._replace(places=places), admits=True)
         if long is not None:
             self._run_long(slot, prompts[0], long)
         self._run_passes(slot, passes, changes)
@@ -308,8 +179,8 @@ class KernelBackend:
         """Write an adapter, and a missing prefix that neither steps nor an encoder compute."""
         self._resources.write_adapter(row)
         if row.work.compute_pages and row.sequence.inputs.image is not None and not row.encodes:
-            step = PrefillStep(self._resources, self._slots[slot], row, index=index)
-            self._resources.compute.submit(step.run_prefix)
+            work = prefix_work(self._resources, self._slots[slot], row, index)
+            self._resources.compute.submit(work)
 
     def _run_long(self, slot: int, row: ScheduledSequence, prompt: ScheduledPrompt) -> None:
         end = prompt.start + len(prompt.tokens)
@@ -317,8 +188,10 @@ class KernelBackend:
             self._long.run(slot, 0, prompt, 0, adapted=bool(row.sequence.adapter.key))
             return
         alone = row._replace(num_tokens=row.num_tokens - _num_answer(row))
-        step = PrefillStep(self._resources, self._slots[slot], alone)
-        self._resources.compute.submit(step.run_long_prompt)
+        resources, buffers = self._resources, self._slots[slot]
+        if row.work.compute_pages and row.sequence.inputs.image is None:
+            resources.compute.submit(prefix_work(resources, buffers, row))
+        resources.compute.submit(prompt_work(resources, buffers, alone))
 
     def _stage(self, slot: int, passes: _Passes, index: int) -> None:
         """Stage a pass, and with the last one what is sampled."""
@@ -350,8 +223,72 @@ class KernelBackend:
     def _forward(
         self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
     ) -> None:
-        shape = (slot, bucket, laid_out_groups(bucket, num_groups), adapted)
-        self._graphs.run(self._works.forward, *shape, *(() if sampled else (False,)))
+        shape = self._forward_shape(bucket, num_groups, int(adapted))
+        self._graphs.run(self._forward_work, slot, *shape, *(() if sampled else (False,)))
+
+    def _forward_shape(self, bucket: int, num_tokens: int, rank: int) -> tuple[int, int, int]:
+        return bucket, laid_out_groups(bucket, num_tokens), int(rank > 0)
+
+    def _logprob_rows(self, bucket: int) -> int:
+        """Return the whole slot's: torch's order of summation depends on their number."""
+        return self.buckets[-1]
+
+    def _forward_work(
+        self, slot: int, bucket: int, num_groups: int, rank: int, sampled: bool = True
+    ) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
+        inputs = StepInputs(
+            source_B=staged["source"],
+            row_B=staged["row"],
+            position_B=staged["position"],
+            fresh_B=staged["fresh"],
+            prompt_token_B=staged["token"],
+            prompt_payload_B2=staged["payload"],
+            token_R=state.token_R,
+            payload_R2=state.payload_R2,
+            page_table_RM=state.page_table_RM,
+            adapter_slot_R=state.adapter_slot_R if rank else None,
+            num_groups=num_groups,
+        )
+        hidden_BD = buffers.hidden_RD[:bucket]
+        logits_BV = buffers.logits_RV[:bucket] if sampled else None
+        return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
+
+    def _sample_work(
+        self, slot: int, bucket: int, sampled: bool, payload: bool, settles: bool = True
+    ) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = buffers.staged.device
+        tokens = SampledTokens(
+            row_B=staged["sample_row"][:bucket],
+            token_B=buffers.tokens_R[:bucket],
+            hidden_BD=buffers.hidden_RD[:bucket],
+            logits_BV=buffers.logits_RV[:bucket],
+            constraints_CV=self._resources.constraints_CV,
+            constraint_S=buffers.constraint.device["constraint"],
+            entry_B=None if buffers.entry_R is None else buffers.entry_R[:bucket],
+            payload_B2=buffers.payload_R2[:bucket],
+            certainty_B2=buffers.certainty_R2[:bucket],
+        )
+
+        def work() -> None:
+            self._sampler.sample(
+                state,
+                tokens.logits_BV,
+                tokens.constraints_CV,
+                tokens.constraint_S,
+                tokens.row_B,
+                staged["sample_position"][:bucket],
+                tokens.token_B,
+                entry_B=tokens.entry_B,
+            )
+            if payload:
+                self._kernels.values(state, tokens)
+            if state.drafts is not None and settles:
+                state.drafts.settle(buffers, bucket, state.token_R)
+
+        return work
 
 
 class _Passes(NamedTuple):

@@ -20,10 +20,6 @@ _QUESTION_TOKENS = 24
 _MIN_DECODE_ROWS = 32  # on a GPU, where prompts run as rows of a step
 
 
-def default_num_pages(max_context: int, page_size: int, max_running: int) -> int:
-    return (max_running + _SHARED_PREFIXES) * -(-max_context // page_size) + 1
-
-
 def num_pages_for(
     model: Model,
     device: Device,
@@ -32,18 +28,18 @@ def num_pages_for(
     fraction: float,
     image_bytes: int = 0,
 ) -> int:
-    """Return the pool's size in pages: `fraction` of the free memory, on a CPU at most the default.
+    """Return the pool's size in pages: `fraction` of the free memory.
 
-    `image_bytes` of it are left to features of images.
+    On a CPU it is at most that of all running contexts and a few cached ones. `image_bytes` are
+    left to features of images.
 
     Raises:
         InvalidField: one full context does not fit.
     """
-    default = default_num_pages(model.max_context, page_size, max_running)
     context = -(-model.max_context // page_size)
     free, most = device.free_memory(), (max_running + _MAX_PREFIXES) * context + 1
     if free is None:
-        free, most = available_memory(), default
+        free, most = available_memory(), (max_running + _SHARED_PREFIXES) * context + 1
     page_bytes = page_size * token_bytes(model)
     pages = int(max(0, free - image_bytes) * fraction) // page_bytes
     if pages <= context:
@@ -110,7 +106,13 @@ def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:
     """
     on_cpu = device.torch_device.type == "cpu"
     most = max_tokens if on_cpu else max(max_tokens, _MIN_DECODE_ROWS)
-    sizes = [1]
+    sizes = doubling(1, most)
+    return sizes if on_cpu else tuple(sorted({*sizes, _QUESTION_TOKENS}))
+
+
+def doubling(first: int, most: int) -> tuple[int, ...]:
+    """List sizes that double from `first` up to `most`, which is the last."""
+    sizes = [min(first, most)]
     while sizes[-1] < most:
-        sizes.append(min(sizes[-1] * 2, most))
-    return tuple(sizes) if on_cpu else tuple(sorted({*sizes, _QUESTION_TOKENS}))
+        sizes.append(min(2 * sizes[-1], most))
+    return tuple(sizes)

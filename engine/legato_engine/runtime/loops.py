@@ -12,19 +12,17 @@ import structlog
 import torch
 
 from legato_engine.device.base import DeviceEvent
-from legato_engine.kernels.accelerated import captured_loop
+from legato_engine.kernels.accelerated import WhileLoop
 from legato_engine.kernels.decode_loop import (
-    AnyLoop,
     BatchKind,
     DraftLoopTensors,
+    Loop,
     LoopTensors,
     MegakernelRows,
     MegakernelSteps,
-    control_drafting_step,
-    control_step,
     follow,
 )
-from legato_engine.runtime.autotune import ALL, PathChoice
+from legato_engine.runtime.autotune import ALL, PathTable
 from legato_engine.runtime.backend import Needs, StepBackend
 from legato_engine.runtime.buffers import TokenRing
 from legato_engine.runtime.decode_slot import Resources
@@ -49,7 +47,6 @@ class PollTimer:
         self._found_at = self._step_seconds = 0.0
 
     def found(self) -> None:
-        """Note that a step's outputs are there."""
         now = time.perf_counter()
         if self._found_at > 0.0:
             self._step_seconds = now - self._found_at
@@ -63,38 +60,21 @@ class PollTimer:
             yield _POLL_SECONDS
 
 
-# ---------------------------------------------------------------- host loop
-
-# Decode loops without CUDA graphs.
-
-
-def host_loop(works: tuple[Work, ...], loop: AnyLoop) -> Work:
-    """Repeat `works` and the control step until that ends the loop."""
+def host_loop(works: tuple[Work, ...], loop: Loop) -> Work:
+    """Repeat `works` and the control step until that ends the loop, without CUDA graphs."""
 
     def work() -> None:
         while True:
             for each in works:
                 each()
-            if not _control(loop):
+            if not loop.control_step():
                 return
 
     return work
 
 
-def _control(loop: AnyLoop) -> bool:
-    match loop:
-        case LoopTensors():
-            return control_step(loop)
-        case DraftLoopTensors():
-            return control_drafting_step(loop)
-        case _:
-            raise AssertionError(f"no control step for {type(loop).__name__}")
-
-
 # ---------------------------------------------------------------- decode loop
 
-# Several decode steps as one launch, without the host between them.
-#
 # The rows have pages for all steps, and the device advances their constraints with the model's
 # transition table. The host polls a ring for the outputs and may stop the loop after any step. The
 # launch is the megakernel's where that runs its batch, else captured steps.
@@ -112,7 +92,7 @@ class DecodeLoops:
         resources: Resources,
         backend: StepBackend,
         megakernel: MegakernelSteps | None = None,
-        choice: PathChoice = ALL,
+        choice: PathTable = ALL,
     ) -> None:
         """Create the loops; `choice` decides which eligible launches use the `megakernel`."""
         on = resources.device.torch_device
@@ -168,7 +148,7 @@ class DecodeLoops:
         """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, or none if that is 0.
 
         Rows and constraints are staged. `common`: most rows share their leading pages, as in
-        `PathChoice`.
+        `PathTable`.
         """
         self._rings[slot].reset()
         self._poll_timer.begin()
@@ -218,7 +198,6 @@ class DecodeLoops:
         self._megakernel = self._drafting = None
 
     def stop(self, slot: int) -> None:
-        """Stop the slot's loop after its current step."""
         self._rings[slot].stop()
 
     def break_even_steps(self, slot: int) -> int:
@@ -302,17 +281,15 @@ class DecodeLoops:
     def _loop(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
         key = (slot, bucket, rank, needs)
         if key not in self._made:
-            self._made[key] = self._make(*key)
+            works = self._backend.loop_works(*key)
+            if works not in self._by_works:
+                loop = self._tensors(slot, bucket)
+                make = WhileLoop if loop.step.is_cuda else host_loop
+                self._by_works[works] = make(works, loop)
+            self._made[key] = self._by_works[works]
         return self._made[key]
 
-    def _make(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
-        works = self._backend.loop_works(slot, bucket, rank, needs)
-        if works not in self._by_works:
-            loop = self._tensors(slot, bucket)
-            self._by_works[works] = captured_loop(works, loop) or host_loop(works, loop)
-        return self._by_works[works]
-
-    def _tensors(self, slot: int, bucket: int) -> AnyLoop:
+    def _tensors(self, slot: int, bucket: int) -> Loop:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         drafts, staged = state.drafts, buffers.staged.device
         size = bucket if drafts is None else drafts.num_rows

@@ -6,30 +6,35 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, DeviceEvent
-from legato_engine.kernels.decode_loop import MegakernelOffer
-from legato_engine.kernels.proposer import Proposer
+from legato_engine.kernels.accelerated import LookupKernel
+from legato_engine.kernels.decode_loop import MegakernelOffer, MegakernelSteps
+from legato_engine.kernels.proposer import LookupProposer, Proposer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.base import MaskRefiner, Model
 from legato_engine.models.paged_attention import KVCache
+from legato_engine.runtime.autotune import ALL, Kept, PathTable, measure
 from legato_engine.runtime.backend import (
     Needs,
     Outputs,
+    StepBackend,
     drafted_tokens,
     have_common_pages,
     needs_of,
     sampled_tokens,
 )
-from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for
-from legato_engine.runtime.calibration import LoopTimes, StepCosts
+from legato_engine.runtime.calibration import LoopTimes, StepCosts, own_hash
 from legato_engine.runtime.decode_slot import DecodeSlot, DraftState, Resources, RowState
 from legato_engine.runtime.graphs import GraphRunner, Work
+from legato_engine.runtime.kernel_backend import KernelBackend
 from legato_engine.runtime.loops import DecodeLoops
-from legato_engine.runtime.sampler import MaskStep, constraint_table, successor_table
-from legato_engine.runtime.staging import StepStaging, upload_step
+from legato_engine.runtime.sampler import constraint_table, mask_work, successor_table
+from legato_engine.runtime.staging import StepStaging
+from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.scheduler.batch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.interfaces import LaunchTimes, LoopPoll, Pause
 from legato_engine.scheduler.loops import max_new_pages
@@ -37,84 +42,7 @@ from legato_engine.scheduler.scheduler import NUM_SLOTS
 from legato_engine.sequence import RowTokens, SampledToken
 from legato_engine.speculation import BlockPolicy, TokenBudgetPolicy
 
-
-def allocate(
-    model: Model,
-    device: Device,
-    kv: KVCache,
-    proposer: Proposer | None,
-    policy: BlockPolicy | None,
-    *,
-    max_running: int,
-    buckets: Sequence[int],
-    adapters: AdapterBank | None,
-    max_prompts: int,
-    max_images: int,
-    loops: bool,
-    graphs: GraphRunner,
-    max_image_bytes: int,
-) -> Resources:
-    """Return slots for launches of up to `buckets[-1]` tokens, and the state of `max_running` rows.
-
-    Rows draft with a `proposer`. Slots have room for `max_prompts` prompts and `max_images` images,
-    and with `loops` for the pages that begin in a loop.
-    """
-    max_pages, drafts = -(-model.max_context // kv.page_size), None
-    if proposer is not None:
-        assert policy is not None, "a proposer without a block policy"
-        drafts = DraftState(
-            proposer,
-            policy,
-            num_rows=max_running,
-            max_context=model.max_context,
-            vocab_size=model.vocab_size,
-            width=model.width,
-            dtype=model.dtype,
-            device=device.torch_device,
-        )
-    max_block = 0 if drafts is None else drafts.max_block
-    slots = tuple(
-        DecodeSlot(
-            device,
-            max_rows=buckets[-1],
-            max_pages=max_pages,
-            max_prompt=model.max_context,
-            max_prompts=max_prompts,
-            max_images=max_images,
-            width=model.width,
-            vocab_size=model.vocab_size,
-            dtype=model.dtype,
-            max_drafting=0 if drafts is None else max_running,
-            max_block=max_block,
-            max_grown=max_new_pages(max_running, kv.page_size, max_block) if loops else 0,
-        )
-        for _ in range(NUM_SLOTS)
-    )
-    constraints_CV = constraint_table(model.constraints, model.vocab_size, buckets[-1])
-    return Resources(
-        model=model,
-        device=device,
-        kv=kv,
-        state=RowState(
-            max_running,
-            max_pages,
-            device.torch_device,
-            drafts,
-            has_visual_prompts=model.has_visual_prompts,
-        ),
-        slots=slots,
-        bank=adapters,
-        buckets=tuple(buckets),
-        constraints_CV=constraints_CV.to(device.torch_device),
-        successor_C2=successor_table(model.constraints, buckets[-1]).to(device.torch_device),
-        graphs=graphs,
-        max_image_bytes=max_image_bytes,
-    )
-
-
-# ---------------------------------------------------------------- refine step
-
-# Refinements on the device.
+_log = structlog.get_logger()
 
 
 class RefineStep:
@@ -154,10 +82,6 @@ class RefineStep:
 
 # ---------------------------------------------------------------- model runner
 
-# Runs launches: stage, forward, sample, copy back.
-#
-# The decode path allocates no memory, and only `collect` waits.
-
 SHARED_PROMPTS = 4
 """A question has some 20 tokens, and a launch takes 128."""
 
@@ -177,7 +101,10 @@ class LaunchEvents:
 
 
 class ModelRunner:
-    """A `scheduler.interfaces.Runner`; `buckets`: decode batch sizes in tokens, ascending."""
+    """A `scheduler.interfaces.Runner`; `buckets`: decode batch sizes in tokens, ascending.
+
+    The decode path allocates no memory, and only `collect` waits.
+    """
 
     def __init__(
         self,
@@ -212,37 +139,71 @@ class ModelRunner:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
-        self._device = device
-        self._resources = allocate(
-            model,
-            device,
-            kv,
-            proposer,
-            block_policy,
-            max_running=max_running,
-            buckets=buckets,
-            adapters=adapters,
-            max_prompts=max_prompts,
-            max_images=max_images if max_prompts > 1 else 1,
-            loops=loops,
+        max_pages, drafts = -(-model.max_context // kv.page_size), None
+        if proposer is not None:
+            assert block_policy is not None, "a proposer without a block policy"
+            drafts = DraftState(
+                proposer,
+                block_policy,
+                num_rows=max_running,
+                max_context=model.max_context,
+                vocab_size=model.vocab_size,
+                width=model.width,
+                dtype=model.dtype,
+                device=device.torch_device,
+            )
+        max_block = 0 if drafts is None else drafts.max_block
+        self._device, self._drafts = device, drafts
+        self._slots = slots = tuple(
+            DecodeSlot(
+                device,
+                max_rows=buckets[-1],
+                max_pages=max_pages,
+                max_prompt=model.max_context,
+                max_prompts=max_prompts,
+                max_images=max_images if max_prompts > 1 else 1,
+                width=model.width,
+                vocab_size=model.vocab_size,
+                dtype=model.dtype,
+                max_drafting=0 if drafts is None else max_running,
+                max_block=max_block,
+                max_grown=max_new_pages(max_running, kv.page_size, max_block) if loops else 0,
+            )
+            for _ in range(NUM_SLOTS)
+        )
+        constraints_CV = constraint_table(model.constraints, model.vocab_size, buckets[-1])
+        self._resources = Resources(
+            model=model,
+            device=device,
+            kv=kv,
+            state=RowState(
+                max_running,
+                max_pages,
+                device.torch_device,
+                drafts,
+                has_visual_prompts=model.has_visual_prompts,
+            ),
+            slots=slots,
+            bank=adapters,
+            buckets=tuple(buckets),
+            constraints_CV=constraints_CV.to(device.torch_device),
+            successor_C2=successor_table(model.constraints, buckets[-1]).to(device.torch_device),
             graphs=GraphRunner(device, captures=cuda_graphs),
             max_image_bytes=max_image_bytes,
         )
-        self._drafts = self._resources.state.drafts
-        self._slots = slots = self._resources.slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(6))) for _ in slots]
-        self._backend = backend_for(kernels, self._resources)
+        self._backend: StepBackend
+        if kernels is None:
+            self._backend = TorchBackend(self._resources)
+        else:
+            self._backend = KernelBackend(kernels, self._resources)
         self._loops: DecodeLoops | None = None
         self._unmeasured: MegakernelOffer | None = None
         if loops:
-            paths = Paths(None)
+            path: tuple[MegakernelSteps | None, PathTable] = None, ALL
             if megakernel is not False:
-                by_times = megakernel is None
-                paths = paths_for(self._backend, max_running, self._drafts, by_times=by_times)
-            self._unmeasured = paths.unmeasured
-            self._loops = DecodeLoops(
-                self._resources, self._backend, paths.megakernel, paths.choice
-            )
+                path = self._path(max_running, by_times=megakernel is None)
+            self._loops = DecodeLoops(self._resources, self._backend, *path)
         self._refine = None
         if refiner is not None:
             self._refine = RefineStep(refiner, device, len(slots), self._resources.graphs)
@@ -284,11 +245,55 @@ class ModelRunner:
         if self._loops is not None:
             self._loops.restore(0)  # what is stuck already is not tried again
 
+    def _path(self, max_rows: int, *, by_times: bool) -> tuple[MegakernelSteps | None, PathTable]:
+        """Return the megakernel, or None, and which launches it runs, `by_times` of earlier starts.
+
+        The log says why captured loops replace it.
+        """
+        offer = self._offer(max_rows)
+        if isinstance(offer, str):
+            if by_times:
+                _log.info("decode_paths", all="loop", reason=f"the megakernel {offer}")
+            else:
+                reason, instead = f"it {offer}", "decode_path loop"
+                _log.warning("megakernel_unavailable", reason=reason, instead=instead)
+            return None, ALL
+        table = _kept(offer).read() if by_times else None
+        if table is not None:
+            milliseconds = table.milliseconds()
+            _log.info("decode_paths", milliseconds=milliseconds, measured="at an earlier start")
+            wanted = table.wanted(offer.builds)
+            return offer.make(wanted) if wanted else None, table
+        steps = offer.make(offer.builds)
+        max_rows_by_kind = {str(kind): rows for kind, rows in steps.max_rows.items()}
+        _log.info("megakernel_compiled", max_rows=max_rows_by_kind)
+        self._unmeasured = offer if by_times else None
+        return steps, ALL
+
+    def _offer(self, max_rows: int) -> MegakernelOffer | str:
+        drafts = self._drafts
+        if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
+            return "runs drafts by lookup only"
+        return self._backend.offer_megakernel(max_rows, None if drafts is None else drafts.policy)
+
     def choose_paths(self) -> None:
-        """Measure what no earlier start has; nothing may be in flight."""
-        if self._loops is not None and (offer := self._unmeasured) is not None:
-            choose(offer, LoopTimes(self._resources, self._loops), self._loops)
-            self._unmeasured = None
+        """Measure both paths unless an earlier start has, choose by the times and store them.
+
+        Nothing may be in flight.
+        """
+        loops, offer, self._unmeasured = self._loops, self._unmeasured, None
+        if loops is None or offer is None or not loops.megakernel_rows:  # 0: after a timeout
+            return
+        times = LoopTimes(self._resources, loops)
+        with times.calibrating():
+            table = measure(offer.builds, times.seconds)
+        if not loops.megakernel_rows:
+            return
+        _log.info("decode_paths", milliseconds=table.milliseconds(), measured="now")
+        _kept(offer).write(table)
+        loops.choice = table
+        if not table.wanted(offer.builds):
+            loops.without_kernel()
 
     def costs(self) -> StepCosts:
         return StepCosts(self._resources, self._backend)
@@ -299,7 +304,6 @@ class ModelRunner:
         self._drafts.set_costs(policy)
 
     def forget_acceptance(self) -> None:
-        """Forget how many draft tokens of earlier requests were accepted."""
         if self._drafts is not None:
             self._device.compute.submit(self._drafts.forget)
 
@@ -311,7 +315,8 @@ class ModelRunner:
             bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
             changes = self._staging.changes(slot, launch.plan)
-            upload_step(slot, changes, compute)
+            first = slot.behind if changes.places else slot.staged
+            slot.staged.upload_from(slot.grown if changes.grows else first, compute)
             self._backend.prepare(launch.slot, changes)
             if not launch.plan.is_loop:  # else its steps begin when the constraints are there
                 num_tokens = sum(row.num_tokens for row in rows)
@@ -347,7 +352,7 @@ class ModelRunner:
         return masked
 
     def _mask_work(self, slot: int, count: int) -> Work:
-        return MaskStep(self._resources, self._slots[slot], count)
+        return mask_work(self._resources, self._slots[slot], count)
 
     def _index_work(self, slot: int) -> Work:
         drafts, buffers = self._drafts, self._slots[slot]
@@ -462,6 +467,10 @@ class ModelRunner:
 
     def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
         return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
+
+
+def _kept(offer: MegakernelOffer) -> Kept:
+    return Kept({**offer.subject, "measurement": own_hash()})
 
 
 def _corrupt(slot: DecodeSlot) -> None:

@@ -14,6 +14,7 @@ from legato_engine.models.paged_attention import Chunk
 from legato_engine.runtime.buffers import StagingBuffer
 from legato_engine.runtime.decode_slot import Resources
 from legato_engine.runtime.graphs import Work
+from legato_engine.runtime.kv_pool import doubling
 from legato_engine.runtime.staging import ScheduledPrompt, bucket_for, stage_tokens
 
 _START, _LEFT, _FIRST = 0, 1, 2
@@ -61,8 +62,8 @@ class CapturedPrompts:
     def of_any_length(cls, resources: Resources, max_size: int) -> CapturedPrompts:
         """Double sizes up to `max_size` and lengths up to the context, to capture few graphs."""
         most = resources.model.max_context
-        sizes = _doubling(_LEAST_PASS, min(max_size, most))
-        return cls(resources, sizes, _doubling(sizes[-1], most))
+        sizes = doubling(_LEAST_PASS, min(max_size, most))
+        return cls(resources, sizes, doubling(sizes[-1], most))
 
     def warm_up(self) -> None:
         self._staged.host["row"][0] = self._resources.state.scratch_row
@@ -135,10 +136,3 @@ class CapturedPrompts:
             logits_1V.copy_(model.logits(hidden_1D))
 
         return work
-
-
-def _doubling(first: int, most: int) -> list[int]:
-    sizes = [min(first, most)]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
-    return sizes

@@ -118,6 +118,7 @@ class ReferenceDrafts:
     ) -> None:
         rows, blocks = staged["scheduled_row"].tolist(), state.block_S.tolist()
         max_tokens, scratch = len(staged["row"]), state.scratch_row
+        size = self._vocab_size
         exact = bool(int(staged["control"][0]) & EXACT)
         tokens: list[tuple[int, ...]] = []
         starts, counts, groups = [], [], 0
@@ -125,7 +126,9 @@ class ReferenceDrafts:
             first, last = int(state.position_R[row]), int(state.limit_R[row])
             left = last - first
             drafted = state.draft_RK[row, : max(0, min(block, left))].tolist()
-            known = [0] * len(drafted) if exact else takewhile(self._is_token, drafted)
+            known = (
+                [0] * len(drafted) if exact else takewhile(lambda draft: 0 <= draft < size, drafted)
+            )
             fed = [0, *known] if row != scratch and left >= 0 else []
             starts.append(len(tokens))
             counts.append(len(fed))
@@ -145,9 +148,6 @@ class ReferenceDrafts:
         staged["start"].copy_(torch.tensor(starts))
         staged["fed"].copy_(torch.tensor(counts))
         state.choice.copy_(choice)
-
-    def _is_token(self, draft: int) -> bool:
-        return 0 <= draft < self._vocab_size
 
     def settle(
         self,

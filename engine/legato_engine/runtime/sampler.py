@@ -2,7 +2,7 @@
 
 A row's token does not depend on the batch.
 
-Shape legend: B rows, V vocabulary, C constraints.
+Shape legend: B rows, V vocabulary, C constraints, A alternatives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from legato_engine.kernels.decode_loop import ANY
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources
+from legato_engine.runtime.graphs import Work
 from legato_engine.sequence import Constraint
 
 GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
@@ -40,25 +41,22 @@ def successor_table(constraints: Sequence[Constraint], num_masks: int = 0) -> to
     return torch.tensor(rows, dtype=torch.int64)
 
 
-class MaskStep:
-    """Adds the masks of a slot's first rows to their constraints; can be captured.
+def mask_work(resources: Resources, slot: DecodeSlot, count: int) -> Work:
+    """Add the masks of a slot's first rows to their constraints.
 
     Shape legend: M rows with a grammar, W words of 32 tokens.
     """
+    first, table_CV = resources.first_mask, resources.constraints_CV
+    out_MV = table_CV[first : first + count]
+    base_M, words_MW = (slot.masks.device[name][:count] for name in ("base", "words"))
+    shift_32 = torch.arange(32, dtype=torch.int32, device=base_M.device)
 
-    def __init__(self, resources: Resources, slot: DecodeSlot, count: int) -> None:
-        first = resources.first_mask
-        self._table_CV = resources.constraints_CV
-        self._out_MV = resources.constraints_CV[first : first + count]
-        self._base_M = slot.masks.device["base"][:count]
-        self._words_MW = slot.masks.device["words"][:count]
-        self._shift_32 = torch.arange(32, dtype=torch.int32, device=self._base_M.device)
+    def work() -> None:
+        bits_MV = ((words_MW[:, :, None] >> shift_32) & 1).flatten(1)
+        forbidden_MV = bits_MV[:, : out_MV.shape[1]] == 0
+        out_MV.copy_(table_CV[base_M].masked_fill_(forbidden_MV, -torch.inf))
 
-    def __call__(self) -> None:
-        bits_MV = ((self._words_MW[:, :, None] >> self._shift_32) & 1).flatten(1)
-        forbidden_MV = bits_MV[:, : self._out_MV.shape[1]] == 0
-        base_MV = self._table_CV[self._base_M]
-        self._out_MV.copy_(base_MV.masked_fill_(forbidden_MV, -torch.inf))
+    return work
 
 
 def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
@@ -118,38 +116,24 @@ def _signed(x: int) -> int:
 
 # ---------------------------------------------------------------- logprobs
 
-# Log-probabilities of sampled tokens and of their alternatives.
-#
-# Shape legend: B rows, V vocabulary, A alternatives.
 
-
-class LogprobStep:
-    """Log-probabilities of one batch size over one slot's buffers; can be captured.
-
-    Runs after sampling, only in launches with a row that wants them.
-    """
-
-    def __init__(self, resources: Resources, slot: DecodeSlot, batch: int) -> None:
-        self._model = resources.model
-        self._constraints_CV = resources.constraints_CV
-        self._slot = slot
-        self._batch = batch
-
-    def __call__(self, payload: bool, alternatives: bool) -> None:
-        slot, batch = self._slot, self._batch
-        constraint_B = slot.constraints(batch)
-        token_B = slot.tokens_R[:batch].clamp(min=0)  # -1 where the logits were not finite
-        logits_BV = slot.logits_RV[:batch] + self._constraints_CV[constraint_B]
-        logprob_B = token_logprobs(logits_BV, token_B)
-        if alternatives:
-            wanted = slot.alternatives.device
-            logprob_BA, token_BA = likeliest(logits_BV, wanted["token"].shape[1])
-            wanted["token"][:batch].copy_(token_BA)
-            wanted["logprob"][:batch].copy_(logprob_BA)
-        if payload and self._model.has_value_heads:
-            hidden_BD, payload_B2 = slot.hidden_RD[:batch], slot.payload_R2[:batch]
-            logprob_B += self._model.payload_logprobs(hidden_BD, token_B, payload_B2)
-        slot.logprob_R[:batch].copy_(logprob_B)
+def write_logprobs(
+    resources: Resources, slot: DecodeSlot, batch: int, payload: bool, alternatives: bool
+) -> None:
+    """Write log-probabilities of sampled tokens, and `alternatives` to them; can be captured."""
+    model, constraint_B = resources.model, slot.constraints(batch)
+    token_B = slot.tokens_R[:batch].clamp(min=0)  # -1 where the logits were not finite
+    logits_BV = slot.logits_RV[:batch] + resources.constraints_CV[constraint_B]
+    logprob_B = token_logprobs(logits_BV, token_B)
+    if alternatives:
+        wanted = slot.alternatives.device
+        logprob_BA, token_BA = likeliest(logits_BV, wanted["token"].shape[1])
+        wanted["token"][:batch].copy_(token_BA)
+        wanted["logprob"][:batch].copy_(logprob_BA)
+    if payload and model.has_value_heads:
+        hidden_BD, payload_B2 = slot.hidden_RD[:batch], slot.payload_R2[:batch]
+        logprob_B += model.payload_logprobs(hidden_BD, token_B, payload_B2)
+    slot.logprob_R[:batch].copy_(logprob_B)
 
 
 def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

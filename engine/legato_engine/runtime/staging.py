@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from legato_engine.device.base import Stream
 from legato_engine.kernels import ops
 from legato_engine.kernels.decode_loop import NOT_BEHIND, place_behind
 from legato_engine.runtime.decode_slot import DecodeSlot, Resources
@@ -178,20 +177,12 @@ def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[Toke
 
 # ---------------------------------------------------------------- preparation
 
-# Changes of the rows' state before a launch's forward, captured as one graph.
-
 
 class Changes(NamedTuple):
     """Row changes that a slot has staged."""
 
     grows: bool = False  # pages begin
     places: bool = False  # rows continue behind the loop in the other slot
-
-
-def upload_step(slot: DecodeSlot, changes: Changes, stream: Stream) -> None:
-    """Upload a decode's inputs, and what it changes."""
-    first = slot.behind if changes.places else slot.staged
-    slot.staged.upload_from(slot.grown if changes.grows else first, stream)
 
 
 def preparation(resources: Resources, slot: int, changes: Changes, *, admits: bool) -> Work:
@@ -217,8 +208,6 @@ def preparation(resources: Resources, slot: int, changes: Changes, *, admits: bo
 
 
 # ---------------------------------------------------------------- step staging
-
-# The inputs of a decode step.
 
 
 class StepStaging:

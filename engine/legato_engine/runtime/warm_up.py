@@ -15,8 +15,8 @@ from legato_engine.config import (
 )
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.accelerated import lookup_proposer
-from legato_engine.kernels.proposer import Proposer
+from legato_engine.kernels.accelerated import LookupKernel
+from legato_engine.kernels.proposer import LookupProposer, Proposer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
 from legato_engine.models.base import MaskRefiner, Model
@@ -96,7 +96,7 @@ def _proposer(
         return DraftModel(drafting, device, num_rows=rows, vocab_size=vocab_size)
     path = Path(config.draft) if config.draft else draft
     if path is None or config.draft == LOOKUP_DRAFT:
-        return lookup_proposer(device.torch_device)
+        return LookupKernel() if device.torch_device.type == "cuda" else LookupProposer()
     proposer = model.draft_proposer(path, kv)
     if proposer is None:
         raise InvalidField("the model takes no draft", field="draft")

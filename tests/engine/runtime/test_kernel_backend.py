@@ -151,7 +151,6 @@ class GreedySampler:
         out_B,
         *,
         entry_B,
-        overlap,
     ):
         """Choose the best token that the constraint allows."""
         constraint_B = constraint_S[: len(out_B)]

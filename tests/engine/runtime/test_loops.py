@@ -21,8 +21,6 @@ from legato_engine.kernels.decode_loop import (
     DraftLoopTensors,
     LoopTensors,
     advance,
-    control_drafting_step,
-    control_step,
     follow,
     place_behind,
 )
@@ -160,14 +158,14 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(
     """The loop ends with it, and the others go on."""
     plain, _ = answers(graph, [20, 20])
     broken = iter([False] * 5 + [True])
-    step = control_step
+    step = LoopTensors.control_step
 
     def control(loop: LoopTensors) -> bool:
         if next(broken, False):
             loop.token_B[0] = -1
         return step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.loops.control_step", control)
+    monkeypatch.setattr(LoopTensors, "control_step", control)
     looped, num_loops = answers(looping, [20, 20], num_failures=1)
     assert looped[0] == plain[0][: len(looped[0])]
     assert len(looped[0]) < 20
@@ -197,7 +195,7 @@ def loop_of(limit: int) -> LoopTensors:
 def test_a_control_step_publishes_and_advances() -> None:
     """All outputs; padding stays, and its token is not looked at."""
     loop = loop_of(limit=3)
-    assert [control_step(loop) for _ in range(3)] == [True, True, False]
+    assert [loop.control_step() for _ in range(3)] == [True, True, False]
     assert loop.position_B.tolist() == loop.fresh_B.tolist() == [6, 8, 0]
     assert loop.sample_position_B.tolist() == [6, 8, 0]
     assert loop.ring_SN[:3].tolist() == [list(range(32))] * 3
@@ -256,7 +254,7 @@ def test_tokens_behind_a_loop_are_placed_where_it_ended() -> None:
 def test_the_host_ends_a_loop() -> None:
     loop = loop_of(limit=3)
     loop.words[STOP] = 1
-    assert not control_step(loop)
+    assert not loop.control_step()
 
 
 @pytest.mark.parametrize(
@@ -396,13 +394,13 @@ def test_a_loop_whose_answers_have_ended_runs_no_step(
     plain: Assembly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list that ends with its first token is known to be empty before its loop begins."""
-    steps = list[DraftLoopTensors]()
+    steps, step = list[DraftLoopTensors](), DraftLoopTensors.control_step
 
     def control(loop: DraftLoopTensors) -> bool:
         steps.append(loop)
-        return control_drafting_step(loop)
+        return step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.loops.control_drafting_step", control)
+    monkeypatch.setattr(DraftLoopTensors, "control_step", control)
     looping = both_paths(plain, "fixed:3").loop
     for ends in (True, False):
         sequence = skilled(looping, picture(looping), 0, 30)
@@ -472,7 +470,7 @@ def drafting_loop_of(**changed: object) -> DraftLoopTensors:
 def test_a_control_step_publishes_and_leads_constraints_by_every_token() -> None:
     """Those of rows without tokens stay."""
     loop = drafting_loop_of()
-    assert control_drafting_step(loop)
+    assert loop.control_step()
     assert loop.constraint_B.tolist() == [1, 1, 0, 1]  # 1 -> 2 -> 1 by 5 and 8; 3 -> 0 by 3
     assert loop.ring_SN[0].tolist() == list(range(32))
     assert int(loop.words[DONE]) == int(loop.step) == 1
@@ -494,13 +492,13 @@ def test_a_control_step_publishes_and_leads_constraints_by_every_token() -> None
 )
 def test_what_ends_a_loop(changed: dict[str, object], follows: bool) -> None:
     """Any row's last token, bad token, or lack of positions for a block; or no row with tokens."""
-    assert control_drafting_step(drafting_loop_of(**changed)) == follows
+    assert drafting_loop_of(**changed).control_step() == follows
 
 
 def test_the_host_ends_a_drafting_loop() -> None:
     loop = drafting_loop_of()
     loop.words[STOP] = 1
-    assert not control_drafting_step(loop)
+    assert not loop.control_step()
 
 
 # ---------------------------------------------------------------- polls

@@ -127,8 +127,6 @@ def panel_kind(codes: MapCodes) -> str | None:
 
 # ---------------------------------------------------------------- decoder
 
-# Layers of a decoder on the CPU, all of them in one call.
-#
 # A row's bits depend neither on the other rows of a call nor on the number of threads, and not on
 # how a sequence is cut into calls. The residual stream is float32 within a call.
 #

@@ -15,79 +15,66 @@ from legato_engine.kernels.cpu.compiler import CannotCompileError, instructions_
 
 _log = structlog.get_logger()
 
-_Pointer = ctypes.c_void_p
+_Pointer, _Int32, _Int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _handed = threading.local()
+
+
+def _fields(*groups: tuple[type[Any], str]) -> tuple[tuple[str, type[Any]], ...]:
+    """Return fields of a structure by their types and names."""
+    return tuple((name, kind) for kind, names in groups for name in names.split())
 
 
 class LinearStruct(ctypes.Structure):
     """A packed weight and its bias."""
 
-    _fields_ = (
-        ("data", _Pointer),
-        ("bias", _Pointer),
-        ("kind", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-    )
+    _fields_ = _fields((_Pointer, "data bias"), (_Int32, "kind inputs outputs"))
 
 
 class CodesStruct(ctypes.Structure):
     """A quantised weight, a byte for each value."""
 
-    _fields_ = (
-        *((name, _Pointer) for name in ("values", "scales", "minima")),
-        *((name, ctypes.c_int64) for name in ("group", "groups")),
-        *((name, ctypes.c_int32) for name in ("inputs", "outputs")),
+    _fields_ = _fields(
+        (_Pointer, "values scales minima"), (_Int64, "group groups"), (_Int32, "inputs outputs")
     )
 
 
 class NormStruct(ctypes.Structure):
     """An RMS norm, with a bias a layer norm; none without a weight."""
 
-    _fields_ = (("weight", _Pointer), ("bias", _Pointer), ("epsilon", ctypes.c_float))
+    _fields_ = _fields((_Pointer, "weight bias"), (ctypes.c_float, "epsilon"))
 
 
 class LayerStruct(ctypes.Structure):
     """One layer's norms and maps."""
 
-    _fields_ = (
-        *((name, NormStruct) for name in ("norm", "next_norm", "query_norm", "key_norm")),
-        *((name, LinearStruct) for name in ("qkv", "out", "up", "down")),
+    _fields_ = _fields(
+        (NormStruct, "norm next_norm query_norm key_norm"), (LinearStruct, "qkv out up down")
     )
 
 
 class DecoderStruct(ctypes.Structure):
     """All layers and their sizes."""
 
-    _fields_ = (
-        *((name, _Pointer) for name in ("layers", "cosines", "sines")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("num_layers", "dim", "inner", "heads", "key_heads", "half_rotary"),
-                *("gated", "parallel"),
-            )
-        ),
+    _fields_ = _fields(
+        (_Pointer, "layers cosines sines"),
+        (_Int32, "num_layers dim inner heads key_heads half_rotary gated parallel"),
     )
 
 
 class PagesStruct(ctypes.Structure):
     """Keys and values of one layer."""
 
-    _fields_ = (
-        *((name, _Pointer) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "slot_stride")),
-        *((name, ctypes.c_int32) for name in ("bf16", "slots", "dims")),
+    _fields_ = _fields(
+        (_Pointer, "keys values"),
+        (_Int64, "page_stride head_stride slot_stride"),
+        (_Int32, "bf16 slots dims"),
     )
 
 
 class LowRankStruct(ctypes.Structure):
     """Adapters of adjacent outputs of one map."""
 
-    _fields_ = (
-        *((name, _Pointer) for name in ("a", "b")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs")),
-    )
+    _fields_ = _fields((_Pointer, "a b"), (_Int64, "inputs outputs"))
 
 
 LowRanksStruct = LowRankStruct * 3
@@ -97,25 +84,24 @@ LowRanksStruct = LowRankStruct * 3
 class AdaptersStruct(ctypes.Structure):
     """Adapters of all layers, and each row's slot."""
 
-    _fields_ = (
-        *((name, LowRanksStruct) for name in ("qkv", "out", "up", "down")),
-        *((name, _Pointer) for name in ("slots", "ranks")),
-        ("layer_slots", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("capacity", "bf16", "shared")),
+    _fields_ = _fields(
+        (LowRanksStruct, "qkv out up down"),
+        (_Pointer, "slots ranks"),
+        (_Int64, "layer_slots"),
+        (_Int32, "capacity bf16 shared"),
     )
 
 
 class StepStruct(ctypes.Structure):
     """Rows of sequences, and where their keys and values are."""
 
-    _fields_ = (
-        *((name, _Pointer) for name in ("x", "positions", "lengths", "tables")),
-        *((name, _Pointer) for name in ("cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("rows", "table_stride", "tile")),
-        ("pages", PagesStruct),
-        ("layer_bytes", ctypes.c_int64),
-        ("caches_only", ctypes.c_int32),
-        ("adapters", AdaptersStruct),
+    _fields_ = _fields(
+        (_Pointer, "x positions lengths tables cosines sines"),
+        (_Int64, "rows table_stride tile"),
+        (PagesStruct, "pages"),
+        (_Int64, "layer_bytes"),
+        (_Int32, "caches_only"),
+        (AdaptersStruct, "adapters"),
     )
 
 
@@ -125,21 +111,18 @@ class Library:
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
         self._new_pool = library.legato_pool
-        self._new_pool.restype, self._new_pool.argtypes = _Pointer, (ctypes.c_int32,)
+        self._new_pool.restype, self._new_pool.argtypes = _Pointer, (_Int32,)
         self._pools: dict[int, int] = {}
         self.instructions = instructions_of(library)
         self.packed_bytes = library.legato_packed_bytes
-        self.packed_bytes.restype, self.packed_bytes.argtypes = ctypes.c_int64, (_Pointer,)
-        rows = ctypes.c_int64
-        self.pack = _procedure(
-            library.legato_pack, _Pointer, _Pointer, _Pointer, ctypes.c_int32, _Pointer
-        )
+        self.packed_bytes.restype, self.packed_bytes.argtypes = _Int64, (_Pointer,)
+        self.pack = _procedure(library.legato_pack, _Pointer, _Pointer, _Pointer, _Int32, _Pointer)
         self.pack_codes = _procedure(
             library.legato_pack_codes, _Pointer, _Pointer, _Pointer, _Pointer
         )
-        self.unpack = _procedure(library.legato_unpack, _Pointer, _Pointer, rows, _Pointer)
+        self.unpack = _procedure(library.legato_unpack, _Pointer, _Pointer, _Int64, _Pointer)
         self.multiply = _procedure(
-            library.legato_multiply, _Pointer, _Pointer, _Pointer, rows, _Pointer
+            library.legato_multiply, _Pointer, _Pointer, _Pointer, _Int64, _Pointer
         )
         self.layers = _procedure(library.legato_layers, _Pointer, _Pointer, _Pointer)
 

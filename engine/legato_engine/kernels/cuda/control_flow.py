@@ -9,7 +9,7 @@ import torch
 
 from legato_engine.device.base import CapturedGraph
 from legato_engine.kernels.cuda.module import Argument, Module, checked
-from legato_engine.kernels.decode_loop import AnyLoop, DraftLoopTensors, LoopTensors
+from legato_engine.kernels.decode_loop import DraftLoopTensors, Loop
 
 SWITCH_SOURCE = "choose.cu"
 _WORD = 1 << 32
@@ -53,12 +53,8 @@ class Switch:
         low, high = int(handle) % _WORD, int(handle) // _WORD
         self._choose.launch((1, 1, 1), 32, [self._index, _signed(low), _signed(high)])
         _, before, edges = _capture_of(stream)
-        node = driver.CUgraphNodeParams()
-        node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        node.conditional.handle = handle
-        node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_SWITCH
-        node.conditional.size = len(self._graphs)
-        node.conditional.ctx = context
+        kind = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_SWITCH
+        node = _conditional(kind, handle, context, len(self._graphs))
         added = checked(driver.cuGraphAddNode(graph, before, edges, len(before), node))
         for branch, captured in zip(node.conditional.phGraph_out, self._graphs, strict=True):
             child = driver.CUgraph(captured.raw_cuda_graph())
@@ -75,6 +71,18 @@ def add_graph(stream: int, captured: torch.cuda.CUDAGraph) -> None:
     _continue_after(
         stream, checked(driver.cuGraphAddChildGraphNode(graph, before, len(before), child))
     )
+
+
+def _conditional(kind: Any, handle: Any, context: Any, num_branches: int) -> Any:
+    from cuda.bindings import driver
+
+    node = driver.CUgraphNodeParams()
+    node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    node.conditional.handle = handle
+    node.conditional.type = kind
+    node.conditional.size = num_branches
+    node.conditional.ctx = context
+    return node
 
 
 def _continue_after(stream: int, node: Any) -> None:
@@ -98,8 +106,6 @@ def _signed(word: int) -> int:
 
 # ---------------------------------------------------------------- while loop
 
-# A loop over captured work on the device, by a conditional node.
-#
 # Shape legend as in `kernels.decode_loop`.
 
 LOOP_SOURCE = "decode_loop.cu"
@@ -115,7 +121,7 @@ class WhileLoop:
     allocate nothing.
     """
 
-    def __init__(self, works: Sequence[Callable[[], None]], loop: AnyLoop) -> None:
+    def __init__(self, works: Sequence[Callable[[], None]], loop: Loop) -> None:
         """Build the graph; tensors are at fixed addresses, those of the ring page-locked."""
         from cuda.bindings import driver
 
@@ -126,12 +132,8 @@ class WhileLoop:
         context = checked(driver.cuCtxGetCurrent())
         first = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
         handle = checked(driver.cuGraphConditionalHandleCreate(self._whole, context, 1, first))
-        node = driver.CUgraphNodeParams()
-        node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        node.conditional.handle = handle
-        node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-        node.conditional.size = 1
-        node.conditional.ctx = context
+        kind = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        node = _conditional(kind, handle, context, 1)
         checked(driver.cuGraphAddNode(self._whole, None, None, 0, node))
         body = node.conditional.phGraph_out[0]
         stream = torch.cuda.current_stream().cuda_stream
@@ -149,7 +151,6 @@ class WhileLoop:
         self._ready = checked(driver.cuGraphInstantiate(self._whole, 0))
 
     def __call__(self) -> None:
-        """Enqueue the loop on torch's current stream."""
         from cuda.bindings import driver
 
         stream = torch.cuda.current_stream().cuda_stream
@@ -171,14 +172,9 @@ class WhileLoop:
         )
 
 
-def _control(loop: AnyLoop) -> tuple[str, list[Argument]]:
+def _control(loop: Loop) -> tuple[str, list[Argument]]:
     """Return the name of the control step's kernel and its first arguments."""
-    match loop:
-        case DraftLoopTensors():
-            rows = [loop.row_B, loop.room_B, loop.reach_B, loop.start_B, loop.count_B]
-            return "control_drafts", [*rows, loop.position_R, loop.limit_R]
-        case LoopTensors():
-            positions = [loop.position_B, loop.fresh_B, loop.sample_position_B]
-            return "control", [loop.row_B, *positions]
-        case _:
-            raise AssertionError(f"no control step for {type(loop).__name__}")
+    if isinstance(loop, DraftLoopTensors):
+        rows = [loop.row_B, loop.room_B, loop.reach_B, loop.start_B, loop.count_B]
+        return "control_drafts", [*rows, loop.position_R, loop.limit_R]
+    return "control", [loop.row_B, loop.position_B, loop.fresh_B, loop.sample_position_B]

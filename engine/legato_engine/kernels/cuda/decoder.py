@@ -76,7 +76,6 @@ class StepCache:
     sin_PR: torch.Tensor
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a layer's keys, values and their units."""
         scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
         return self.k_LNHSE[index], self.v_LNHSE[index], scale_2
 
@@ -126,8 +125,6 @@ def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
 
 # ---------------------------------------------------------------- head
 
-# A map of the normed residual stream to float32 logits.
-#
 # Shape legend: B tokens, D width, V outputs.
 
 HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
@@ -144,7 +141,7 @@ class HeadWeights:
 
 
 class LogitsHead:
-    """Kernels for up to 32 tokens."""
+    """Map of the normed residual stream to float32 logits, for up to 32 tokens."""
 
     def __init__(
         self,
@@ -269,14 +266,11 @@ class LayerBoundary:
                 attend(positions, index)
 
 
-def boundary_supported(sizes: DecoderSizes) -> bool:
-    return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
-
-
 def fits(sizes: DecoderSizes) -> bool:
     """Return whether a thread block fits the GPU's shared memory."""
     return (
-        boundary_supported(sizes)
+        sizes.parts > 1
+        and sizes.dim <= sizes.mixed_dim // sizes.parts
         and shared_bytes(sizes) + _STATIC <= capability.current_gpu().shared
     )
 
@@ -442,7 +436,6 @@ class StepDecoder:
         return self._adapters.outer(layer, self._mixed_BF, slot_R, row_B)
 
     def _attend(self, positions: StepPositions, layer: int) -> None:
-        """Attend from `_q_BD` to `_heads_BD`."""
         keys, values, scale_2 = self._cache.layer(layer)
         self._attention.launch(self._q_BD, keys, values, positions, self._heads_BD, scale_2)
 

@@ -130,7 +130,6 @@ class DraftKernels:
         page_table_RM: torch.Tensor,
         proposal_K: torch.Tensor,
     ) -> None:
-        """Choose block sizes, and the proposal by the longest of them; add staged pages."""
         fields = [staged[name] for name in ("scheduled_row", "room", "control", "entry", "page")]
         self._allot.launch(
             (1, 1, 1),
@@ -149,7 +148,6 @@ class DraftKernels:
         staged: Mapping[str, torch.Tensor],
         choice_B3: torch.Tensor,
     ) -> None:
-        """Give each token its row, id and position; choose the batch."""
         tokens = ("row", "draft_index", "source", "token", "position", "fresh")
         names = (*tokens, "sample_row", "sample_position", "scheduled", "start", "fed")
         self._place.launch(

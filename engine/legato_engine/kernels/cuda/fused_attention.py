@@ -6,7 +6,6 @@ Shape legend: B sequences, T tokens, H heads, E head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -24,9 +23,6 @@ _STAGES = 4
 _BOX = 32  # rows of a copy
 _WIDE, _NARROW = 64, 16  # dimensions of a copy
 _NARROW_TILE = 0.75  # relative time of a tile in which one of three warpgroups has no queries
-
-
-_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
@@ -54,7 +50,8 @@ def shared_bytes(constants: dict[str, int]) -> int:
 class FusedAttention:
     """The kernel for one shape of sequences, on the current device."""
 
-    def __init__(self, constants: dict[str, int]) -> None:
+    def __init__(self, head_dim: int, num_heads: int, num_tokens: int) -> None:
+        constants = defines(head_dim, num_heads, num_tokens)
         module = Module(SOURCE, constants, own=True)
         self._kernel = module.kernel("fused_attention", shared=shared_bytes(constants))
         self._threads = 128 * (constants["GROUPS"] + 1)
@@ -101,8 +98,9 @@ def warp_shared(head_dim: int) -> int:
 class WarpAttention:
     """The kernel of warps' products, for one shape of sequences."""
 
-    def __init__(self, constants: dict[str, int]) -> None:
-        shared = warp_shared(constants["HEAD"])
+    def __init__(self, head_dim: int, num_heads: int, num_tokens: int) -> None:
+        constants = warp_defines(head_dim, num_heads, num_tokens)
+        shared = warp_shared(head_dim)
         self._kernel = Module(WARP_SOURCE, constants).kernel("warp_attention", shared=shared)
 
     def __call__(
@@ -155,8 +153,11 @@ def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor)
 
 def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
     tokens, heads, head_dim = q_BTHE.shape[1:]
-    make: Callable[..., _Attend] = _by_warpgroups if has_warpgroups(q_BTHE.device) else _by_warps
-    return made_on(q_BTHE.device, make, head_dim, heads, tokens)(q_BTHE, k_BTHE, v_BTHE)
+    if has_warpgroups(q_BTHE.device):
+        kernel = made_on(q_BTHE.device, FusedAttention, head_dim, heads, tokens)
+        return kernel(q_BTHE, k_BTHE, v_BTHE)
+    warps = made_on(q_BTHE.device, WarpAttention, head_dim, heads, tokens)
+    return warps(q_BTHE, k_BTHE, v_BTHE)
 
 
 def has_warpgroups(device: torch.device) -> bool:
@@ -166,11 +167,3 @@ def has_warpgroups(device: torch.device) -> bool:
 def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     same = x.shape == other.shape and x.stride() == other.stride() and x.dtype is other.dtype
     return same and x.data_ptr() % _ALIGNMENT == 0
-
-
-def _by_warpgroups(*sizes: int) -> FusedAttention:
-    return FusedAttention(defines(*sizes))
-
-
-def _by_warps(*sizes: int) -> WarpAttention:
-    return WarpAttention(warp_defines(*sizes))

@@ -1,4 +1,4 @@
-"""Matrix products by cublasLt."""
+"""Matrix products by cublasLt, with options that torch does not offer."""
 
 from __future__ import annotations
 
@@ -16,48 +16,50 @@ from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.module import checked
 
 
-class LibraryLauncher:
-    """Launches on one device; created outside of any capture."""
+@functools.cache
+def recording_stream(device: torch.device) -> Any:
+    """Create a stream outside of any capture, for `launch_cleared`.
 
-    def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import driver
+    It is not one of torch's streams, which are reused and may be capturing by then.
+    """
+    from cuda.bindings import driver
 
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device)  # the context exists from here on
-            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            # Not one of torch's streams, which are reused and may be capturing by then.
-            self._stream = checked(driver.cuStreamCreate(flags))
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # the context exists from here on
+        return checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
-    def launch_cleared(self, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
-        """Enqueue on torch's current stream the one kernel that `enqueue` submits to a stream.
 
-        `enqueue` also zeroes bytes of `cleared`; that is left out, so the caller must have zeroed
-        them. Return False, with nothing launched, if it does anything else, or does not clear. The
-        kernel begins after the preceding one has ended, because a library's kernel need not wait by
-        itself. Can be captured.
-        """
-        with self._recorded(enqueue) as graph:
-            kernels, others = _nodes(graph)
-            clears = [node for node in others if _only_clears(node, cleared)]
-            if len(kernels) != 1 or not clears or clears != others:
-                return False
-            return _launch(kernels[0])
+def launch_cleared(stream: Any, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
+    """Enqueue on torch's current stream the one kernel that `enqueue` submits to a `stream`.
 
-    @contextlib.contextmanager
-    def _recorded(self, enqueue: Callable[[int], None]) -> Iterator[Any]:
-        """Capture `enqueue` in a graph that never runs, independent of any current capture."""
-        from cuda.bindings import driver
+    `enqueue` also zeroes bytes of `cleared`; that is left out, so the caller must have zeroed
+    them. Return False, with nothing launched, if it does anything else, or does not clear. The
+    kernel begins after the preceding one has ended, because a library's kernel need not wait by
+    itself. Can be captured.
+    """
+    with _recorded(stream, enqueue) as graph:
+        kernels, others = _nodes(graph)
+        clears = [node for node in others if _only_clears(node, cleared)]
+        if len(kernels) != 1 or not clears or clears != others:
+            return False
+        return _launch(kernels[0])
 
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        checked(driver.cuStreamBeginCapture(self._stream, mode))
-        try:
-            enqueue(int(self._stream))
-        finally:
-            graph = checked(driver.cuStreamEndCapture(self._stream))
-        try:
-            yield graph
-        finally:
-            checked(driver.cuGraphDestroy(graph))
+
+@contextlib.contextmanager
+def _recorded(stream: Any, enqueue: Callable[[int], None]) -> Iterator[Any]:
+    """Capture `enqueue` in a graph that never runs, independent of any current capture."""
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    checked(driver.cuStreamBeginCapture(stream, mode))
+    try:
+        enqueue(int(stream))
+    finally:
+        graph = checked(driver.cuStreamEndCapture(stream))
+    try:
+        yield graph
+    finally:
+        checked(driver.cuGraphDestroy(graph))
 
 
 def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
@@ -126,8 +128,6 @@ def _attributes(node: Any) -> list[Any]:
 
 # ---------------------------------------------------------------- gemm
 
-# Matrix products by cublasLt, with options that torch does not offer.
-#
 # The shape alone decides which of the library's kernels runs. For many tiles these take tiles by a
 # counter in memory, which the library clears before each product; that costs the GPU about 4 us.
 # Clearing the `counters` of many products at once saves this time.
@@ -260,7 +260,7 @@ class _Plan:
         counts = (shape.outputs, shape.rows, shape.rows, shape.rows)
         with torch.cuda.device(device):
             self._handle = _handle(device)
-            self._launcher = _launcher(device)
+            self._stream = recording_stream(device)
             self._layouts = [
                 _made(library.cublasLtMatrixLayoutCreate, _R_16BF, *map(ctypes.c_int64, layout))
                 for layout in zip(lengths, counts, shape.strides, strict=True)
@@ -284,7 +284,7 @@ class _Plan:
 
         # In a call outside of captures, recording would cost more than the clearing.
         records = counter is not None and torch.cuda.is_current_stream_capturing()
-        if not records or not self._launcher.launch_cleared(enqueue, workspace):
+        if not records or not launch_cleared(self._stream, enqueue, workspace):
             enqueue(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _enqueue(
@@ -365,9 +365,7 @@ class _Plan:
         return description
 
 
-@functools.cache
-def _plan(shape: _Shape, device: torch.device) -> _Plan:
-    return _Plan(shape, device)
+_plan = functools.cache(_Plan)
 
 
 @functools.cache
@@ -385,11 +383,6 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
     """Kept for the life of the process; the device is the current one."""
     torch.cuda.current_stream(device)  # the context exists from here on
     return _made(_library().cublasLtCreate)
-
-
-@functools.cache
-def _launcher(device: torch.device) -> LibraryLauncher:
-    return LibraryLauncher(device)
 
 
 def _made(create: Any, *arguments: Any) -> ctypes.c_void_p:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage
 from legato_engine.kernels.images import (
     HEADER_WORDS,
     MAX_WORDS,
+    NUM_PIXEL_BYTES,
     PRECISION_BITS,
     TARGET_WORDS,
     CropGeometry,
+    HostImage,
+    StagedImage,
 )
 
 SOURCE = "image_crops.cu"

@@ -104,7 +104,7 @@ def _compile(
     from cuda.bindings import nvrtc
 
     headers = {file: header for file, header in texts.items() if file.endswith(".cuh")}
-    program = _checked(
+    program = checked(
         nvrtc.nvrtcCreateProgram(
             texts[name].encode(),
             name.encode(),
@@ -116,30 +116,19 @@ def _compile(
     encoded = [option.encode() for option in options]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise InternalError(f"{name} does not compile: {log.decode().strip()}")
     size, read = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
     if is_virtual:
         size, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
-    code: bytes = b" " * _checked(size(program))
-    _checked(read(program, code))
+    code: bytes = b" " * checked(size(program))
+    checked(read(program, code))
     nvrtc.nvrtcDestroyProgram(program)
     return code
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
-    from cuda.bindings import nvrtc
-
-    result, *values = answer
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise InternalError(f"NVRTC: {result.name}")
-    return values[0] if values else None
-
-
 # ---------------------------------------------------------------- module
-
-# Compiled kernels on the current GPU, launched into torch's current stream.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -314,14 +303,13 @@ def _parameter(argument: Argument) -> tuple[Any, Any]:
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
-    """Return the driver's answer (nothing, a value, or a tuple of several), or raise its failure.
+    """Return an answer of the driver or of NVRTC: nothing, a value, or a tuple of several.
 
     Raises:
         InternalError: it is a failure.
     """
-    from cuda.bindings import driver
-
     result, *values = answer
-    if result != driver.CUresult.CUDA_SUCCESS:
-        raise InternalError(f"CUDA driver: {result.name}")
+    if result.value:  # success is 0 of both
+        origin = "NVRTC" if result.name.startswith("NVRTC") else "CUDA driver"
+        raise InternalError(f"{origin}: {result.name}")
     return tuple(values) if len(values) > 1 else values[0] if values else None

@@ -8,18 +8,17 @@ from torch import nn
 from legato_engine.kernels.cuda import capability, quantise
 from legato_engine.kernels.cuda.capability import Feature
 from legato_engine.kernels.cuda.module import made_on
-from legato_engine.kernels.cuda.quantise import RowModule
+from legato_engine.kernels.cuda.quantise import RowKernels
 from legato_engine.kernels.parameters import Quantised
 
 SOURCE = "norm.cu"
 
 
-class NormKernels:
-    """The kernels for rows of `dim`, on the current device."""
+class NormKernels(RowKernels):
+    """Norms of sums, which are written to a term: y if there are three, else x."""
 
     def __init__(self, dim: int) -> None:
-        self._dim = dim
-        self._module = RowModule(SOURCE, dim)
+        super().__init__(SOURCE, dim)
         self._plain = self._module.kernel("add_norm")
         self._plain3 = self._module.kernel("add3_norm")
         self._rms = self._module.kernel("add_rms_norm")
@@ -33,41 +32,37 @@ class NormKernels:
         norm: nn.LayerNorm,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the sum to x."""
         normed = torch.empty_like(x) if out is None else out
-        operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, normed)
-        self._module.launch(self._plain, operands, self._rows(x), overlap=True)
+        operands = (x, y, self._count(y), norm.weight, norm.bias, norm.eps, normed)
+        self._launch(self._plain, operands, self._count(x), overlap=True)
         return x, normed
 
     def add3_norm(
         self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the sum to y."""
         normed = torch.empty_like(y)
         operands = (x, y, z, norm.weight, norm.bias, norm.eps, normed)
-        self._module.launch(self._plain3, operands, self._rows(y), overlap=True)
+        self._launch(self._plain3, operands, self._count(y), overlap=True)
         return y, normed
 
     def add_rms_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the sum to x."""
         normed = torch.empty_like(x)
         operands = (x, y, norm.weight, norm.eps, normed)
-        self._module.launch(self._rms, operands, self._rows(x), overlap=True)
+        self._launch(self._rms, operands, self._count(x), overlap=True)
         return x, normed
 
     def add_norm_quantised(
         self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, Quantised]:
-        """Write the sum to x."""
         assert self._quantised is not None, "no e4m3 on this GPU"
         out = quantise.empty(x)
-        operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, out.values, out.scale)
-        self._module.launch(self._quantised, operands, self._rows(x), overlap=True)
+        operands = (x, y, self._count(y), norm.weight, norm.bias, norm.eps, out.values, out.scale)
+        self._launch(self._quantised, operands, self._count(x), overlap=True)
         return x, out
 
-    def _rows(self, x: torch.Tensor | None) -> int:
+    def _count(self, x: torch.Tensor | None) -> int:
         return 0 if x is None else x.numel() // self._dim
 
 

@@ -49,19 +49,16 @@ def empty(x: torch.Tensor) -> Quantised:
     return Quantised(torch.empty_like(x, dtype=E4M3), scale)
 
 
-class RowModule:
-    """A source over rows of `dim`, for the current device."""
+class RowKernels:
+    """Kernels of a source over rows of `dim`, on the current device."""
 
     def __init__(self, source: str, dim: int) -> None:
         constants = defines(dim)
-        self._module = Module(source, constants)
-        self._rows = constants["ROWS"]
+        self._dim, self._rows = dim, constants["ROWS"]
         self._threads = 32 * constants["WARPS"] * self._rows
+        self._module = Module(source, constants)
 
-    def kernel(self, name: str) -> Kernel:
-        return self._module.kernel(name)
-
-    def launch(
+    def _launch(
         self, kernel: Kernel, operands: Sequence[Argument], count: int, *, overlap: bool
     ) -> None:
         """Enqueue over `count` rows, the kernel's last argument.
@@ -72,11 +69,11 @@ class RowModule:
         kernel.launch(grid, self._threads, (*operands, count), overlap=overlap)
 
 
-class QuantiseKernels:
-    """The kernels for rows of `dim`, on the current device."""
+class QuantiseKernels(RowKernels):
+    """Quantisation, with or without a gelu before it."""
 
     def __init__(self, dim: int) -> None:
-        self._module = RowModule(SOURCE, dim)
+        super().__init__(SOURCE, dim)
         self.plain = self._module.kernel("quantise_plain")
         self.gelu = self._module.kernel("quantise_gelu")
 
@@ -88,7 +85,7 @@ class QuantiseKernels:
             x, overlap = x.clone(), False
         out = empty(x)
         operands = (x, *more, out.values, out.scale)
-        self._module.launch(kernel, operands, out.scale.numel(), overlap=overlap)
+        self._launch(kernel, operands, out.scale.numel(), overlap=overlap)
         return out
 
 

@@ -96,7 +96,6 @@ class Sampler:
         tokens_B: torch.Tensor,
         *,
         entry_B: torch.Tensor | None = None,
-        overlap: bool = True,
     ) -> None:
         """Write `tokens_B` and the rows' `token_R`: -1 and 0 where the logits are not finite.
 
@@ -113,7 +112,6 @@ class Sampler:
             _THREADS,
             [*arguments, state.token_R, tokens_B, spilled, state.scratch_row],
             cluster=self._cluster,
-            overlap=overlap,
         )
 
 

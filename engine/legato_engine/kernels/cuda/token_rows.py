@@ -127,7 +127,6 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
-    """Return whether `RowAttention` reads such pages."""
     k_NHSE = cache.k_NHSE
     page_size, head_dim = k_NHSE.shape[2:]
     return (
@@ -141,7 +140,6 @@ def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
 
 
 def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tensor) -> bool:
-    """Return whether `RowAttention` supports such rows."""
     return (
         is_plain(q_BHE[0])
         and q_BHE.stride(0) % _VALUES_PER_LOAD == 0

@@ -17,7 +17,6 @@ from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder import DecoderSizes
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Argument, Compile, Module
-from legato_engine.kernels.cuda.packed_layers import folded_first
 from legato_engine.kernels.cuda.sampling import RowTensors
 from legato_engine.kernels.cuda.skinny_gemm import fold_norm
 from legato_engine.kernels.cuda.value_heads import (
@@ -30,7 +29,7 @@ from legato_engine.kernels.cuda.value_heads import (
 from legato_engine.kernels.megakernel.program import (
     WORD_BYTES,
     WORDS,
-    Matrix,
+    Op,
     Program,
     WeightStage,
     defines,
@@ -50,11 +49,11 @@ from legato_engine.kernels.megakernel.sizes import (
     ring_problem,
 )
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.kernels.step import StepCache, folded_first
 from legato_engine.speculation import BlockPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.decode_loop import MegakernelDrafts, MegakernelRows
-    from legato_engine.kernels.step import StepCache
 
 _NUM_POINTERS = 18
 _FEATURE_BYTES = 2048  # per row: a quarter of its warps' sums
@@ -99,10 +98,8 @@ def value_dims(values: TwoLayerValues) -> ValueDims:
     return ValueDims(values.inner_dim, values.sizes.scalar_bins, values.sizes.pair_bins)
 
 
-def values_obstacle(sizes: DecoderSizes, values: TwoLayerValues | None) -> str | None:
+def values_obstacle(sizes: DecoderSizes, values: TwoLayerValues) -> str | None:
     """Return why the megakernel cannot read a model's values, or None."""
-    if values is None:
-        return "runs values of two-layer decoders only"
     dims, own = value_dims(values), values.sizes
     if min(dims.inner_blocks, dims.bin_blocks) < sizes.dim // BLOCK:
         return f"needs value decoders whose layers have at least {sizes.dim} outputs"
@@ -121,8 +118,6 @@ def _weights(encoder: ValueEncoder, decoder: DecoderWeights) -> tuple[torch.Tens
 
 
 # ---------------------------------------------------------------- drafts
-
-# Drafts in a build of the megakernel: constants, and where launches find a slot's rows.
 
 _ROW_FIELDS = ("scheduled_row", "room", "reach", "start", "fed")
 _TOKEN_FIELDS = (
@@ -174,8 +169,6 @@ class BuildDrafts:
 
 # ---------------------------------------------------------------- builds
 
-# Weights packed in the order of the program, and launches.
-#
 # Shape legend: O outputs, I inputs, W workers, T tokens of all tiles; otherwise that of
 # `kernels.decode_loop`.
 
@@ -220,13 +213,11 @@ class MegakernelWeights:
         self.stream_stages = max(map(program.stream_stages, range(sizes.num_workers)))
         stages = sizes.num_workers * self.stream_stages
         self.stream = like.new_zeros(stages, sizes.stage_bytes // 2)
-        places: dict[tuple[Matrix, int], list[tuple[int, WeightStage]]] = collections.defaultdict(
-            list
-        )
+        places: dict[tuple[Op, int], list[tuple[int, WeightStage]]] = collections.defaultdict(list)
         for worker in range(sizes.num_workers):
             for index, stage in enumerate(worker_stages(program, worker)):
                 place = worker * self.stream_stages + index
-                places[stage.matrix, stage.layer].append((place, stage))
+                places[stage.op, stage.layer].append((place, stage))
         order = [row for block in range(3 * sizes.num_workers) for row in qkv_rows(block)]
         rows = torch.tensor(order, device=like.device)
         folded, biases = [], []
@@ -237,15 +228,15 @@ class MegakernelWeights:
             folded.append(torch.cat([both[: len(rows)][rows], both[len(rows) :]]))
             biases.append(layer.mlp.fc2.bias.float() + layer.proj.bias.float())
             maps = {
-                Matrix.QKV: qkv[rows],
-                Matrix.FC1: fc1,
-                Matrix.FC2: layer.mlp.fc2.weight,
-                Matrix.PROJ: layer.proj.weight,
+                Op.QKV: qkv[rows],
+                Op.FC1: fc1,
+                Op.FC2: layer.mlp.fc2.weight,
+                Op.OUT: layer.proj.weight,
             }
-            for matrix, weight in maps.items():
-                self._place(sizes, weight, places[matrix, index])
+            for op, weight in maps.items():
+                self._place(sizes, weight, places[op, index])
         whole, self.head_folded = fold_norm(*head, head_norm)
-        self._place(sizes, whole, places[Matrix.HEAD, sizes.num_layers])
+        self._place(sizes, whole, places[Op.HEAD, sizes.num_layers])
         self.folded, self.out_bias = torch.stack(folded), torch.stack(biases)
 
     def _place(
@@ -332,7 +323,6 @@ class MegakernelBuild:
         self._token = scratch(tokens, dtype=torch.int32)
 
     def load(self, compile_source: Compile = Module) -> None:
-        """Compile the sources, or read them from the cache."""
         module = compile_source(SOURCE, self.constants, own=True, folder=source_folder())
         self._kernel = module.kernel("steps", shared=self._shared)
 
@@ -378,7 +368,6 @@ class MegakernelBuild:
         self._kernel.launch(self._grid, _THREADS, (*pointers, *numbers), cooperative=True)
 
     def fault(self) -> str | None:
-        """Return the wait that timed out in a finished launch, or None."""
         timed_out, *values = self._report.tolist()
         if not timed_out:
             return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.resources
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib.resources.abc import Traversable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,7 +126,6 @@ def unsupported_reason(target: KernelTarget) -> str | None:
 def kernel_target(
     sizes: DecoderSizes, num_layers: int, device: torch.device, dtype: torch.dtype, *, plain: bool
 ) -> KernelTarget:
-    """Describe the model and `device` for the support check."""
     if device.type != "cuda":
         return KernelTarget(sizes, num_layers, plain, dtype, None, 0, 0)
     properties = torch.cuda.get_device_properties(device)
@@ -166,22 +165,14 @@ def code_hash() -> str:
     """Hash the kernels, their launch code and the megakernel's program."""
     digest = hashlib.sha256()
     for package in PACKAGES:
-        for file in sorted(code_files(package), key=lambda each: each.name):
+        for file in code_files(package):
             digest.update(f"{package}/{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def code_files(package: str) -> Iterator[Traversable]:
-    """Yield a package's Python and CUDA sources."""
-    yield from _files(importlib.resources.files(package))
-
-
-def _files(folder: Traversable) -> Iterator[Traversable]:
-    for each in folder.iterdir():
-        if each.is_dir():
-            yield from _files(each)
-        elif each.name.endswith((".py", ".cu", ".cuh")):
-            yield each
+def code_files(package: str) -> list[Path]:
+    folder = Path(str(importlib.resources.files(package)))
+    return [each for each in sorted(folder.rglob("*")) if each.suffix in (".py", ".cu", ".cuh")]
 
 
 # ---------------------------------------------------------------- decoder
@@ -215,7 +206,7 @@ class MegakernelDecoder:
 
         def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[MegakernelBuild]:
             kind = BatchKind.of(values=values is not None, drafts=drafts)
-            tiles = sorted({_tiles(each.tokens(block)) for each in wanted if each.kind is kind})
+            tiles = sorted({-(-each.tokens(block) // 8) for each in wanted if each.kind is kind})
             return [
                 MegakernelBuild(
                     build_program(of, RING_STAGES[each]),
@@ -284,10 +275,6 @@ def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, .
         counts = {min(limit, 8 * tiles // each) for tiles in RING_STAGES} - {0}
         builds += [Build(kind, count) for count in sorted(counts)]
     return tuple(builds)
-
-
-def _tiles(tokens: int) -> int:
-    return next(tiles for tiles in RING_STAGES if tokens <= 8 * tiles)
 
 
 # ---------------------------------------------------------------- offer

@@ -318,53 +318,24 @@ def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
 # its inputs.
 
 
-class Matrix(enum.Enum):
-    """Weight matrices of a model."""
-
-    FC1 = "fc1"
-    QKV = "qkv"
-    FC2 = "fc2"
-    PROJ = "proj"
-    HEAD = "lm_head"
-
-
-MATRICES = {
-    Op.FC1: Matrix.FC1,
-    Op.QKV: Matrix.QKV,
-    Op.FC2: Matrix.FC2,
-    Op.OUT: Matrix.PROJ,
-    Op.HEAD: Matrix.HEAD,
-}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightStage:
-    """Stage of the weight stream; the head's `layer` is the number of layers."""
+    """Stage of the weight stream, of an operation's matrix; the head's `layer` is their number."""
 
-    matrix: Matrix
+    op: Op
     layer: int
     block: int
     chunk: int
 
 
-def instruction_stages(instruction: Instruction, num_workers: int) -> Iterator[WeightStage]:
-    """Yield the stages of an instruction in the order of the stream: block after block."""
-    if instruction.num_stages == 0:
-        return
-    matrix = MATRICES[Op(instruction.op)]
-    for index in range(instruction.num_blocks):
-        block = instruction.block + index * num_workers
-        for chunk in range(instruction.chunk, instruction.chunk + instruction.num_chunks):
-            yield WeightStage(matrix, instruction.layer, block, chunk)
-
-
 def worker_stages(program: Program, worker: int) -> list[WeightStage]:
-    """List the stages of a worker's whole stream."""
+    """List the stages of a worker's stream in order, block after block of each instruction."""
     num_workers = program.sizes.num_workers
     return [
-        stage
-        for instruction in program.workers[worker]
-        for stage in instruction_stages(instruction, num_workers)
+        WeightStage(Op(each.op), each.layer, each.block + index * num_workers, chunk)
+        for each in program.workers[worker]
+        for index in range(each.num_blocks)
+        for chunk in range(each.chunk, each.chunk + each.num_chunks)
     ]
 
 

@@ -15,8 +15,7 @@ from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.kernels import packed_weights
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
-from legato_engine.kernels.images import MAX_WORDS
+from legato_engine.kernels.images import MAX_WORDS, NUM_PIXEL_BYTES, HostImage, StagedImage, stage
 from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.proposer import Proposer
 from legato_engine.kernels.reference import existence

@@ -16,7 +16,7 @@ import torch
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import map_codes
 from legato_engine.kernels.cpu.library import library
-from legato_engine.kernels.cuda.packed_layers import MapPart
+from legato_engine.kernels.step import MapPart
 from legato_engine.layers.linear import Linear
 from legato_engine.models import quantise
 from legato_engine.models.moondream import vision_fp8
