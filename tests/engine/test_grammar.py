@@ -343,7 +343,7 @@ def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
             assert num_decodes(steps) < 0.75 * num_decodes(singly)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(schemas=st.lists(SCHEMAS, min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_forced_tokens_do_not_change_answers_to_a_schema(engine, schemas, seed):
     """Whatever the schemas of a batch, with one launch in flight or two."""

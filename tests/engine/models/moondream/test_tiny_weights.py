@@ -44,6 +44,7 @@ EOS = 0
 LIMIT = 60
 POINT_CYCLE = (Allow.POINT_X, Allow.POINT_Y)
 DETECT_CYCLE = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
+TEXT_CYCLE = (Allow.TEXT,)
 TOLERANCE = 1e-3
 KINDS = ("fp8", "int8", "int4")
 
@@ -148,6 +149,27 @@ def greedy(model, image, prompts, cycle):
             return answers
         hidden_RD = session.step()
     raise AssertionError("an answer does not end")
+
+
+def asked_by_cycle(prompts, file):
+    """Prompts about a sample's objects and absent ones, by what their answers consist of."""
+    nouns = (*TRUTH[file], *ABSENT)
+    questions = [prompts.query(f"Is there a {noun}?", (), reasoning=False) for noun in nouns]
+    return {
+        DETECT_CYCLE: [prompts.detect(noun) for noun in nouns],
+        POINT_CYCLE: [prompts.point(noun, ()) for noun in nouns],
+        TEXT_CYCLE: [*questions, prompts.caption(CaptionLength.SHORT)],
+    }
+
+
+@pytest.fixture(scope="module")
+def exact_answers(bundle, model, prompts):
+    """Answers of the model in float32 to those prompts, each computed once."""
+    return functools.cache(
+        lambda file, cycle: greedy(
+            model, prepared(bundle, file), asked_by_cycle(prompts, file)[cycle], cycle
+        )
+    )
 
 
 def boxes_of(answer):
@@ -400,7 +422,7 @@ def test_quantize_overwrites_and_leaves_nothing(files, tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize(("weights", "most_error"), [("fp8", 0.08), ("int8", 0.03), ("int4", 0.25)])
 def test_quantised_weights_see_the_samples_rightly(
-    bundle, model, prompts, monkeypatch, weights, most_error
+    bundle, model, prompts, exact_answers, monkeypatch, weights, most_error
 ):
     """Weights as a GPU packs them find every box of every sample.
 
@@ -411,10 +433,9 @@ def test_quantised_weights_see_the_samples_rightly(
     found = expected_boxes = matched = 0
     for file, truth in TRUTH.items():
         expected = truth | dict.fromkeys(ABSENT, ())
-        asked = [prompts.detect(noun) for noun in expected]
-        image = prepared(bundle, file)
-        answers = greedy(rounded, image, asked, DETECT_CYCLE)
-        plain = greedy(model, image, asked, DETECT_CYCLE)
+        asked = asked_by_cycle(prompts, file)[DETECT_CYCLE]
+        answers = greedy(rounded, prepared(bundle, file), asked, DETECT_CYCLE)
+        plain = exact_answers(file, DETECT_CYCLE)
         for boxes, answer, exact in zip(expected.values(), answers, plain, strict=True):
             first, expected_V = answer[0].logits_V, exact[0].logits_V
             assert relative_error(first, expected_V) < most_error
@@ -466,37 +487,26 @@ def test_a_calibration_keeps_few_blocks_for_its_error(calibrated):
 
 @pytest.mark.parametrize("has_calibration", [True, False])
 def test_an_fp8_tower_answers_as_a_float32_one(
-    bundle, model, prompts, monkeypatch, calibrated, has_calibration
+    bundle, model, prompts, exact_answers, monkeypatch, calibrated, has_calibration
 ):
     """On the samples: the same boxes and points, and nearly all tokens of texts."""
     vision = load_weights(bundle.config, FOLDER, CPU, torch.float32).vision
     vision_fp8.use_fp8(vision, calibrated if has_calibration else FOLDER)
     exact_embeddings = model.prefix_embeddings
     same = tokens = 0
-    for file, truth in TRUTH.items():
+    for file in TRUTH:
         image = prepared(bundle, file)
         exact_PX = exact_embeddings(image)
         crops = torch.from_numpy(image.pixels.pixels_NHWC.copy())
         ours_PX = torch.cat([exact_PX[:1], vision(crops, image.pixels.tiling)])
         error = (ours_PX - exact_PX)[1:].norm() / exact_PX[1:].norm()
         assert 0.005 < float(error) < 0.04
-        nouns = (*truth, *ABSENT)
-        questions = [prompts.query(f"Is there a {noun}?", (), reasoning=False) for noun in nouns]
-        cycles = (
-            ([prompts.detect(noun) for noun in nouns], DETECT_CYCLE),
-            ([prompts.point(noun, ()) for noun in nouns], POINT_CYCLE),
-            ([*questions, prompts.caption(CaptionLength.SHORT)], (Allow.TEXT,)),
-        )
-        for asked, cycle in cycles:
-            answers = []
-            for embeddings_PX in (ours_PX, exact_PX):
-                with monkeypatch.context() as patched:
-                    patched.setattr(
-                        model, "prefix_embeddings", lambda _, x=embeddings_PX: x.clone()
-                    )
-                    answers.append(greedy(model, image, asked, cycle))
-            for ours, exact in zip(*answers, strict=True):
-                if cycle == (Allow.TEXT,):
+        for cycle, asked in asked_by_cycle(prompts, file).items():
+            with monkeypatch.context() as patched:
+                patched.setattr(model, "prefix_embeddings", lambda _, x=ours_PX: x.clone())
+                answers = greedy(model, image, asked, cycle)
+            for ours, exact in zip(answers, exact_answers(file, cycle), strict=True):
+                if cycle == TEXT_CYCLE:
                     tokens += len(exact)
                     pairs = zip(ours, exact, strict=False)
                     same += sum(one.token == other.token for one, other in pairs)
