@@ -59,10 +59,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
-    def records_metrics(self) -> bool:
-        return self.metrics or bool(self.metrics_listen)
-
-    @property
     def has_credentials(self) -> bool:
         return bool(self.tokens or self.tls_client_ca)
 

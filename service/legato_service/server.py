@@ -82,7 +82,8 @@ class Server:
         self.shutdown = Drain(self.requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.idempotency_cache = IdempotencyCache()
-        calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
+        records_calls = config.metrics or config.metrics_listen
+        calls = CallMetrics(config.metrics_tenants) if records_calls else None
         self.tracer = _tracer(config, engines)
         self._call_log = CallLog(
             [each.observe for each in (calls, self.tracer) if each is not None]

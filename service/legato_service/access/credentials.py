@@ -126,10 +126,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sessions: _Count | None = None
 
     @property
-    def digest(self) -> bytes:
-        return bytes.fromhex(self.sha256)
-
-    @property
     def certificates(self) -> tuple[str, ...]:
         return (self.san,) if isinstance(self.san, str) else self.san
 
@@ -241,7 +237,7 @@ class Credentials:
             else:
                 self._principals[record.id] = _principal(record, quotas)
         self._tokens = {
-            record.id: (record.digest, self._principals[record.id])
+            record.id: (bytes.fromhex(record.sha256), self._principals[record.id])
             for record in records
             if record.sha256
         }

@@ -31,10 +31,6 @@ class ServerCertificate:
         self.num_failed_reloads = 0
         self._configuration = self._load()
 
-    @property
-    def needs_client_certificate(self) -> bool:
-        return len(self._paths) > 2
-
     def credentials(self) -> grpc.ServerCredentials:
         """Return a listener's credentials; gRPC asks before each handshake, on its own threads."""
         latest = self._configuration
@@ -46,7 +42,8 @@ class ServerCertificate:
             latest = self._configuration
             return latest
 
-        return grpc.dynamic_ssl_server_credentials(latest, changed, self.needs_client_certificate)
+        needs_client_certificate = len(self._paths) > 2
+        return grpc.dynamic_ssl_server_credentials(latest, changed, needs_client_certificate)
 
     def reload_changed(self) -> None:
         if not self._files.have_changed():

@@ -238,14 +238,6 @@ class EngineGroup(Observable):
     def num_open(self) -> int:
         return sum([each.num_open for each in self.members])
 
-    @property
-    def resumptions(self) -> int:
-        return sum(each.resumptions for each in self.members)
-
-    @property
-    def num_poisoned(self) -> int:
-        return sum(each.num_poisoned for each in self.members)
-
     # ------------------------------------------------------------ requests
 
     def expect(self) -> None:

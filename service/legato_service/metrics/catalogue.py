@@ -215,17 +215,23 @@ ENGINE = (
         _counter("legato_draft_blocks", "Blocks of draft tokens, by size.", "size"),
     ),
 )
+OWN = (*CALLS, *REQUESTS, *PROCESSES, *ENGINE)
+_BY_NAME = {each.name: each for each in OWN}
 _GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 _VLLM_LABELS = ("model_name", "engine")
 
 
+def _alias(name: str, repeats: str, labels: tuple[str, ...]) -> Metric:
+    original = _BY_NAME[repeats]
+    return original._replace(name=name, help=f"As {repeats}.", labels=labels, repeats=repeats)
+
+
 def _gen_ai(name: str, repeats: str) -> Metric:
-    full = f"gen_ai_server_{name}"
-    return Metric(full, "histogram", f"As {repeats}.", _GEN_AI_LABELS, repeats=repeats)
+    return _alias(f"gen_ai_server_{name}", repeats, _GEN_AI_LABELS)
 
 
-def _vllm(name: str, kind: MetricKind, repeats: str) -> Metric:
-    return Metric(f"vllm:{name}", kind, f"As {repeats}.", _VLLM_LABELS, repeats=repeats)
+def _vllm(name: str, repeats: str) -> Metric:
+    return _alias(f"vllm:{name}", repeats, _VLLM_LABELS)
 
 
 GEN_AI = (
@@ -234,40 +240,32 @@ GEN_AI = (
     _gen_ai("time_per_output_token_seconds", "legato_request_token_seconds"),
 )
 VLLM = (
-    _vllm("num_requests_running", "gauge", "legato_engine_requests_running"),
-    _vllm("num_requests_waiting", "gauge", "legato_engine_requests_waiting"),
+    _vllm("num_requests_running", "legato_engine_requests_running"),
+    _vllm("num_requests_waiting", "legato_engine_requests_waiting"),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", *_VLLM_LABELS),
     _gauge(
         "vllm:cache_config_info",
         "Pages of the KV cache, and the positions of one.",
         *("block_size", "num_gpu_blocks", "engine"),
     ),
-    _vllm("prompt_tokens", "counter", "legato_prompt_tokens"),
-    _vllm("generation_tokens", "counter", "legato_output_tokens"),
-    _vllm("num_preemptions", "counter", "legato_preemptions"),
-    _vllm("prefix_cache_queries", "counter", "legato_prefix_cache_queries"),
-    _vllm("prefix_cache_hits", "counter", "legato_prefix_cache_hits"),
-    _vllm("mm_cache_queries", "counter", "legato_image_cache_queries"),
-    _vllm("mm_cache_hits", "counter", "legato_image_cache_hits"),
+    _vllm("prompt_tokens", "legato_prompt_tokens"),
+    _vllm("generation_tokens", "legato_output_tokens"),
+    _vllm("num_preemptions", "legato_preemptions"),
+    _vllm("prefix_cache_queries", "legato_prefix_cache_queries"),
+    _vllm("prefix_cache_hits", "legato_prefix_cache_hits"),
+    _vllm("mm_cache_queries", "legato_image_cache_queries"),
+    _vllm("mm_cache_hits", "legato_image_cache_hits"),
     _counter("vllm:corrupted_requests", "legato_rpcs of reason NUMERIC.", *_VLLM_LABELS),
     _counter(
         "vllm:request_success", "Finished requests, by reason.", *_VLLM_LABELS, "finished_reason"
     ),
-    _vllm("time_to_first_token_seconds", "histogram", "legato_request_first_token_seconds"),
-    _vllm("inter_token_latency_seconds", "histogram", "legato_inter_token_seconds"),
-    _vllm("e2e_request_latency_seconds", "histogram", "legato_request_seconds"),
-    _vllm("request_queue_time_seconds", "histogram", "legato_request_queue_seconds"),
-    _vllm("request_prefill_time_seconds", "histogram", "legato_request_prefill_seconds"),
-    _vllm("request_decode_time_seconds", "histogram", "legato_request_decode_seconds"),
-    _vllm("request_time_per_output_token_seconds", "histogram", "legato_request_token_seconds"),
-    _vllm("request_prompt_tokens", "histogram", "legato_request_prompt_size_tokens"),
-    _vllm("request_generation_tokens", "histogram", "legato_request_output_size_tokens"),
+    _vllm("time_to_first_token_seconds", "legato_request_first_token_seconds"),
+    _vllm("inter_token_latency_seconds", "legato_inter_token_seconds"),
+    _vllm("e2e_request_latency_seconds", "legato_request_seconds"),
+    _vllm("request_queue_time_seconds", "legato_request_queue_seconds"),
+    _vllm("request_prefill_time_seconds", "legato_request_prefill_seconds"),
+    _vllm("request_decode_time_seconds", "legato_request_decode_seconds"),
+    _vllm("request_time_per_output_token_seconds", "legato_request_token_seconds"),
+    _vllm("request_prompt_tokens", "legato_request_prompt_size_tokens"),
+    _vllm("request_generation_tokens", "legato_request_output_size_tokens"),
 )
-
-OWN = (*CALLS, *REQUESTS, *PROCESSES, *ENGINE)
-_BY_NAME = {each.name: each for each in OWN}
-
-
-def bounds_of(metric: Metric) -> tuple[float, ...]:
-    """Return the bounds; a repeated histogram has those of the original."""
-    return _BY_NAME[metric.repeats].bounds if metric.repeats else metric.bounds

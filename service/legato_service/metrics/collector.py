@@ -240,11 +240,11 @@ class Collector:
         return await render(snapshot, metrics, accept)
 
     def _write_process(self, snapshot: Snapshot) -> None:
-        totals = self._sessions.totals
+        engines, totals = self._engines.members, self._sessions.totals
         self._take_frame_ages()
         snapshot.add("legato_requests_in_flight", len(self._requests))
-        snapshot.add("legato_requests_resumed", self._engines.resumptions)
-        snapshot.add("legato_requests_poisoned", self._engines.num_poisoned)
+        snapshot.add("legato_requests_resumed", sum(each.resumptions for each in engines))
+        snapshot.add("legato_requests_poisoned", sum(each.num_poisoned for each in engines))
         snapshot.add("legato_sessions_open", len(self._sessions))
         waiting = self._sessions.num_waiting_for_credits
         snapshot.add("legato_sessions_waiting_for_credits", waiting)

@@ -7,7 +7,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import msgspec
 from legato_engine.ipc.messages import Durations
@@ -87,11 +87,8 @@ _OPENMETRICS = "application/openmetrics-text"
 _END = b"# EOF\n"  # OpenMetrics terminator
 
 
-class Exposition(NamedTuple):
-    """A text and its format, as HTTP's Content-Type names it."""
-
-    text: bytes
-    content_type: str
+Exposition: TypeAlias = tuple[bytes, str]
+"""A text and its format, as HTTP's Content-Type names it."""
 
 
 class _One(Collector):
@@ -125,14 +122,14 @@ async def render(
         end = _END if text.endswith(_END) else b""
         parts.append(text.removesuffix(_END))
         await asyncio.sleep(0)
-    return Exposition(b"".join((*parts, end)), content_type)
+    return b"".join((*parts, end)), content_type
 
 
 def _family(metric: catalogue.Metric, series: list[Series]) -> Metric:
     names = metric.labels
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
-        bounds = [*map(floatToGoString, catalogue.bounds_of(metric)), "+Inf"]
+        bounds = [*map(floatToGoString, metric.bounds), "+Inf"]
         for each in series:
             *counts, total = each.values
             buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))

@@ -142,6 +142,7 @@ class _Field:
         self.bound = bound
         self.is_repeated = field.is_repeated
         self.is_image = bound.image
+        self.is_text = bound.max_characters is not None or bound.max_bytes is not None
         self.max_count = bound.max_items if field.is_repeated else None
         self.wire = _wire(field)
         self.floats = _FLOATS.get(field.type)
@@ -161,10 +162,6 @@ class _Field:
             else:
                 self.max_count = 1  # of the seconds of one and the nanoseconds of another
             self.is_merged = self.fields is not None and not field.is_repeated
-
-    @property
-    def is_text(self) -> bool:
-        return self.bound.max_characters is not None or self.bound.max_bytes is not None
 
 
 def _wire(field: FieldDescriptor) -> int:

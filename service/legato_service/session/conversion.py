@@ -85,7 +85,14 @@ class ResponseBuilder:
                     )
                 )
             case Dropped():
-                response = pb.SessionResponse(dropped=_dropped(message))
+                response = pb.SessionResponse(
+                    dropped=pb.FrameDropped(
+                        sequence=message.sequence,
+                        reason=_DROP_REASONS[message.reason],
+                        frame_credits=message.frame_credits,
+                        dropped_total=message.dropped_total,
+                    )
+                )
                 self._events.pop(message.sequence, None)
             case GoAwayNotice():
                 away = pb.SessionGoAway(
@@ -141,15 +148,6 @@ class ResponseBuilder:
             last_for_frame=message.last,
             age=duration(max(now - frame.captured_at, 0.0)),
         )
-
-
-def _dropped(message: Dropped) -> pb.FrameDropped:
-    return pb.FrameDropped(
-        sequence=message.sequence,
-        reason=_DROP_REASONS[message.reason],
-        frame_credits=message.frame_credits,
-        dropped_total=message.dropped_total,
-    )
 
 
 def _empty_result(task_id: str, request: Request | Exception) -> task_pb2.TaskResult:
