@@ -60,7 +60,6 @@ from legato_engine.types import (
     Request,
     RequestKey,
     RequestTimings,
-    Resumed,
     SamplingParams,
     TaskSpec,
     TokenUsage,
@@ -131,13 +130,6 @@ def info(config: EngineConfig) -> ServedModel:
         dtype="none",
         confidence=confidence_info(SKILLS, None),
     )
-
-
-def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
-    """Check resumed tokens; a token's id is its index."""
-    for index, token_id in enumerate(resumed.token_ids):
-        if token_id != index or index >= len(output.events):
-            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
 
 
 @functools.lru_cache(1024)
@@ -510,8 +502,10 @@ class NullEngine:
         length, output = _scripted(
             request.task, request.sampling, num_images, self._num_objects, self._max_context
         )
-        if request.resumed is not None:
-            _check_tokens(request.resumed, output)
+        token_ids = () if request.resumed is None else request.resumed.token_ids
+        for index, token_id in enumerate(token_ids):
+            if token_id != index or index >= len(output.events):  # an id is its index
+                raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
         return length, output
 
     def _make_room(self, tenant: str, priority: int = 0) -> None:

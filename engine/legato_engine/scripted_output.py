@@ -127,7 +127,9 @@ def _object(task: DetectSpec | PointSpec, index: int) -> Event:
     label, confidence = task.object, _confidence(index)
     if isinstance(task, DetectSpec):
         return ObjectEvent(box=_cell(index), label=label, confidence=confidence)
-    return PointEvent(point=_centre(_cell(index)), label=label, confidence=confidence)
+    box = _cell(index)
+    point = ImagePoint(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
+    return PointEvent(point=point, label=label, confidence=confidence)
 
 
 def _confidence(index: int) -> float:
@@ -163,10 +165,6 @@ def _cell(index: int) -> ImageBox:
     return ImageBox(
         x_min=column * side, y_min=row * side, x_max=(column + 1) * side, y_max=(row + 1) * side
     )
-
-
-def _centre(box: ImageBox) -> ImagePoint:
-    return ImagePoint(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
 
 
 # ---------------------------------------------------------------- results of events

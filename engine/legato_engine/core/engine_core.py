@@ -155,7 +155,7 @@ class EngineCore:
         )
 
     def estimated_wait(self) -> float:
-        return self.scheduler.estimated_wait()
+        return self.scheduler.admission.estimated_wait()
 
     def next_deadline(self) -> float:
         """Return the latest time of the next `step`, in monotonic seconds."""
@@ -206,7 +206,7 @@ class EngineCore:
         waiting = [s for s in self._unannounced if s.is_waiting]
         self._unannounced.clear()
         for sequence in waiting:
-            position = self.scheduler.position(sequence)
+            position = self.scheduler.queue.position(sequence)
             self.sink.queued(sequence, position, self.estimated_wait())
 
     # ------------------------------------------------------------ from a command to a sequence
@@ -236,7 +236,7 @@ class EngineCore:
         if displaced is None:
             return
         pending = self.requests.newest(PendingRequest, displaced)
-        error = self.scheduler.displaced_error()
+        error = self.scheduler.admission.displaced_error()
         if pending is None:  # only image leases
             raise error
         self.requests.remove(pending.request_id)

@@ -29,8 +29,8 @@ class Place:
     def fit(self, model: Published) -> str:
         """Return the place's name if the model fits, with the form if only a smaller one does."""
         if self.name == "cpu":
-            return self.name if self._holds(model.loaded_bytes_on_cpu) else ""
-        if self._holds(model.loaded_bytes):
+            return self.name if self._holds(2 * model.bf16_bytes) else ""  # as float32
+        if self._holds(model.fp8_bytes if model.stored_fp8 else model.bf16_bytes):
             return self.name
         forms = (name for name, size in model.rounded_bytes if self._holds(size))
         form = next(forms, "")

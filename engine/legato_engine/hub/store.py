@@ -125,16 +125,6 @@ class Published:
     rounded_bytes: tuple[tuple[str, int], ...] = ()
     """Bytes on a GPU by `--weight-dtype`, the largest first, without KV cache and buffers."""
 
-    @property
-    def loaded_bytes(self) -> int:
-        """Return the bytes that the model takes on a GPU, by default."""
-        return self.fp8_bytes if self.stored_fp8 else self.bf16_bytes
-
-    @property
-    def loaded_bytes_on_cpu(self) -> int:
-        """Return the bytes that the model takes on a CPU, in float32 by default."""
-        return self.bf16_bytes * 2
-
 
 _MOONDREAM = ("config.json", "model.safetensors", INDEX, "LICENSE*")
 _TEXT = (

@@ -249,16 +249,6 @@ class WaitingQueue(Generic[WaitingT]):
 
     # ------------------------------------------------------------ a full queue
 
-    def tenant_over_share(self, tenant: str, counts: Mapping[str, int]) -> str | None:
-        """Return the tenant with the most requests, if it should give up one for `tenant`.
-
-        `counts` are the requests that count toward the queue limit, by tenant.
-        """
-        largest = max(counts, key=counts.__getitem__, default=None)
-        if largest is None or counts[largest] <= counts.get(tenant, 0) + 1:
-            return None
-        return largest
-
     def last_of(self, tenant: str) -> WaitingT | None:
         """Return the tenant's last request that has not started."""
         waiting = self._waiting.get(tenant)
@@ -408,11 +398,11 @@ class Admission(Generic[WaitingT]):
         if len(queue) + len(preparing) < self.max_waiting:
             return None
         counts = queue.num_by_tenant() + Counter(preparing)
-        over_share = queue.tenant_over_share(tenant, counts)
-        if over_share is not None:
-            displaced = queue.last_of(over_share)
-            if displaced is not None or over_share in preparing:
-                return displaced or over_share
+        largest = max(counts, key=counts.__getitem__, default=tenant)
+        if counts[largest] > counts[tenant] + 1:  # it should give up a request for `tenant`
+            displaced = queue.last_of(largest)
+            if displaced is not None or largest in preparing:
+                return displaced or largest
         lower = queue.last_below(tenant, priority, arrival, counts)
         if lower is None:
             raise self.queue_full("the waiting queue is full")

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
 from legato_engine import failpoints
-from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
+from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong
 from legato_engine.ipc.messages import SchedulerLoad
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.batch import (
@@ -98,13 +98,13 @@ class Scheduler:
         self._recorder = recorder
         self._live: dict[RequestKey, Sequence] = {}
         self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
-        self._queue = WaitingQueue[Sequence](
+        self.queue = WaitingQueue[Sequence](
             max_overtakes=max_overtakes, priority_seconds=priority_seconds
         )
         if block_sizes is not None:
             limits = dataclasses.replace(ALONE, image_tokens=limits.image_tokens)
-        self._prefill = PrefillPlanner(manager, self._queue, limits)
-        self._running = RunningSequences(manager, self._queue)
+        self._prefill = PrefillPlanner(manager, self.queue, limits)
+        self._running = RunningSequences(manager, self.queue)
         decode = DecodePlanner(manager, self._running, block_sizes, max_tokens=max_decode_tokens)
         self._loops: Loops | None = None
         if loops is not None:
@@ -116,16 +116,16 @@ class Scheduler:
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
         )
-        self._admission = Admission(
+        self.admission = Admission(
             clock,
-            self._queue,
+            self.queue,
             num_rows=manager.rows.size,
             rows_free=lambda: manager.rows.num_free,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
         self._outputs = OutputProcessor(
-            manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
+            manager, self.admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._records: deque[StepRecord] = deque()  # of the launches in flight
         self.steps_committed = 0
@@ -149,7 +149,7 @@ class Scheduler:
                 request.tenant, request.priority, sequence.timing.arrival
             )
             assert displaced is None, "nothing is being prepared"
-            self._admission.check_deadline(sequence)
+            self.admission.check_deadline(sequence)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         self._live[request.request_id] = sequence
@@ -177,14 +177,11 @@ class Scheduler:
         `preparing` are the tenants of all requests in preparation. Return the tenant of one that
         the caller must end, or None. Raises as `Admission.choose_displaced`.
         """
-        displaced = self._admission.choose_displaced(tenant, priority, arrival, preparing)
+        displaced = self.admission.choose_displaced(tenant, priority, arrival, preparing)
         if isinstance(displaced, Sequence):
-            self._outputs.fail(displaced, self.displaced_error())
+            self._outputs.fail(displaced, self.admission.displaced_error())
             return None
         return displaced
-
-    def displaced_error(self) -> QueueFull:
-        return self._admission.displaced_error()
 
     def abort(self, request_id: RequestKey) -> None:
         """End a request without further events; ignore unknown ids."""
@@ -332,7 +329,7 @@ class Scheduler:
         starting = [s for s in sequences if s.is_waiting]
         now = self._clock.now()
         if starting:
-            self._admission.record_start(len(starting))
+            self.admission.record_start(len(starting))
         for sequence in starting:
             sequence.is_waiting = False
             self._running.add(sequence)
@@ -400,7 +397,7 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
-        self._queue.refund(sequence)
+        self.queue.refund(sequence)
         if sequence.progress.last_position < 0:
             self._prefill.remove(sequence)
         if not sequence.is_waiting:
@@ -415,12 +412,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self._live or self._planner.refinements or len(self._pipeline))
-
-    def position(self, sequence: Sequence) -> int:
-        return self._queue.position(sequence)
-
-    def estimated_wait(self) -> float:
-        return self._admission.estimated_wait()
 
     def load(self) -> SchedulerLoad:
         """Return the current load; `images_cached` is not set."""

@@ -301,7 +301,7 @@ def test_a_deadline_gets_the_coarse_outline(gated):
 def test_pending_refinements_take_places_in_the_queue(gated):
     """Pending refinements count against the queue limit, before an image is decoded."""
     world, gate = gated
-    places = world.core.scheduler._admission.max_waiting
+    places = world.core.scheduler.admission.max_waiting
     ask(world, "r")
     wait_held(world, gate, "r")
     held = world.core.requests.get(RequestKey("r"))

@@ -238,7 +238,7 @@ def test_a_deadline_is_judged_by_the_requests_ahead() -> None:
     with pytest.raises(DeadlineUnreachable):
         world.submit(deadline=deadline)
     urgent = world.submit(deadline=deadline, priority=1)
-    assert world.scheduler.position(urgent) == 0
+    assert world.scheduler.queue.position(urgent) == 0
 
 
 # ---------------------------------------------------------------- admission
@@ -280,12 +280,12 @@ def test_the_wait_is_estimated_from_completions() -> None:
     world = World(num_rows=1)
     world.submit(long_task(max_tokens=2), deadline=world.clock.now() + 60.0)
     world.scheduler.step()
-    assert world.scheduler.estimated_wait() == 0.0
+    assert world.scheduler.admission.estimated_wait() == 0.0
     world.clock.advance(4.0)
     world.scheduler.drain()
-    assert world.scheduler.estimated_wait() == 0.0  # the row is free
+    assert world.scheduler.admission.estimated_wait() == 0.0  # the row is free
     world.submit(long_task())  # will take the row
-    assert world.scheduler.estimated_wait() == pytest.approx(4.0)
+    assert world.scheduler.admission.estimated_wait() == pytest.approx(4.0)
     with pytest.raises(DeadlineUnreachable) as caught:
         world.submit(long_task(), deadline=world.clock.now() + 3.9)
     assert caught.value.metadata == {"estimated_wait_ms": "4000"}
@@ -623,7 +623,7 @@ def test_a_full_queue_gives_up_a_greedy_tenants_last_request() -> None:
     greedy = [world.submit(long_task(), tenant="greedy") for _ in range(4)]
     small = world.submit(FakeTask(), tenant="small")
     assert isinstance(world.sink.ended[greedy[3].request.request_id], QueueFull)
-    assert world.scheduler.position(small) <= 1
+    assert world.scheduler.queue.position(small) <= 1
     with pytest.raises(QueueFull):
         world.submit(long_task(), tenant="greedy")
     second = world.submit(FakeTask(), tenant="small")
@@ -669,7 +669,7 @@ def test_a_request_that_has_started_keeps_its_place() -> None:
     first = [world.submit(long_task(), tenant="a") for _ in range(2)]
     while not first[1].pages.num_preemptions:
         world.step()
-    assert world.scheduler.position(first[1]) == 0
+    assert world.scheduler.queue.position(first[1]) == 0
     last = world.submit(long_task(), tenant="a", priority=100)
     world.submit(long_task(), tenant="b")
     assert isinstance(world.sink.ended[last.request.request_id], QueueFull)
