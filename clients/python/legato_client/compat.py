@@ -393,19 +393,17 @@ def _method(method: MethodDescriptor, table: Any) -> Method:
     _one_of(skill, dict.fromkeys(_SKILLS), f"{entry}.skill")
     form = table.get("image_form", "file")
     _one_of(form, dict.fromkeys(_FORMS), f"{entry}.image_form")
-    known = dict.fromkeys(_arguments(skill))
-    for name in table["request"]:
-        _one_of(name, known, f"{entry}.request")
-    fields = method.output_type.fields_by_name
-    for name in table["response"]:
-        _one_of(name, fields, f"{entry}.response")
 
-    def expressions(part: str) -> dict[str, Expression]:
+    def expressions(part: str, known: Mapping[str, Any]) -> dict[str, Expression]:
+        for name in table[part]:
+            _one_of(name, known, f"{entry}.{part}")
         return {
             name: Expression(each, f"{entry}.{part}.{name}") for name, each in table[part].items()
         }
 
-    return Method(method, skill, form, expressions("request"), expressions("response"))
+    request = expressions("request", dict.fromkeys(_arguments(skill)))
+    response = expressions("response", method.output_type.fields_by_name)
+    return Method(method, skill, form, request, response)
 
 
 def _arguments(skill: str) -> tuple[str, ...]:

@@ -141,12 +141,9 @@ def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
 
 def call_metadata(priority: int | None, tenant: str | None, extra: Metadata) -> Metadata:
     """Return the call's metadata, with lower-case keys as gRPC demands."""
-    own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
-    if priority is not None:
-        own += (("legato-priority", str(priority)),)
-    if tenant is not None:
-        own += (("legato-tenant", tenant),)
-    return own + extra
+    client = f"python/{version()}/{CONTRACT_REVISION}"
+    own = (("legato-client", client), ("legato-priority", priority), ("legato-tenant", tenant))
+    return tuple((name, str(value)) for name, value in own if value is not None) + extra
 
 
 def check_size(num_bytes: int, limit: int) -> None:
