@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec
-
 from legato_client._client_methods import ClientMethods
 from legato_client._grpc.settings import ClientSettings, ConfiguredClient
 from legato_client._grpc.transport import AsyncTransport
 from legato_client._images.sources import ImageInput
 from legato_client._proto import skills
 from legato_client._session.sessions import AsyncSession
-from legato_client._session.state import SessionPlan, plan, show_as_method
+from legato_client._session.state import plan, session_method
 from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
-
-P = ParamSpec("P")
-
-
-def _session(
-    plan: Callable[P, SessionPlan],
-) -> Callable[Concatenate[AsyncClient, P], AsyncSession]:
-    def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncSession:
-        return AsyncSession(self, self._connection, plan(*args, **kwargs))
-
-    show_as_method(call, "AsyncSession")
-    return call
 
 
 class AsyncClient(ConfiguredClient, ClientMethods):
@@ -64,8 +49,12 @@ class AsyncClient(ConfiguredClient, ClientMethods):
         TypeError, ValueError, OSError: From calls whose image cannot be read.
     """
 
-    session = _session(plan)
+    session = session_method(plan, AsyncSession)
     encode_image = ClientMethods.put_image  # the moondream SDK's word
+
+    @property
+    def _calls(self) -> ClientMethods:
+        return self
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -10,7 +10,7 @@ from legato_client._client_methods import ClientMethods
 from legato_client._grpc.settings import ClientSettings, ConfiguredClient
 from legato_client._grpc.transport import BlockingTransport, run
 from legato_client._session.sessions import Session
-from legato_client._session.state import SessionPlan, plan, show_as_method
+from legato_client._session.state import plan, session_method
 
 P = ParamSpec("P")
 ValueT = TypeVar("ValueT")
@@ -41,14 +41,6 @@ def _iterating(
     return call
 
 
-def _session(plan: Callable[P, SessionPlan]) -> Callable[Concatenate[Client, P], Session]:
-    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Session:
-        return Session(self._calls, self._connection, plan(*args, **kwargs))
-
-    show_as_method(call, "Session")
-    return call
-
-
 class Client(ConfiguredClient):
     """A blocking client of one Legato server; safe to share between threads.
 
@@ -68,7 +60,7 @@ class Client(ConfiguredClient):
     segment = _blocking(ClientMethods.segment)
     run_tasks = _blocking(ClientMethods.run_tasks)
     generate = _iterating(ClientMethods.generate)
-    session = _session(plan)
+    session = session_method(plan, Session)
     put_image = _blocking(ClientMethods.put_image)
     encode_image = put_image  # the moondream SDK's word
     delete_image = _blocking(ClientMethods.delete_image)

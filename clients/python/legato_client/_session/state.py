@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from legato.v1 import media_pb2, session_pb2, task_pb2
 
@@ -35,6 +35,8 @@ from legato_client._types.server import (
     SessionTerms,
 )
 
+P = ParamSpec("P")
+SessionT = TypeVar("SessionT")
 WhenFull = Literal["wait", "drop"]
 
 _ANSWER_WINDOW = 64  # answers
@@ -108,12 +110,19 @@ def plan(
     return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window, max_frame_age)
 
 
-def show_as_method(method: Callable[..., Any], returns: str) -> None:
-    """Let `help` and `inspect` show a method `session` with the parameters of `plan`."""
+def session_method(
+    plan: Callable[P, SessionPlan], kind: Callable[[Any, Any, SessionPlan], SessionT]
+) -> Callable[Concatenate[Any, P], SessionT]:
+    """Make a client's method, shown by `help` and `inspect` with the parameters of `plan`."""
+
+    def session(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> SessionT:
+        return kind(self._calls, self._connection, plan(*args, **kwargs))
+
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [itself, *inspect.signature(plan).parameters.values()]
-    method.__name__, method.__doc__ = "session", plan.__doc__
-    vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation=returns)
+    session.__doc__ = plan.__doc__
+    vars(session)["__signature__"] = inspect.Signature(parameters, return_annotation=kind.__name__)
+    return session
 
 
 DEFAULT_UNSEEN = 2.0  # seconds, the contract's default of `Tracking.max_unseen`
