@@ -130,7 +130,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     judging = found if tested is None else tested
     judged = {skill: judge(each, _of(skill, judging)) for skill, each in fitted.items()}
     kept = [skill for skill in fitted if tested is None or judged[skill].is_better]
-    path = args.output or _beside(args.weights) / FILE_NAME
+    weights = args.weights or Path()
+    path = args.output or (weights if weights.is_dir() else weights.parent) / FILE_NAME
     _report(fitted, judged, kept, path if kept else None, terminal)
     if not kept:
         raise CommandError(
@@ -254,9 +255,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[name]:.4f} ± {row[f'{name}_error']:.4f}" for name in ("ece_before", "ece_after")),
         "written" if row["written"] else "not better, left out",
     ]
-
-
-def _beside(weights: Path | None) -> Path:
-    if weights is None:
-        return Path()
-    return weights if weights.is_dir() else weights.parent

@@ -101,7 +101,8 @@ class LocalServer:
     def __init__(self, options: Sequence[str] = ()) -> None:
         self.program: Sequence[str] = (sys.executable, "-m", "legato_client.cli", "serve")
         self._options = options
-        self._port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port: int = free.getsockname()[1]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -155,13 +156,6 @@ class LocalServer:
         self._log.seek(max(0, self._log.tell() - _LOG_TAIL))
         text = self._log.read().decode("utf-8", "replace").strip()
         return f"; the end of its log:\n{text}" if text else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_serving(target: str) -> bool:

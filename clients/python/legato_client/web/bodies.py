@@ -50,18 +50,16 @@ _WIDE = 8.0  # one character beyond ASCII makes four bytes of each, and a copy m
 _VALUE_BYTES = 64  # memory counted for each of `MAX_VALUES`
 _NO_MARKS = bytes(set(range(256)) - set(b"[{,:"))
 
-Check = Callable[[], Awaitable[None]]
-"""Raises LegatoError unless the server accepts the caller's token."""
-
 
 @dataclasses.dataclass
 class Bodies:
     """Reader of bodies with a memory limit, beyond which requests must retry later.
 
-    `each` is in bytes of one body, `together` in bytes of memory.
+    `check` raises LegatoError unless the server accepts the caller's token. `each` is in bytes of
+    one body, `together` in bytes of memory.
     """
 
-    check: Check
+    check: Callable[[], Awaitable[None]]
     each: int = MAX_BODY_BYTES
     together: int = MAX_HELD_BYTES
     held: int = 0

@@ -100,7 +100,9 @@ class GuardedConnection(H11Protocol):
             return
         super().data_received(data)
         if self.cycle is not self._begun:
-            self._begin_request()
+            self._begun, self._since = self.cycle, self.loop.time()
+            if self.cycle.more_body and not self._is_idle:
+                self.flow.pause_reading()  # until the application asks for the body
         self._follow()
 
     def on_response_complete(self) -> None:
@@ -159,13 +161,6 @@ class GuardedConnection(H11Protocol):
     @property
     def _is_idle(self) -> bool:
         return self.cycle is None or bool(self.cycle.response_complete)
-
-    def _begin_request(self) -> None:
-        """Leave the body to the kernel until the application asks for it."""
-        self._begun = self.cycle
-        self._since = self.loop.time()
-        if self.cycle.more_body and not self._is_idle:
-            self.flow.pause_reading()
 
     def _follow(self) -> None:
         if self.transport.get_protocol() is not self:

@@ -254,7 +254,7 @@ def answer_of(result: results.Result) -> Answer:
         case results.CaptionResult():
             return CaptionAnswer(caption=result.caption, **about)
         case results.QueryResult():
-            return QueryAnswer(answer=result.answer, reasoning=_thoughts(result), **about)
+            return QueryAnswer(answer=result.answer, reasoning=_thoughts(result.reasoning), **about)
         case results.DetectResult():
             return DetectAnswer(
                 objects=[_region(each.box, each.confidence) for each in result.objects], **about
@@ -303,20 +303,17 @@ def _known(confidence: float | None) -> float | UnsetType:
     return UNSET if confidence is None else confidence
 
 
-def _thoughts(result: results.QueryResult) -> Thoughts | UnsetType:
-    reasoning = result.reasoning
-    if reasoning is None:
-        return UNSET
-    return Thoughts(reasoning.text, spans_of(reasoning))
+def _thoughts(reasoning: results.Reasoning | None) -> Thoughts | UnsetType:
+    return UNSET if reasoning is None else Thoughts(reasoning.text, spans_of(reasoning))
 
 
 def spans_of(reasoning: results.Reasoning) -> list[GroundedSpan]:
-    return [_span(each) for each in reasoning.grounding]
-
-
-def _span(grounding: results.Grounding) -> GroundedSpan:
-    points = [(point.x, point.y) for point in grounding.points]
-    return GroundedSpan(grounding.start_index, grounding.end_index, points)
+    return [
+        GroundedSpan(
+            each.start_index, each.end_index, [(point.x, point.y) for point in each.points]
+        )
+        for each in reasoning.grounding
+    ]
 
 
 # ---------------------------------------------------------------- endpoints

@@ -91,6 +91,7 @@ class Conversation:
     token_limit: str
     response_format: ResponseFormat | None
     schema: str
+    form: streams.WireForm
 
     @property
     def _images(self) -> list[str]:
@@ -331,11 +332,11 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
             token_limit="max_tokens" if self.max_tokens else "max_completion_tokens",
             response_format=self.response_format.wanted() if self.response_format else None,
             schema="response_format.json_schema.schema",
+            form=ChatForm(
+                logprobs=bool(self.logprobs),
+                usage=bool(self.stream_options and self.stream_options.include_usage),
+            ),
         )
-
-    def form(self, created: int) -> ChatForm:
-        usage = bool(self.stream_options and self.stream_options.include_usage)
-        return ChatForm(created, logprobs=bool(self.logprobs), usage=usage)
 
 
 def _turn(message: ChatMessage, where: str) -> ChatTurn:
@@ -544,9 +545,9 @@ def _written(piece: bytes) -> str:
 class ChatForm(streams.WireForm):
     """Chat completions' form of one answer."""
 
-    def __init__(self, created: int, *, logprobs: bool, usage: bool) -> None:
+    def __init__(self, *, logprobs: bool, usage: bool) -> None:
         self._id = ""
-        self._created = created
+        self._created = int(time.time())
         self._logprobs = logprobs
         self._tells_usage = usage
         self._model = ""
@@ -636,19 +637,15 @@ class ConversationBody(Protocol):
     def asked(self) -> Conversation:
         """Return the request. Raises RejectedRequest for what is not served."""
 
-    def form(self, created: int) -> streams.WireForm:
-        """Return the form of its answer, made at `created` seconds."""
-
 
 async def answer(request: Request, kind: type[ConversationBody]) -> ASGIApp:
     """Answer a conversation in the form of its body."""
-    created = int(time.time())
     async with backend_of(request).bodies.reading(request, kind) as body:
-        asked, form = body.asked(), body.form(created)
+        asked = body.asked()
         request.state.members = asked.members
         task = await asked.task()
         options = options_of(request, asked.model, top_logprobs=asked.top_logprobs)
-        return await respond(request, None, task, options, form, streaming=asked.stream)
+        return await respond(request, None, task, options, asked.form, streaming=asked.stream)
 
 
 async def models(request: Request) -> ASGIApp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -206,15 +207,22 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             raise RejectedRequest(
                 f"top_logprobs needs include=[{LOGPROBS!r}]", field="top_logprobs"
             )
-        said = (
-            [ChatTurn("input", "user", self.input)]
-            if isinstance(self.input, str)
-            else self._turns()
-        )
+        turns = [ChatTurn("instructions", "system", self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            turns.append(ChatTurn("input", "user", self.input))
+        else:
+            said = (each.turn(f"input[{index}]") for index, each in enumerate(self.input))
+            turns += (each for each in said if each is not None)
         wanted = self.text.format if self.text else None
-        told = [ChatTurn("instructions", "system", self.instructions)] if self.instructions else []
+        template = ResponseObject(
+            created_at=int(time.time()),
+            instructions=self.instructions,
+            max_output_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+        )
         return Conversation(
-            turns=[*told, *said],
+            turns=turns,
             model=self.model,
             sampling=sampling_of(
                 temperature=self.temperature,
@@ -227,22 +235,8 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
             token_limit="max_output_tokens",
             response_format=wanted.wanted() if wanted else None,
             schema="text.format.schema",
+            form=ResponsesForm(template, logprobs=bool(self.include)),
         )
-
-    def _turns(self) -> list[ChatTurn]:
-        assert isinstance(self.input, list), "only called with items"
-        turns = [each.turn(f"input[{index}]") for index, each in enumerate(self.input)]
-        return [each for each in turns if each is not None]
-
-    def form(self, created: int) -> ResponsesForm:
-        template = ResponseObject(
-            created_at=created,
-            instructions=self.instructions,
-            max_output_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-        )
-        return ResponsesForm(template, logprobs=bool(self.include))
 
 
 # ---------------------------------------------------------------- answer
@@ -409,7 +403,7 @@ class ResponsesForm(streams.WireForm):
             case results.Finished(results.QueryResult() as result):
                 if fresh or not (self._open and self._open.type == "message"):
                     yield from self._delta("message", "", fresh)
-                yield from self._close("completed" if _is_complete(result) else "incomplete")
+                yield from self._close(_status(result))
                 ended = self._ended(result)
                 yield self._frame(f"response.{ended.status}", response=ended)
 
@@ -456,8 +450,7 @@ class ResponsesForm(streams.WireForm):
 
     def _ended(self, result: results.QueryResult) -> ResponseObject:
         """Return the whole response; the message is added unless a stream has ended it."""
-        is_complete = _is_complete(result)
-        status: Status = "completed" if is_complete else "incomplete"
+        status = _status(result)
         if not (self._done and self._done[-1].type == "message"):
             self._done.append(self._item("message", result.answer, status))
         return msgspec.structs.replace(
@@ -467,7 +460,7 @@ class ResponsesForm(streams.WireForm):
             model=result.info.model,
             output=self._done,
             usage=_usage(result.info),
-            incomplete_details=None if is_complete else IncompleteDetails(),
+            incomplete_details=None if status == "completed" else IncompleteDetails(),
         )
 
     def _place(self) -> dict[str, Any]:
@@ -489,8 +482,8 @@ def _content(kind: str, text: str, logprobs: list[TokenLogprob]) -> OutputText |
     return ReasoningText(text=text)
 
 
-def _is_complete(result: results.QueryResult) -> bool:
-    return finish_reason(result.info) == "stop"
+def _status(result: results.QueryResult) -> Status:
+    return "completed" if finish_reason(result.info) == "stop" else "incomplete"
 
 
 def routes() -> list[OperationRoute]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client._types.server import TimelineSpan, TimelineUpdate
 from legato_client.web.server import backend_of
-from legato_client.web.streams import continued
+from legato_client.web.streams import continued, frame
 
 NAMES = (
     "plan",
@@ -107,11 +106,16 @@ class _Timeline:
                 try:
                     async for update in heard:
                         begun = True
-                        yield QUIET if update is None else event(document(update, switch))
+                        yield (
+                            QUIET
+                            if update is None
+                            else frame(msgspec.json.encode(document(update, switch)))
+                        )
                 except LegatoError as error:
                     if not begun:
                         raise
-                    yield event({"error": {"message": error.message, "code": error.code}})
+                    failure = {"error": {"message": error.message, "code": error.code}}
+                    yield frame(msgspec.json.encode(failure))
 
 
 async def _with_silences(
@@ -168,7 +172,3 @@ def _launches(spans: tuple[TimelineSpan, ...]) -> Iterator[list[Any]]:
                 flat += (NAMES.index(span.name), round(offset, 1), round(length, 1))
         counts = (first.rows, first.riding, first.zombies, first.tokens)
         yield [first.launch, first.kind, slot, *counts, round(start * _US, 1), flat]
-
-
-def event(value: object) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
