@@ -24,7 +24,6 @@ from legato_client.cli import (
     ros2,
     run,
     settings,
-    status,
     token,
     trace,
     watch,
@@ -33,7 +32,7 @@ from legato_client.cli.settings import CommandError
 from legato_client.cli.terminal import Terminal
 
 _OWN = (
-    demo, ask, run, calibrate, watch, bag, ros2, chat, info, status, load, token, http,
+    demo, ask, run, calibrate, watch, bag, ros2, chat, info, load, token, http,
     compat,
 )  # fmt: skip
 

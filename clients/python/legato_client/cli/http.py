@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from legato_client import AsyncClient, Client, LegatoError, Unauthenticated
-from legato_client._grpc.settings import BearerToken, check_target, is_local, source_of
+from legato_client._grpc.settings import check_target, is_local, source_of
 from legato_client.cli import arguments, forward
 from legato_client.cli.settings import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
@@ -257,6 +258,13 @@ def connector(
     `lend`: a caller without a token calls with that of this process, if it has one, which must not
     leave this host unencrypted.
     """
+    connect = functools.partial(
+        AsyncClient,
+        args.server,
+        timeout=args.timeout,
+        stream_timeout=args.timeout,
+        **arguments.tls_of(args),
+    )
     with arguments.readable_options():
         own = source_of(args.token_file) if lend else None
         encrypted = bool(args.tls or args.ca or args.cert)
@@ -264,18 +272,8 @@ def connector(
             if own is not None:
                 check_target(args.server)
             terminal.line(f"no token is passed on: {args.server} is reached without TLS")
-            return lambda: _connect(args, "")
-    return lambda: _connect(args, lambda: token_of_caller() or (own.read() if own else ""))
-
-
-def _connect(args: argparse.Namespace, token: BearerToken) -> AsyncClient:
-    return AsyncClient(
-        args.server,
-        timeout=args.timeout,
-        stream_timeout=args.timeout,
-        token=token,
-        **arguments.tls_of(args),
-    )
+            return lambda: connect(token="")
+    return lambda: connect(token=lambda: token_of_caller() or (own.read() if own else ""))
 
 
 def _check_that_tokens_matter(args: argparse.Namespace) -> None:

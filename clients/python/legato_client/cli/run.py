@@ -89,9 +89,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         if args.retry_failed:
             output.drop_failed()
         before = len(output.done)
+        choice, options = FrameChoice(args.every, args.fps), arguments.options_of(args)
         try:
-            chosen = images.images(names, _choice(args))
-            _ask(args, asked, output, terminal, chosen, total)
+            with (
+                arguments.connect(args) as client,
+                arguments.naming_options(args),
+                terminal.counting("images", total, before) as count,
+            ):
+                chosen = images.images(names, choice)
+                perform(client, asked, options, output, chosen, count, parallel=args.parallel)
+                show_notice(terminal, client)
         except LegatoError:
             if new := len(output.done) - before:
                 terminal.line(f"{new} images more are done; the same command continues from there")
@@ -99,7 +106,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         if args.sorted:
             output.sort()
         if args.annotate:
-            _draw(args, output, terminal)
+            from legato_client.batch.annotate import annotate  # needs Pillow
+
+            with terminal.counting("drawings", len(output.done), 0) as count:
+                for problem in annotate(output, args.annotate, choice, count):
+                    terminal.line(f"not drawn: {problem}")
         boxes = write_coco(args.coco, output.lines(), asked) if args.coco else None
         _report(args, output, terminal, before, boxes, time.monotonic() - start)
 
@@ -139,32 +150,6 @@ def _sources(args: argparse.Namespace) -> tuple[Iterable[str], int | None]:
     return listed, len(listed)
 
 
-def _ask(
-    args: argparse.Namespace,
-    asked: dict[str, Task],
-    output: Output,
-    terminal: Terminal,
-    chosen: Iterable[images.BatchImage],
-    total: int | None,
-) -> None:
-    options = arguments.options_of(args)
-    with (
-        arguments.connect(args) as client,
-        arguments.naming_options(args),
-        terminal.counting("images", total, len(output.done)) as count,
-    ):
-        perform(client, asked, options, output, chosen, count, parallel=args.parallel)
-        show_notice(terminal, client)
-
-
-def _draw(args: argparse.Namespace, output: Output, terminal: Terminal) -> None:
-    from legato_client.batch.annotate import annotate  # needs Pillow
-
-    with terminal.counting("drawings", len(output.done), 0) as count:
-        for problem in annotate(output, args.annotate, _choice(args), count):
-            terminal.line(f"not drawn: {problem}")
-
-
 def _report(
     args: argparse.Namespace,
     output: Output,
@@ -193,7 +178,3 @@ def _report(
             f"{failed} of {done} images failed: see `error` in {args.output}; "
             "--retry-failed asks about them again"
         )
-
-
-def _choice(args: argparse.Namespace) -> FrameChoice:
-    return FrameChoice(args.every, args.fps)

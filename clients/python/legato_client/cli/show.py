@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 from legato_client._client import Client
@@ -22,20 +23,20 @@ def show_notice(terminal: Terminal, client: Client) -> None:
                 terminal.line(terminal.dim(notice))
 
 
+@dataclasses.dataclass(slots=True)
 class EventPrinter:
     """Printer of one answer's events as they arrive."""
 
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-        self._image: results.ImageInfo | None = None
-        self._inside_line = False
-        self._reasoning = False
-        self._words = False
+    terminal: Terminal
+    _image: results.ImageInfo | None = None
+    _inside_line: bool = False
+    _reasoning: bool = False
+    _words: bool = False
 
     def show(self, event: results.Event) -> None:
         match event:
             case results.Queued():
-                self._line(self._terminal.dim(f"waiting, {event.position} ahead"))
+                self._line(self.terminal.dim(f"waiting, {event.position} ahead"))
             case results.Started():
                 self._image = event.image
             case results.TextDelta() | results.ReasoningDelta():
@@ -56,14 +57,14 @@ class EventPrinter:
         self._reasoning = reasoning
         self._words = self._words or not reasoning
         text = printable(event.text)
-        self._write(self._terminal.dim(text) if reasoning else text)
+        self._write(self.terminal.dim(text) if reasoning else text)
 
     def _finished(self, result: results.Result) -> None:
         if _is_empty(result):
             self._line("nothing found")
         elif result.text and not self._words:  # words that do not stream
             self._line(printable(result.text))
-        self._line(self._terminal.dim(summary(result.info)))
+        self._line(self.terminal.dim(summary(result.info)))
 
     def _outline(self, event: results.OutlineDelta) -> None:
         if event.box is not None:
@@ -72,7 +73,7 @@ class EventPrinter:
             self._write(printable(event.path_delta))
 
     def _write(self, text: str) -> None:
-        self._terminal.write(text)
+        self.terminal.write(text)
         if text:
             self._inside_line = not text.endswith("\n")
 
@@ -82,7 +83,7 @@ class EventPrinter:
 
     def _line(self, text: str) -> None:
         self._end_line()
-        self._terminal.line(text)
+        self.terminal.line(text)
 
 
 def show_result(terminal: Terminal, result: results.Result) -> None:

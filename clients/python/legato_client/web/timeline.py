@@ -106,11 +106,10 @@ class _Timeline:
                 try:
                     async for update in heard:
                         begun = True
-                        yield (
-                            QUIET
-                            if update is None
-                            else frame(msgspec.json.encode(document(update, switch)))
-                        )
+                        if update is None:
+                            yield QUIET
+                        else:
+                            yield frame(msgspec.json.encode(document(update, switch)))
                 except LegatoError as error:
                     if not begun:
                         raise

@@ -63,7 +63,6 @@ class CodeBody(AskBody):
 
 
 async def read_body(request: Request, kind: type[ValueT]) -> ValueT:
-    """Read a JSON object. Raises InvalidArgument, and as `Bodies.holding`."""
     async with backend_of(request).bodies.holding(request, MAX_JSON_BYTES) as data:
         return parsed(data, kind)
 
