@@ -26,33 +26,18 @@ _STREAM = "stream"
 _IGNORED = ("triton_enable_empty_final_response",)
 
 
-class Tensor(NamedTuple):
-    """Form of an input or output; -1 is any number."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-    def metadata(self) -> pb.ModelMetadataResponse.TensorMetadata:
-        return pb.ModelMetadataResponse.TensorMetadata(
-            name=self.name, datatype=self.datatype, shape=self.shape
-        )
-
-
-INPUTS = (
-    Tensor("image", "BYTES", (1,)),
-    Tensor("task", "BYTES", (1,)),
-    Tensor("prompt", "BYTES", (1,)),
-)
-OUTPUTS = (
-    Tensor("result", "BYTES", (1,)),
-    Tensor("text", "BYTES", (1,)),
-    Tensor("boxes", "FP32", (-1, 4)),
-    Tensor("points", "FP32", (-1, 2)),
-    Tensor("scores", "FP32", (-1,)),
-)
-_INPUTS = {each.name: each for each in INPUTS}
-_OUTPUTS = {each.name: each for each in OUTPUTS}
+Metadata = pb.ModelMetadataResponse.TensorMetadata
+INPUTS = {
+    name: Metadata(name=name, datatype="BYTES", shape=[1]) for name in ("image", "task", "prompt")
+}
+OUTPUTS = {
+    "result": Metadata(name="result", datatype="BYTES", shape=[1]),
+    "text": Metadata(name="text", datatype="BYTES", shape=[1]),
+    "boxes": Metadata(name="boxes", datatype="FP32", shape=[-1, 4]),
+    "points": Metadata(name="points", datatype="FP32", shape=[-1, 2]),
+    "scores": Metadata(name="scores", datatype="FP32", shape=[-1]),
+}
+"""Forms of the tensors by name; -1 is any number."""
 
 
 def check_version(model: str, version: str, field: str) -> None:
@@ -144,9 +129,9 @@ def _elements(message: pb.ModelInferRequest) -> dict[str, bytes]:
 
 
 def _check_input(tensor: pb.ModelInferRequest.InferInputTensor, model: str, field: str) -> None:
-    expected = _INPUTS.get(tensor.name)
+    expected = INPUTS.get(tensor.name)
     if expected is None:
-        names = ", ".join(f"'{each}'" for each in _INPUTS)
+        names = ", ".join(f"'{each}'" for each in INPUTS)
         raise InvalidField(
             f"unexpected inference input '{tensor.name}' for model '{model}'; it has {names}",
             field=f"{field}.name",
@@ -157,7 +142,7 @@ def _check_input(tensor: pb.ModelInferRequest.InferInputTensor, model: str, fiel
             f"'{model}' expects '{expected.datatype}'",
             field=f"{field}.datatype",
         )
-    if tuple(tensor.shape) != expected.shape:
+    if tensor.shape != expected.shape:
         raise InvalidField(
             f"unexpected shape for input '{tensor.name}' for model '{model}'. Expected "
             f"{_shape(expected.shape)}, got {_shape(tensor.shape)}",
@@ -189,8 +174,8 @@ def _raw_element(raw: bytes, name: str, field: str) -> bytes:
 def _asked_outputs(message: pb.ModelInferRequest) -> tuple[str, ...]:
     for index, asked in enumerate(message.outputs):
         field = f"outputs[{index}]"
-        if asked.name not in _OUTPUTS:
-            names = ", ".join(f"'{each}'" for each in _OUTPUTS)
+        if asked.name not in OUTPUTS:
+            names = ", ".join(f"'{each}'" for each in OUTPUTS)
             raise InvalidField(
                 f"unexpected inference output '{asked.name}' for model '{message.model_name}'; "
                 f"it has {names}",
@@ -202,7 +187,7 @@ def _asked_outputs(message: pb.ModelInferRequest) -> tuple[str, ...]:
                 f"parameter '{name}' of output '{asked.name}' is not supported",
                 field=f"{field}.parameters[{name}]",
             )
-    return tuple(each.name for each in message.outputs) or tuple(_OUTPUTS)
+    return tuple(each.name for each in message.outputs) or tuple(OUTPUTS)
 
 
 def _task(data: bytes) -> task_pb2.Task:
@@ -251,7 +236,7 @@ def infer_response(
     """Build an answer of tensors, which are shapes and bytes by name."""
     response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=message.id)
     for name, (shape, data) in tensors.items():
-        response.outputs.add(name=name, datatype=_OUTPUTS[name].datatype, shape=shape)
+        response.outputs.add(name=name, datatype=OUTPUTS[name].datatype, shape=shape)
         response.raw_output_contents.append(data)
     return response
 

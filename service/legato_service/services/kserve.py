@@ -76,8 +76,8 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             name=request.name,
             versions=[tensors.VERSION],
             platform="legato",
-            inputs=[each.metadata() for each in tensors.INPUTS],
-            outputs=[each.metadata() for each in tensors.OUTPUTS],
+            inputs=tensors.INPUTS.values(),
+            outputs=tensors.OUTPUTS.values(),
         )
 
     async def ModelInfer(
