@@ -95,8 +95,7 @@ class Server:
             self.sessions,
             calls,
             self._call_log,
-            number=peers.number,
-            gather=peers.gather,
+            peers=peers,
             reload_failures=lambda: self.listeners.reload_failures(),  # noqa: PLW0108 - made below
         )
         serves_metrics = bool(config.metrics_listen) and peers.number == 0

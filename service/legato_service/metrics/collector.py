@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from legato_engine import log_sink
 from legato_engine.client.connection import EngineConnection
@@ -17,6 +17,7 @@ from prometheus_client import ProcessCollector
 
 from legato_service.config import ServiceConfig
 from legato_service.engines.group import EngineGroup
+from legato_service.lifecycle import Peers
 from legato_service.metrics import catalogue
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.catalogue import CALL_BOUNDS, LAG_BOUNDS
@@ -173,9 +174,7 @@ class LoopLag:
 class Collector:
     """Collector of this process's metrics, and writer of those of all processes.
 
-    The first process speaks for the engines. `number` is that of a worker, 0 of the first.
-    `gather` adds the other processes' snapshots to this one's. `calls` is None when RPCs are not
-    recorded.
+    The first process speaks for the engines. `calls` is None when RPCs are not recorded.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ class Collector:
         calls: CallMetrics | None,
         call_log: CallLog,
         *,
-        number: int,
-        gather: Callable[[Snapshot], Awaitable[Snapshot]],
+        peers: Peers,
         reload_failures: Callable[[], Mapping[str, int]],
     ) -> None:
         self._config = config
@@ -196,8 +194,7 @@ class Collector:
         self._requests = requests
         self._sessions = sessions
         self._calls = calls
-        self._number = number
-        self._gather = gather
+        self._peers = peers
         self._reload_failures = reload_failures
         self._frame_ages = Histogram(CALL_BOUNDS)
         self._lag = LoopLag(self._take_frame_ages)
@@ -217,7 +214,7 @@ class Collector:
             self._call_log.flush()
             self._calls.write(snapshot, self._call_log.starts or {})
         self._write_process(snapshot)
-        if self._number == 0:
+        if self._peers.number == 0:
             processes = str(self._config.processes)
             snapshot.add("legato_build", 1, version(), platform.python_version(), processes)
             for each in self._engines.members:
@@ -228,7 +225,7 @@ class Collector:
 
     async def exposition(self, accept: str = "") -> Exposition:
         """Return the metrics of all processes; `accept` is as HTTP's header."""
-        snapshot = await self._gather(self.snapshot())
+        snapshot = await self._peers.gather(self.snapshot())
         metrics = [*catalogue.OWN]
         model = self._engines.model.name if self._engines.model is not None else ""
         if self._calls is not None:
@@ -253,7 +250,7 @@ class Collector:
             snapshot.add("legato_session_frames_dropped", count, reason.name.lower())
         snapshot.add_histogram("legato_session_frame_age_seconds", self._frame_ages)
         snapshot.add_histogram("legato_event_loop_lag_seconds", self._lag.histogram)
-        process = f"service-{self._number}"
+        process = f"service-{self._peers.number}"
         snapshot.add("legato_event_loop_longest_stall_seconds", self._lag.longest_stall, process)
         snapshot.add("legato_log_lines_dropped", log_sink.lines_dropped())
         for files, count in self._reload_failures().items():

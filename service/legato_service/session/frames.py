@@ -38,29 +38,21 @@ class FrameTracks:
 
     def replace(self, messages: Sequence[task_pb2.Task]) -> list[Tracker | None]:
         """Return the trackers of new standing tasks; a kept task keeps its tracker."""
-        asked = [
-            requests.tracking(message.detect.tracking)
-            if message.detect.HasField("tracking")
-            else None
-            for message in messages
-        ]
         old, self._trackers = self._trackers, []
         trackers = [
-            None if seconds is None else self._tracker(message, seconds, old)
-            for message, seconds in zip(messages, asked, strict=True)
+            self._tracker(message, old) if message.detect.HasField("tracking") else None
+            for message in messages
         ]
         for _, tracker in old:
             tracker.close()
         return trackers
 
     def _tracker(
-        self,
-        message: task_pb2.Task,
-        max_unseen: float,
-        old: list[tuple[tuple[str, str], Tracker]],
+        self, message: task_pb2.Task, old: list[tuple[tuple[str, str], Tracker]]
     ) -> Tracker:
         """Return the task's tracker, taken from `old` if the task was there before."""
         key = (message.task_id, message.detect.object)
+        max_unseen = requests.tracking(message.detect.tracking)
         index = next((i for i, (each, _) in enumerate(old) if each == key), None)
         tracker = Tracker(self._ids, max_unseen) if index is None else old.pop(index)[1]
         tracker.max_unseen = max_unseen
