@@ -83,7 +83,7 @@ def answer(
         task.max_tokens = length
         run.scheduler.submit(sequence)
     run.scheduler.drain()
-    blocks = [each.draft_stats.block_size_history if each.draft_stats else [] for each in asked]
+    blocks = [each.draft_stats.block_size_history for each in asked]
     return Answers(tasks, blocks, run)
 
 

@@ -199,7 +199,7 @@ class Run(SilentSink):
         self._kv_use.append((now, load.pages_used / load.pages_total))
         for row in record.launch.plan.rows:
             drafting = row.sequence.draft_stats
-            if drafting is None or drafting.learnt is None:
+            if drafting.learnt is None:
                 continue
             averages = self._averages.setdefault(row.sequence.request.request_id, [])
             for _ in range(len(averages), len(drafting.block_size_history)):  # a loop's steps
@@ -218,7 +218,7 @@ class Run(SilentSink):
         tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
-        histories = [s.draft_stats.block_size_history for s in self.sequences if s.draft_stats]
+        histories = [each.draft_stats.block_size_history for each in self.sequences]
         blocks = [size for history in histories for size in history] or [0]
         num_tokens = sum(map(len, self.tokens))
         forward_ms, sample_ms = self._device_times()
@@ -270,7 +270,7 @@ class Run(SilentSink):
                 (now, size, average)
                 for (now, average), size in zip(
                     self._averages.get(sequence.request.request_id, ()),
-                    sequence.draft_stats.block_size_history if sequence.draft_stats else (),
+                    sequence.draft_stats.block_size_history,
                     strict=True,
                 )
             ]

@@ -384,7 +384,7 @@ class DraftStats:
 
     learnt: Descriptor | None = None  # None before the first
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
-    under_pressure: bool = False  # at the latest plan
+    under_pressure: bool = True  # at the latest plan, or before the first
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -427,7 +427,7 @@ class Sequence:
     row: int = -1  # of the device's state; -1 without resources
     pages: SequencePages = dataclasses.field(default_factory=SequencePages)
     progress: Progress = dataclasses.field(default_factory=Progress)
-    draft_stats: DraftStats | None = None
+    draft_stats: DraftStats = dataclasses.field(default_factory=DraftStats)
     num_image_tokens: int = 0  # of the prefix or of the prompt
     tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
     certainties: list[Certainty] = dataclasses.field(default_factory=list)

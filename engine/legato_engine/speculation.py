@@ -16,7 +16,7 @@ from collections.abc import Sequence as Many
 from typing import Protocol, TypeAlias
 
 from legato_engine.config import SPECULATION_OFF, max_block_size
-from legato_engine.sequence import DraftStats, RowTokens, Sequence
+from legato_engine.sequence import RowTokens, Sequence
 
 _FLOAT = struct.Struct("f")
 
@@ -313,21 +313,15 @@ class BlockSizes:
             return [few if under_pressure else most] * len(sequences)
         bounds = []
         for sequence in sequences:
-            stats = sequence.draft_stats
-            if stats is None:
-                stats = sequence.draft_stats = DraftStats()
-                stats.under_pressure = under_pressure
-            bounds.append(few if stats.under_pressure and under_pressure else most)
-            stats.under_pressure = under_pressure
+            was_under_pressure = sequence.draft_stats.under_pressure
+            bounds.append(few if was_under_pressure and under_pressure else most)
+            sequence.draft_stats.under_pressure = under_pressure
         return bounds
 
     def learn(self, sequence: Sequence, output: RowTokens) -> None:
         """Keep what a committed launch says of a sequence."""
-        stats = sequence.draft_stats
-        if stats is None:
-            stats = sequence.draft_stats = DraftStats()
-        stats.block_size_history.append(output.num_drafted)
-        stats.learnt = output.learnt
+        sequence.draft_stats.block_size_history.append(output.num_drafted)
+        sequence.draft_stats.learnt = output.learnt
 
 
 def block_policy(setting: str) -> BlockPolicy | None:

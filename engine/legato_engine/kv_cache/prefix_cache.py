@@ -206,8 +206,7 @@ class PrefixCache:
 
 
 def _acceptance(sequence: Sequence) -> float:
-    stats = sequence.draft_stats
-    learnt = None if stats is None else stats.learnt
+    learnt = sequence.draft_stats.learnt
     return UNKNOWN_RATE if learnt is None else learnt.ema_acceptance_rate
 
 

@@ -41,10 +41,9 @@ WORDS = DESCRIPTOR.itemsize // 8
 
 def initial_descriptor(sequence: Sequence, initial_rate: float) -> Descriptor:
     """Return the descriptor of a newly admitted or resumed sequence."""
-    stats = sequence.draft_stats
-    if stats is None or stats.learnt is None:
+    learnt = sequence.draft_stats.learnt
+    if learnt is None:
         return Descriptor(0.0, 0.0, initial_rate, 0, 0, STARTS)
-    learnt = stats.learnt
     return Descriptor(
         learnt.accepted_weight,
         learnt.tried_weight,

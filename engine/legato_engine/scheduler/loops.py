@@ -170,8 +170,8 @@ def is_in_last_step(record: StepRecord) -> bool:
 
 def latest_block(sequence: Sequence) -> int:
     """Return the number of draft tokens in the sequence's latest verification."""
-    stats = sequence.draft_stats
-    return stats.block_size_history[-1] if stats is not None and stats.block_size_history else 0
+    history = sequence.draft_stats.block_size_history
+    return history[-1] if history else 0
 
 
 def tokens_left(sequence: Sequence) -> int:
