@@ -412,31 +412,21 @@ class NullEngine:
         if not self._running or now < self._next_step:
             return
         self._next_step = now + self._period
+        start, running = time.perf_counter_ns(), list(self._running.values())
+        tokens = sum([self._advance(request, now) for request in running])
         if self._timeline is not None and self._timeline.watched:
-            self._advance_watched(self._timeline, now)
-        else:
-            for request in list(self._running.values()):
-                self._advance(request, now)
+            end = time.perf_counter_ns()
+            number, rows = self.steps_committed, len(running)
+            span = LaunchSpan(  # without a device a step is the commit alone
+                "cpu commit", "commit", start, end - start, number, "decode", rows, 0, 0, tokens
+            )
+            self._timeline.add_spans((span,), end)
         self.steps_committed += 1
         if len(self._queue):
             self._admit(now)
 
-    def _advance_watched(self, timeline: TimelineStream, now: float) -> None:
-        """Advance while the timeline is watched; without a device a step is the commit alone."""
-        start, tokens = time.perf_counter_ns(), 0
-        running = list(self._running.values())
-        for request in running:
-            before = request.num_tokens
-            self._advance(request, now)
-            tokens += request.num_tokens - before
-        end = time.perf_counter_ns()
-        number, rows = self.steps_committed, len(running)
-        span = LaunchSpan(
-            "cpu commit", "commit", start, end - start, number, "decode", rows, 0, 0, tokens
-        )
-        timeline.add_spans((span,), end)
-
-    def _advance(self, running: NullRequest, now: float) -> None:
+    def _advance(self, running: NullRequest, now: float) -> int:
+        """Return the number of new tokens."""
         request, output = running.request, running.output
         index, count = running.num_tokens, len(output.events)
         running.num_tokens = min(index + 1, count) if request.deltas or self._period else count
@@ -449,6 +439,7 @@ class NullEngine:
             )
         if running.num_tokens == count:
             self._finish(running, output.finish_reason, now)
+        return running.num_tokens - index
 
     def _finish(self, running: NullRequest, finish_reason: FinishReason, now: float) -> None:
         request, output = running.request, running.output
