@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,15 +113,6 @@ def _report(args: argparse.Namespace, count: BagCounts, terminal: Terminal) -> N
     )
     for problem in count.problems[:_MAX_PROBLEMS]:
         terminal.line(problem)
-    terminal.document(
-        {
-            "output": str(args.output),
-            "images": count.images,
-            "failed": count.failed,
-            "detections": count.detections,
-            "copied": count.copied,
-            "problems": count.problems,
-        }
-    )
+    terminal.document({"output": str(args.output), **dataclasses.asdict(count)})
     if count.failed:
         raise CommandError(f"{count.failed} of {count.images} images failed")

@@ -25,7 +25,7 @@ from mcp.shared.exceptions import MCPError
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from legato_client import draw
 from legato_client._async_client import ask
@@ -37,7 +37,7 @@ from legato_client._types.results import Result
 from legato_client._types.tasks import Options, Task
 from legato_client._version import version
 from legato_client.web import bodies, moondream_api, operations
-from legato_client.web.errors import RejectedRequest, document_of, response_of
+from legato_client.web.errors import RejectedRequest, document_of
 from legato_client.web.listen import Listen
 from legato_client.web.server import Backend
 
@@ -335,40 +335,6 @@ def _drawing(image: bytes, result: Result) -> types.ImageContent:
 # ---------------------------------------------------------------- HTTP
 
 
-class Endpoint:
-    """Streamable HTTP without sessions: each request has the token of its own caller.
-
-    On loopback foreign names in Host and Origin are refused, so that no page in a browser that
-    calls itself by another name reaches the tools.
-    """
-
-    def __init__(self, tools: ToolServer, backend: Backend, listen: Listen) -> None:
-        names = ["localhost:*", "127.0.0.1:*", "[::1]:*"] if listen.is_local else []
-        self._backend = backend
-        self.manager = StreamableHTTPSessionManager(
-            tools.server,
-            json_response=True,
-            stateless=True,
-            max_request_body_size=bodies.MAX_BODY_BYTES,
-            security_settings=TransportSecuritySettings(
-                enable_dns_rebinding_protection=listen.is_local,
-                allowed_hosts=names,
-                allowed_origins=[f"http://{each}" for each in names],
-            ),
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, whose body is bounded and read after its token was accepted."""
-        request = Request(scope, receive)
-        try:
-            async with self._backend.bodies.holding(
-                request, bodies.MAX_BODY_BYTES, is_json=True
-            ) as data:
-                await self.manager.handle_request(scope, _replayed(bytes(data), receive), send)
-        except (RejectedRequest, LegatoError) as error:
-            await response_of(error)(scope, receive, send)
-
-
 def _replayed(body: bytes, receive: Receive) -> Receive:
     rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -379,6 +345,33 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def route(tools: ToolServer, backend: Backend, listen: Listen) -> Route:
-    endpoint = Endpoint(tools, backend, listen)
-    backend.background.append(endpoint.manager.run)
-    return Route(PATH, endpoint, methods=["POST"])
+    """Return the route of streamable HTTP, without sessions: each request has its caller's token.
+
+    On loopback foreign names in Host and Origin are refused, so that no page in a browser that
+    calls itself by another name reaches the tools.
+    """
+    names = ["localhost:*", "127.0.0.1:*", "[::1]:*"] if listen.is_local else []
+    manager = StreamableHTTPSessionManager(
+        tools.server,
+        json_response=True,
+        stateless=True,
+        max_request_body_size=bodies.MAX_BODY_BYTES,
+        security_settings=TransportSecuritySettings(
+            enable_dns_rebinding_protection=listen.is_local,
+            allowed_hosts=names,
+            allowed_origins=[f"http://{each}" for each in names],
+        ),
+    )
+    backend.background.append(manager.run)
+
+    async def answer(request: Request) -> ASGIApp:
+        """Answer a request, whose body is bounded and read after its token was accepted."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            limit = bodies.MAX_BODY_BYTES
+            async with backend.bodies.holding(request, limit, is_json=True) as data:
+                await manager.handle_request(scope, _replayed(bytes(data), receive), send)
+
+        return serve
+
+    return Route(PATH, answer, methods=["POST"])
