@@ -20,7 +20,7 @@ from legato_client.calibration.fit import Fit, Pairs, calibration_error, fit, ju
 from legato_client.calibration.scored import (
     ANNOTATIONS,
     SKILLS,
-    LabelledFolder,
+    LabelledImage,
     Scored,
     read_labels,
 )
@@ -29,7 +29,7 @@ WIDTH, HEIGHT, MARGIN = 300, 300, 44
 
 
 def average_precision(
-    labels: LabelledFolder, found: list[Scored], annotations: Path
+    labels: list[LabelledImage], found: list[Scored], annotations: Path
 ) -> dict[str, float]:
     """COCO's AP of the boxes of detect by score, and their F1 at IoU 0.5."""
     from pycocotools.coco import COCO
@@ -37,23 +37,24 @@ def average_precision(
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(annotations))
+        categories = {str(each["name"]): each["id"] for each in truth.cats.values()}
         rows = [
             {
                 "image_id": each.image,
-                "category_id": labels.categories[each.name],
+                "category_id": categories[each.name],
                 "bbox": _bbox(each.place, truth.imgs[each.image]),
                 "score": each.score,
             }
             for each in found
         ]
         judge = COCOeval(truth, truth.loadRes(rows), "bbox")
-        judge.params.imgIds = sorted({each.number for each in labels.images})
+        judge.params.imgIds = sorted({each.number for each in labels})
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
     named = enumerate(("AP", "AP50", "AP75"))
     hits = sum(each.right for each in found)
-    wanted = sum(len(boxes) for each in labels.images for boxes in each.boxes.values())
+    wanted = sum(len(boxes) for each in labels for boxes in each.boxes.values())
     return {name: round(float(judge.stats[at]), 4) for at, name in named} | {
         "F1": round(2 * hits / (len(found) + wanted), 4)
     }
@@ -75,10 +76,12 @@ def ranking(pairs: list[tuple[float, bool]]) -> float:
     return round(float(above), 4)
 
 
-def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder) -> dict[str, Any]:
+def measure(
+    fitting: list[Scored], testing: list[Scored], labels: list[LabelledImage]
+) -> dict[str, Any]:
     """Calibration and ranking of a skill; `shown_*` is of names that their pictures show."""
     fitted = fit(pairs_of(fitting))
-    truth = {each.number: each.boxes for each in labels.images}
+    truth = {each.number: each.boxes for each in labels}
     testing = [replace(each, shown=bool(truth[each.image][each.name])) for each in testing]
     shown = pairs_of([each for each in testing if each.shown])
     judged, pairs = judge(fitted, testing), pairs_of(testing)
@@ -171,8 +174,8 @@ def main() -> None:
     )
     fitting, testing = (scored.read(args.objects, name) for name in ("fit", "test"))
     document: dict[str, Any] = {
-        "fit_pictures": len(fit_labels.images),
-        "pictures": len(labels.images),
+        "fit_pictures": len(fit_labels),
+        "pictures": len(labels),
         "boxes": average_precision(
             labels,
             [each for each in testing if each.skill == "detect"],

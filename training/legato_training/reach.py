@@ -97,7 +97,7 @@ class Question:
 
 @torch.no_grad()
 def ask(
-    decoder: SureDecoder, pictures: tuple[LabelledImage, ...], skill: str, device: str
+    decoder: SureDecoder, pictures: list[LabelledImage], skill: str, device: str
 ) -> Iterator[Question]:
     """Every picture about all of its names."""
     words = Words()
@@ -238,7 +238,7 @@ def keep(path: Path, questions: dict[tuple[str, str], list[Question]]) -> None:
 
 
 def kept(
-    path: Path, folders: dict[str, tuple[LabelledImage, ...]]
+    path: Path, folders: dict[str, list[LabelledImage]]
 ) -> dict[tuple[str, str], list[Question]]:
     """Read what `keep` wrote."""
     pictures = {(name, each.number): each for name, all_ in folders.items() for each in all_}
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the study, else the model is only asked")
     args = parser.parse_args()
     folders = {
-        name: read_labels(folder, folder / ANNOTATIONS, absent=args.absent).images
+        name: read_labels(folder, folder / ANNOTATIONS, absent=args.absent)
         for name, folder in (("fit", args.fit), ("test", args.test))
     }
     if not args.answers.exists():
