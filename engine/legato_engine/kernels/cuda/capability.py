@@ -20,33 +20,25 @@ compiles. Kernels then use the features and the shared memory of that architectu
 _Capability = tuple[int, int]
 
 
-class Feature(enum.StrEnum):
-    """Hardware features that kernels declare; the values are names for people."""
+class Feature(enum.Enum):
+    """Hardware features that kernels declare, each since a capability; titles are for people."""
 
-    MMA = "mma"
-    ASYNC_COPIES = "cp.async"
-    BARRIERS = "mbarrier"
-    E4M3 = "e4m3 conversions"
-    FP8_MMA = "fp8 mma"
-    BULK_COPIES = "bulk copies"
-    CLUSTERS = "clusters"
-    OVERLAP = "programmatic dependent launch"
-    REGISTERS = "register reallocation"
-    WGMMA = "wgmma"
+    MMA = "mma", (8, 0)
+    ASYNC_COPIES = "cp.async", (8, 0)
+    BARRIERS = "mbarrier", (8, 0)
+    E4M3 = "e4m3 conversions", (8, 9)
+    FP8_MMA = "fp8 mma", (8, 9)
+    BULK_COPIES = "bulk copies", (9, 0)
+    CLUSTERS = "clusters", (9, 0)
+    OVERLAP = "programmatic dependent launch", (9, 0)
+    REGISTERS = "register reallocation", (9, 0)
+    WGMMA = "wgmma", (9, 0)
+
+    def __init__(self, title: str, since: _Capability) -> None:
+        self.title = title
+        self.since = since
 
 
-_SINCE: dict[Feature, _Capability] = {
-    Feature.MMA: (8, 0),
-    Feature.ASYNC_COPIES: (8, 0),
-    Feature.BARRIERS: (8, 0),
-    Feature.E4M3: (8, 9),
-    Feature.FP8_MMA: (8, 9),
-    Feature.BULK_COPIES: (9, 0),
-    Feature.CLUSTERS: (9, 0),
-    Feature.OVERLAP: (9, 0),
-    Feature.REGISTERS: (9, 0),
-    Feature.WGMMA: (9, 0),
-}
 _ONLY = {Feature.REGISTERS, Feature.WGMMA}
 """Of the very capability that they came with, as far as our kernels use them."""
 
@@ -107,25 +99,19 @@ class Gpu:
     is_virtual: bool = False
 
     @property
-    def features(self) -> frozenset[Feature]:
-        own = self.capability
-        return frozenset(
-            feature
-            for feature, since in _SINCE.items()
-            if own == since or (own > since and feature not in _ONLY)
-        )
-
-    @property
     def shared(self) -> int:
         """Bytes of shared memory that a thread block may have."""
         return _SHARED_KIB.get(self.capability, _LEAST_SHARED_KIB) * 1024
 
     def has(self, feature: Feature) -> bool:
-        return feature in self.features
+        own, since = self.capability, feature.since
+        return own == since or (own > since and feature not in _ONLY)
 
     def lacks(self, kernels: Kernels) -> str | None:
         """Return why a group of kernels does not run here, or None."""
-        missing = [str(each) for each in Feature if each in kernels.features - self.features]
+        missing = [
+            each.title for each in Feature if each in kernels.features and not self.has(each)
+        ]
         if not missing:
             return None
         return f"compute capability {self.name} has no {' and no '.join(missing)}"

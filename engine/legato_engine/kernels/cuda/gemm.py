@@ -265,7 +265,9 @@ class _Plan:
                 _made(library.cublasLtMatrixLayoutCreate, _R_16BF, *map(ctypes.c_int64, layout))
                 for layout in zip(lengths, counts, shape.strides, strict=True)
             ]
-            self._choice = self._choose()
+            candidates = self._candidates()
+            preferred = (each for each in candidates if self._tile(each) == shape.tile)
+            self._choice = next(preferred, candidates[0])
 
     def run(
         self,
@@ -310,11 +312,6 @@ class _Plan:
         )
         _check(self._library.cublasLtMatmulDescDestroy(description))
         _check(status)
-
-    def _choose(self) -> _Choice:
-        candidates = self._candidates()
-        wanted = self._shape.tile
-        return next((each for each in candidates if self._tile(each) == wanted), candidates[0])
 
     def _candidates(self) -> list[_Choice]:
         library, candidates, count = self._library, (_Choice * _NUM_CANDIDATES)(), ctypes.c_int()

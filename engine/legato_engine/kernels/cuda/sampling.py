@@ -56,17 +56,9 @@ class SampledTokens:
     certainty_B2: torch.Tensor
 
     def part(self, of: slice) -> SampledTokens:
-        return dataclasses.replace(
-            self,
-            row_B=self.row_B[of],
-            token_B=self.token_B[of],
-            hidden_BD=self.hidden_BD[of],
-            logits_BV=self.logits_BV[of],
-            constraint_S=self.constraint_S if self.entry_B is not None else self.constraint_S[of],
-            entry_B=None if self.entry_B is None else self.entry_B[of],
-            payload_B2=self.payload_B2[of],
-            certainty_B2=self.certainty_B2[of],
-        )
+        cut = ["row_B", "token_B", "hidden_BD", "logits_BV", "payload_B2", "certainty_B2"]
+        cut.append("constraint_S" if self.entry_B is None else "entry_B")
+        return dataclasses.replace(self, **{name: getattr(self, name)[of] for name in cut})
 
 
 class Sampler:

@@ -209,7 +209,7 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
     x = _wait(sizes, counter(sizes, CounterKind.X, last - 1))
     whole = {"src": _x(last), "block": worker, "num_chunks": sizes.chunks}
-    blocks = sizes.head_blocks(worker)
+    blocks = sizes.share(worker, sizes.vocab_blocks)
     yield Instruction(Op.HEAD, last, **x, signal=best, **whole, num_blocks=blocks)
     yield Instruction(Op.WEIGH, last, **_wait(sizes, best), signal=weighed, num_blocks=1)
     rows = sizes.sampled_rows(worker)

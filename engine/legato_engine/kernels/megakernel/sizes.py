@@ -135,10 +135,6 @@ class ModelSizes:
     def vocab_blocks(self) -> int:
         return self.vocab_size // BLOCK
 
-    def head_blocks(self, worker: int) -> int:
-        """Return a worker's blocks of the output head: `worker`, `worker + num_workers`, ..."""
-        return self.share(worker, self.vocab_blocks)
-
     def share(self, worker: int, blocks: int) -> int:
         """Return how many of `blocks` a worker has: `worker`, `worker + num_workers`, ..."""
         return len(range(worker, blocks, self.num_workers))
