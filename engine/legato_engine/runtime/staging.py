@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from collections.abc import Sequence as Many
 from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -32,7 +31,7 @@ class ScheduledPrompt(NamedTuple):
 
     row: int
     start: int
-    tokens: Many[TokenKey]
+    tokens: Sequence[TokenKey]
 
     def part(self, first: int, end: int) -> ScheduledPrompt:
         """Return the tokens from `first` to before `end`, relative to this part's own first one."""
@@ -45,8 +44,8 @@ class Pass(NamedTuple):
     First the newest tokens of rows that decode, then those of `prompts`; a row may have several.
     """
 
-    decodes: Many[ScheduledSequence]
-    prompts: Many[ScheduledPrompt]
+    decodes: Sequence[ScheduledSequence]
+    prompts: Sequence[ScheduledPrompt]
 
     @property
     def num_tokens(self) -> int:
@@ -59,13 +58,13 @@ class Pass(NamedTuple):
         return len(self.decodes) + sum(-(-length // max_tokens) for length in lengths)
 
 
-def bucket_for(buckets: Many[int], num_tokens: int) -> int:
+def bucket_for(buckets: Sequence[int], num_tokens: int) -> int:
     """Return the smallest of ascending `buckets` that holds `num_tokens`."""
     return buckets[bisect.bisect_left(buckets, num_tokens)]
 
 
 def cut_passes(
-    decodes: Many[ScheduledSequence], prompts: Many[ScheduledPrompt], max_tokens: int
+    decodes: Sequence[ScheduledSequence], prompts: Sequence[ScheduledPrompt], max_tokens: int
 ) -> list[Pass]:
     """Cut tokens into the fewest passes of up to `max_tokens`.
 
@@ -86,7 +85,7 @@ def cut_passes(
     return [*passes, Pass(decodes, last + _others(prompts, before, num_others))]
 
 
-def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[ScheduledPrompt]:
+def _others(prompts: Sequence[ScheduledPrompt], first: int, end: int) -> list[ScheduledPrompt]:
     """Return tokens `first` to `end` of all prompts, without each prompt's last token."""
     runs, skipped = list[ScheduledPrompt](), 0
     for each in prompts:
@@ -98,7 +97,7 @@ def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[Schedu
     return runs
 
 
-def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
+def stage_step(slot: DecodeSlot, rows: Sequence[ScheduledSequence], bucket: int, pad: int) -> None:
     """Stage a decode, padded with row `pad`."""
     staged = slot.staged.host
     end = _stage_decodes(staged, rows)
@@ -125,7 +124,7 @@ def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) 
     _pad(staged, at, bucket, pad)
 
 
-def _stage_decodes(staged: Mapping[str, np.ndarray], rows: Many[ScheduledSequence]) -> int:
+def _stage_decodes(staged: Mapping[str, np.ndarray], rows: Sequence[ScheduledSequence]) -> int:
     """Stage their newest tokens first; return the index after them."""
     end = len(rows)
     staged["row"][:end] = [row.sequence.row for row in rows]
@@ -165,7 +164,7 @@ def _pad(staged: Mapping[str, np.ndarray], first: int, bucket: int, pad: int) ->
         staged["fresh"][first:bucket] = 1  # above their position: padding
 
 
-def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[TokenKey]) -> int:
+def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Sequence[TokenKey]) -> int:
     """Stage tokens from index `first`; return the one after the last."""
     end = first + len(tokens)
     token_T, payload_T = zip(*tokens, strict=True)

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from legato_engine.kernels.accelerated import RowTensors, SampledTokens
 from legato_engine.kernels.decode_loop import MegakernelOffer
 from legato_engine.kernels.map_codes import EXPERT_KINDS, WeightKind
 from legato_engine.kernels.parameters import (
@@ -24,26 +25,22 @@ from legato_engine.kernels.step import (
     ExpertLowRank,
     ExpertSizes,
     LowRankMaps,
+    MlpBins,
+    NormedBins,
     Part,
     Stages,
     StepCache,
     StepPositions,
     TauSizes,
-    packed_head,
-    step_decoder,
-    supports_decoder,
-    supports_experts,
-)
-from legato_engine.kernels.value_heads import (
-    MlpBins,
-    NormedBins,
-    RowTensors,
-    SampledTokens,
     TokenInputs,
     ValueEncoder,
     ValueHeads,
     ValueSizes,
     packed_decoder,
+    packed_head,
+    step_decoder,
+    supports_decoder,
+    supports_experts,
 )
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdapterBank
