@@ -55,8 +55,6 @@ class Tau(nn.Module):
 
 # ---------------------------------------------------------------- attention
 
-# Self-attention with a fused input projection.
-#
 # Shape legend: B rows, T tokens, D width, H heads, E head dim.
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
@@ -120,8 +118,6 @@ def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:
 
 # ---------------------------------------------------------------- grouped attention
 
-# Self-attention on paged keys and values, where query heads may share a key head.
-#
 # Shape legend: T tokens, D width, G heads of queries, keys and values, H heads, E head dim.
 
 GroupedHeads = torch.Tensor

@@ -39,11 +39,6 @@ class MLP(nn.Module):
         return self.fc2.onto(x, self.fc1.gelu(normed))
 
 
-# ---------------------------------------------------------------- gated mlp
-
-# The gated MLP.
-
-
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, without biases."""
 
@@ -66,10 +61,6 @@ class GatedMLP(nn.Module):
         return out if adapters is None else adapters.add(out, hidden, "down_proj")
 
 
-# ---------------------------------------------------------------- moe
-
-# A mixture of experts in place of an MLP.
-#
 # Shape legend: T tokens, D width, X experts, I inputs and O outputs of an expert's layer.
 
 

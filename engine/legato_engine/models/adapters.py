@@ -79,8 +79,6 @@ def stacked(
 
 # ---------------------------------------------------------------- peft
 
-# Adapters as PEFT saves them.
-
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _VISION = re.compile(r"\bvisual\b")
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*\$?")

@@ -73,11 +73,9 @@ class StepKernels(Protocol):
         self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
     ) -> None:
         """Fill the final residual stream and the float32 logits, if given; write K and V."""
-        ...
 
     def values(self, state: RowTensors, sampled: SampledTokens) -> None:
         """Write the tokens' payloads, also to their rows' state, and their certainties."""
-        ...
 
     def offer_megakernel(
         self, max_rows: int, policy: BlockPolicy | None = None
@@ -86,7 +84,6 @@ class StepKernels(Protocol):
 
         Rows draft by the `policy` if given.
         """
-        ...
 
 
 # ---------------------------------------------------------------- capabilities
@@ -131,36 +128,29 @@ class ImageEncoder(Protocol):
 
     def stage(self, index: int, image: PreparedImage) -> None:
         """Put the image into pinned memory."""
-        ...
 
     def upload(self, index: int) -> None: ...
 
     def cut(self) -> None:
         """Cut the image uploaded last."""
-        ...
 
     def gather(self, first: int, stop: int) -> None:
         """Copy crops to where `encode` reads `gathered` ones."""
-        ...
 
     def encode(self, count: int, *, gathered: bool) -> None:
         """Encode the first `count` crops, or the gathered ones."""
-        ...
 
     def scatter(self, first: int, stop: int) -> None:
         """Copy features of gathered crops back."""
-        ...
 
     def finish(self, index: int) -> torch.Tensor:
         """[P, D] of BOS and the image, in the buffer."""
-        ...
 
     def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
         """Run the decoder over C buffers from `first`, in one pass.
 
         The bits may differ from those of `Model.cache_span`.
         """
-        ...
 
 
 class MaskRefiner(Protocol):
@@ -176,17 +166,14 @@ class MaskRefiner(Protocol):
 
     def prepare(self, outline: MaskOutline, image: PreparedImage) -> Any:
         """Crop an image of a frontend that is `keeping_images`."""
-        ...
 
     def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
         """Host tensors of the shapes and dtypes of `given`."""
-        ...
 
     def refine(self) -> None: ...
 
     def finish(self, outline: MaskOutline, prepared: Any, answer: Any) -> MaskOutline:
         """`answer` is a numpy array."""
-        ...
 
 
 # ---------------------------------------------------------------- model

@@ -44,19 +44,15 @@ class ModelFrontend(Protocol):
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageProperties) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""
-        ...
 
     def resizing_on_device(self) -> ModelFrontend:
         """Leave resizing and tiling to an `ImageEncoder`."""
-        ...
 
     def keeping_images(self) -> ModelFrontend:
         """Keep decoded pixels in prepared images."""
-        ...
 
     def prefix_length(self, has_image: bool) -> int:
         """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
-        ...
 
     def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         """Check the width and height of a task's images before they are decoded.
@@ -65,7 +61,6 @@ class ModelFrontend(Protocol):
             InvalidField: a size is not one that the model takes.
             PromptTooLong: the images leave no position for text.
         """
-        ...
 
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> Task:
         """Make the task, with its sampling and seed resolved.
@@ -78,4 +73,3 @@ class ModelFrontend(Protocol):
             TaskUnsupported: the model does not have this task.
             PromptTooLong: the prompt leaves no position to generate into.
         """
-        ...

@@ -91,22 +91,18 @@ class ModelBundle(Protocol):
     @property
     def weights(self) -> Path | None:
         """A file or folder; None: random weights."""
-        ...
 
     @property
     def adapters(self) -> Path | None:
         """A folder beside the weights."""
-        ...
 
     @property
     def draft(self) -> Path | None:
         """A file beside the weights."""
-        ...
 
     @property
     def max_context(self) -> int:
         """Positions of one sequence, generated ones included."""
-        ...
 
     def load(
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
@@ -117,7 +113,6 @@ class ModelBundle(Protocol):
             InvalidField: the weights do not fit the model or the memory, fp8 cannot run, or scales
                 are missing.
         """
-        ...
 
     def quantisation(self, code_format: CodeFormat) -> Quantisation:
         """Plan a quantised checkpoint.
@@ -125,7 +120,6 @@ class ModelBundle(Protocol):
         Raises:
             InvalidField: the checkpoint cannot be quantised so.
         """
-        ...
 
 
 def may_have_chat_template(name: str, weights: str) -> bool:

@@ -37,8 +37,6 @@ def byte_of_letter() -> dict[str, int]:
 
 # ---------------------------------------------------------------- budget
 
-# A request's sampling and token budget.
-
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling for requests that leave it open."""
@@ -108,11 +106,6 @@ def _check(sampling: SamplingParams) -> None:
         raise InvalidField("a stop string is empty", field="stop")
 
 
-# ---------------------------------------------------------------- token log
-
-# Sampled tokens as requests may ask for them.
-
-
 class TokenLog:
     """Describes each token of a sequence, in order, by its text or its value.
 
@@ -169,15 +162,12 @@ class TokenLog:
 
 # ---------------------------------------------------------------- detokenizer
 
-# Incremental detokenization, cut before a stop string.
-
 
 class Pieces(Protocol):
     """A vocabulary's bytes by token id."""
 
     def piece(self, token_id: int) -> bytes:
         """Return a token's bytes, perhaps part of a character; none for special ids."""
-        ...
 
 
 class Vocabulary(Pieces, Protocol):
@@ -185,7 +175,6 @@ class Vocabulary(Pieces, Protocol):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Recognise no special tokens."""
-        ...
 
 
 class Detokenizer:
@@ -235,34 +224,6 @@ class Detokenizer:
             if any(stop.startswith(pending[-length:]) for stop in self._stop):
                 return length
         return 0
-
-
-# ---------------------------------------------------------------- text output
-
-# Generated text as events.
-
-
-class TextOutput:
-    """Turns tokens into `TextEvent` events."""
-
-    def __init__(self, tokenizer: Pieces, stop: tuple[str, ...]) -> None:
-        self._stream = Detokenizer(tokenizer, stop)
-
-    @property
-    def text(self) -> str:
-        return self._stream.text
-
-    @property
-    def stopped(self) -> bool:
-        return self._stream.stopped
-
-    def push(self, token_id: int) -> list[Event]:
-        text = self._stream.push(token_id)
-        return [TextEvent(text=text)] if text else []
-
-    def close(self) -> list[Event]:
-        text = self._stream.close()
-        return [TextEvent(text=text)] if text else []
 
 
 # ---------------------------------------------------------------- tasks
@@ -360,7 +321,7 @@ class GenerationTask(abc.ABC):
 class TextTask(GenerationTask):
     """An answer in text, which a stop string or the end of a grammar may end, too."""
 
-    def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
+    def __init__(self, setup: TaskSetup, answer: Detokenizer) -> None:
         super().__init__(setup)
         self.grammar = setup.grammar
         self.constrained = setup.grammar is not None
@@ -370,14 +331,18 @@ class TextTask(GenerationTask):
     def _read(self, token: SampledToken) -> list[Event]:
         if self.grammar is not None:
             self.grammar.accept(token.token_id)
-        events = self._answer.push(token.token_id)
+        events = _shown(self._answer.push(token.token_id))
         if self._answer.stopped or (self.grammar is not None and self.grammar.is_complete):
             self.finish_reason = FinishReason.STOP
         return events
 
     def _close(self) -> list[Event]:
-        return self._answer.close()
+        return _shown(self._answer.close())
 
     def result(self, finish_reason: FinishReason) -> TaskOutput:
         self._close()
         return QueryOutput(answer=self._answer.text)
+
+
+def _shown(text: str) -> list[Event]:
+    return [TextEvent(text=text)] if text else []

@@ -382,8 +382,6 @@ def _third(config: HubConfig) -> DecoderConfig:
     return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
 
 
-# ---------------------------------------------------------------- GGUF
-
 _BY_ARCHITECTURE = {
     "llama": ("llama", find_llama),
     "qwen2": ("qwen", find_qwen),

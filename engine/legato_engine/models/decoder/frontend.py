@@ -16,9 +16,9 @@ from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.text import (
+    Detokenizer,
     SamplingDefaults,
     TaskSetup,
-    TextOutput,
     TextTask,
     task_setup,
 )
@@ -309,8 +309,8 @@ class TextFrontend:
             self._answer(request),
         )
 
-    def _answer(self, request: Request) -> TextOutput:
-        return TextOutput(self._setup.tokenizer, request.sampling.stop)
+    def _answer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self._setup.tokenizer, request.sampling.stop)
 
     def _task_setup(
         self,

@@ -95,8 +95,6 @@ def _refusal(file: GgufFile, problem: str) -> InvalidField:
     return InvalidField(f"{file.path.name}: {problem}", field="weights")
 
 
-# ---------------------------------------------------------------- settings
-
 _TEMPLATE = "tokenizer.chat_template"
 
 

@@ -34,10 +34,10 @@ from legato_engine.models.moondream.tasks import (
     constraint_table,
 )
 from legato_engine.models.text import (
+    Detokenizer,
     GenerationTask,
     SamplingDefaults,
     TaskSetup,
-    TextOutput,
     Vocabulary,
     max_objects,
     task_setup,
@@ -180,9 +180,6 @@ def _unsupported(skill: str) -> TaskUnsupported:
     return TaskUnsupported(f"this model has no {skill} skill", task=skill)
 
 
-# ---------------------------------------------------------------- frontend
-
-
 class MoondreamFrontend:
     """A thread-safe `ModelFrontend`."""
 
@@ -314,8 +311,8 @@ class MoondreamFrontend:
         task = msgspec.structs.replace(task, object=task.object.strip(), max_objects=limit)
         return skill(setup, task, self._calibration(request))
 
-    def _answer(self, request: Request) -> TextOutput:
-        return TextOutput(self._tokenizer, request.sampling.stop)
+    def _answer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self._tokenizer, request.sampling.stop)
 
     def _setup(
         self,

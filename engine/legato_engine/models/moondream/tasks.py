@@ -14,7 +14,6 @@ from legato_engine.models.text import (
     Detokenizer,
     GenerationTask,
     TaskSetup,
-    TextOutput,
     TextTask,
     Vocabulary,
 )
@@ -76,9 +75,6 @@ def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
     )
 
 
-# ---------------------------------------------------------------- reasoning
-
-
 class ReasoningOutput:
     """Turns tokens into `ReasoningEvent` events.
 
@@ -125,8 +121,6 @@ class ReasoningOutput:
         return [ReasoningEvent(text="", grounding=(grounding,))]
 
 
-# ---------------------------------------------------------------- text skill
-
 # Ints here and below, because enum lookup is slow.
 _TEXT, _FORMATTED = int(Allow.TEXT), int(Allow.FORMATTED)
 
@@ -134,7 +128,7 @@ _TEXT, _FORMATTED = int(Allow.TEXT), int(Allow.FORMATTED)
 class TextSkill(TextTask):
     """An answer in text; with `has_values` it may hold coords and sizes."""
 
-    def __init__(self, setup: TaskSetup, answer: TextOutput, *, has_values: bool) -> None:
+    def __init__(self, setup: TaskSetup, answer: Detokenizer, *, has_values: bool) -> None:
         super().__init__(setup, answer)
         self.has_payload = has_values
 
@@ -162,7 +156,7 @@ class ReasonedQuerySkill(TextSkill):
     def __init__(
         self,
         setup: TaskSetup,
-        answer: TextOutput,
+        answer: Detokenizer,
         reasoning: ReasoningOutput,
         answer_token: int,
         num_answer_tokens: int,
@@ -207,9 +201,6 @@ class ReasonedQuerySkill(TextSkill):
         if self._num_opened == self._num_answer_tokens:
             self._num_before_answer, self.grammar = self._num_consumed, self._answer_grammar
         return []
-
-
-# ---------------------------------------------------------------- object list
 
 
 class ObjectListSkill(GenerationTask, Generic[FoundT]):
@@ -375,9 +366,6 @@ class SvgPath:
 def _scaled(value: int) -> str:
     text = f"{value / _VIEWBOX:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
-
-
-# ---------------------------------------------------------------- segment
 
 
 class SegmentSkill(GenerationTask):

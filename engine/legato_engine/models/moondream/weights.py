@@ -208,8 +208,6 @@ def empty_network(config: MoondreamConfig, dtype: torch.dtype) -> Network:
         return Network(config).to(dtype)
 
 
-# ---------------------------------------------------------------- quantised
-
 _MAPS = QuantisedMaps(
     ("text.blocks.*.qkv_fc1", "text.blocks.*.fc2_proj"), "text.head", folds_norms=True
 )

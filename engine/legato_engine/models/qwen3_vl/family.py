@@ -84,8 +84,6 @@ def _bytes_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-# ---------------------------------------------------------------- sizes
-
 _TINY = Qwen3VLConfig(
     dim=64,
     ff_dim=96,

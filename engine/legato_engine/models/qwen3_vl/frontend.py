@@ -27,10 +27,10 @@ from legato_engine.models.qwen3_vl.tasks import (
     BOXES,
     POINTS,
     CaptionTextTask,
-    ObjectText,
+    ObjectTask,
     VisualTextTask,
 )
-from legato_engine.models.text import SamplingDefaults, max_objects
+from legato_engine.models.text import Detokenizer, SamplingDefaults, max_objects
 from legato_engine.sequence import ImageSpan, VisualInputs, VisualPrompt
 from legato_engine.types import (
     SKILL_OF_TASK,
@@ -148,8 +148,8 @@ class Qwen3VLFrontend(TextFrontend):
         prompt, visual = self._prompt(QuerySpec(question=listing.question(label)), images)
         defaults = SamplingDefaults(max_tokens=needed)
         setup = self._task_setup(request, prompt, defaults, listing.format(label))
-        answer = ObjectText(self._setup.tokenizer, label, limit)
-        return listing.task(setup, answer, visual)
+        answer = Detokenizer(self._setup.tokenizer)
+        return ObjectTask(setup, answer, visual, label, limit, listing.output)
 
     def _prompt(
         self, task: QuerySpec, images: Sequence[PreparedImage]

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from legato_engine.models.text import Pieces, TaskSetup, TextOutput, TextTask
+from legato_engine.models.text import Detokenizer, TaskSetup, TextTask
 from legato_engine.sequence import SampledToken, VisualInputs, VisualTask
 from legato_engine.types import (
     AnswerFormat,
@@ -27,7 +28,7 @@ from legato_engine.types import (
 class VisualTextTask(VisualTask, TextTask):
     """A `TextTask` whose prompt may hold images."""
 
-    def __init__(self, setup: TaskSetup, answer: TextOutput, visual: VisualInputs | None) -> None:
+    def __init__(self, setup: TaskSetup, answer: Detokenizer, visual: VisualInputs | None) -> None:
         super().__init__(setup, answer)
         self.visual = visual
 
@@ -40,8 +41,6 @@ class CaptionTextTask(VisualTextTask):
         return CaptionOutput(caption=self._answer.text)
 
 
-# ---------------------------------------------------------------- grammar
-
 _SCALE = 1000  # of coordinates
 _GRAMMAR = """\
 start: list | "```json\\n" list "\\n```"
@@ -51,37 +50,6 @@ NUMBER: /[0-9]|[1-9][0-9]{{1,2}}|1000/
 BLANK: /[ \\t\\n]{{1,4}}/
 """
 _FENCE = 16  # tokens that a fence and brackets may take
-
-
-# ---------------------------------------------------------------- reading
-
-
-class ObjectText(TextOutput):
-    """Text of the grammar as events of the objects in it, each once its brackets close."""
-
-    def __init__(self, tokenizer: Pieces, label: str, max_objects: int) -> None:
-        super().__init__(tokenizer, ())
-        self.objects: list[ObjectEvent | PointEvent] = []
-        self._label = label
-        self._max_objects = max_objects
-        self._num_read = 0  # characters before the next object
-
-    @property
-    def stopped(self) -> bool:
-        return len(self.objects) == self._max_objects
-
-    def push(self, token_id: int) -> list[Event]:
-        super().push(token_id)
-        found: list[Event] = []
-        while not self.stopped and (match := _COORDINATES.search(self.text, self._num_read)):
-            self._num_read = match.end()
-            event = _event([int(each) for each in match[1].split(", ")], self._label)
-            self.objects.append(event)
-            found.append(event)
-        return found
-
-    def close(self) -> list[Event]:
-        return []
 
 
 _COORDINATES = re.compile(r'"(?:bbox|point)_2d": \[(\d+(?:, \d+)+)\]')
@@ -99,32 +67,40 @@ def _event(numbers: Sequence[int], label: str) -> ObjectEvent | PointEvent:
 
 
 class ObjectTask(VisualTextTask):
-    """A list of boxes, until its end or `max_objects`."""
+    """A list of boxes or points, each an event once its brackets close.
 
-    def __init__(self, setup: TaskSetup, answer: ObjectText, visual: VisualInputs | None) -> None:
+    It ends with its text or `max_objects`. `output` makes the result of what was found.
+    """
+
+    def __init__(
+        self,
+        setup: TaskSetup,
+        answer: Detokenizer,
+        visual: VisualInputs | None,
+        label: str,
+        max_objects: int,
+        output: Callable[[tuple[Any, ...]], TaskOutput],
+    ) -> None:
         super().__init__(setup, answer, visual)
-        self._objects = answer
-
-    def consume(self, token: SampledToken) -> list[Event]:
-        events = super().consume(token)
-        if self.finish_reason is not None and self._objects.stopped:
-            self.finish_reason = FinishReason.MAX_OBJECTS
-        return events
+        self._label = label
+        self._max_objects = max_objects
+        self._output = output
+        self._found: list[Event] = []
+        self._num_read = 0  # characters before the next object
 
     def result(self, finish_reason: FinishReason) -> TaskOutput:
-        objects = (each for each in self._objects.objects if isinstance(each, ObjectEvent))
-        return DetectOutput(objects=tuple(objects))
+        return self._output(tuple(self._found))
 
-
-class PointsTask(ObjectTask):
-    """A list of points, until its end or `max_objects`."""
-
-    def result(self, finish_reason: FinishReason) -> TaskOutput:
-        points = (each for each in self._objects.objects if isinstance(each, PointEvent))
-        return PointOutput(points=tuple(points))
-
-
-# ---------------------------------------------------------------- listings
+    def _read(self, token: SampledToken) -> list[Event]:
+        super()._read(token)
+        before = len(self._found)
+        while match := _COORDINATES.search(self._answer.text, self._num_read):
+            self._num_read = match.end()
+            self._found.append(_event([int(each) for each in match[1].split(", ")], self._label))
+            if len(self._found) == self._max_objects:
+                self.finish_reason = FinishReason.MAX_OBJECTS
+                break
+        return self._found[before:]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +111,7 @@ class JsonListing:
     key: str
     num_coordinates: int
     default_max_objects: int
-    task: Callable[[TaskSetup, ObjectText, VisualInputs | None], ObjectTask]
+    output: Callable[[tuple[Any, ...]], TaskOutput]
 
     def question(self, label: str) -> str:
         return self.asks.replace("%", label)
@@ -164,7 +140,7 @@ BOXES = JsonListing(
     key="bbox_2d",
     num_coordinates=4,
     default_max_objects=50,
-    task=ObjectTask,
+    output=lambda found: DetectOutput(objects=found),
 )
 POINTS = JsonListing(
     asks=f"{_LOCATE} with points. Report point coordinates in JSON format like this: "
@@ -172,5 +148,5 @@ POINTS = JsonListing(
     key="point_2d",
     num_coordinates=2,
     default_max_objects=150,
-    task=PointsTask,
+    output=lambda found: PointOutput(points=found),
 )

@@ -16,7 +16,7 @@ from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.reference import rotate
 from legato_engine.layers.attention import Attention
-from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
+from legato_engine.layers.cpu import ungated_decoder, ungated_layer
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.qwen3_vl.config import TowerConfig
@@ -67,14 +67,8 @@ class TowerBlock(nn.Module):
 
     def cpu_layer(self) -> cpu.CpuLayer:
         """Return this block for the CPU's kernels, once it is packed."""
-        return cpu.CpuLayer(
-            norm=cpu_norm(self.norm1),
-            qkv=cpu_map(self.attn.qkv),
-            out=cpu_map(self.attn.proj),
-            up=cpu_map(self.mlp.fc1),
-            down=cpu_map(self.mlp.fc2),
-            next_norm=cpu_norm(self.norm2),
-        )
+        attention = self.attn
+        return ungated_layer(self.norm1, attention.qkv, attention.proj, self.mlp, self.norm2)
 
 
 class PatchMerger(nn.Module):
