@@ -4,7 +4,7 @@ It forks a worker that renders, and another one when that is killed by a limit. 
 confined (`sandbox`) and may take little memory, because a template is an untrusted program:
 jinja's sandbox keeps it from Python's internals, but bounds neither its time nor its memory.
 
-A message is its size in 4 bytes, big-endian, and JSON.
+A message is a line of JSON, and none is sent before the last one has its reply.
 """
 
 import gc
@@ -30,28 +30,9 @@ _RENDERING = b"\x01"
 Render = Callable[..., Any]
 
 
-def receive(file: int) -> Any:
-    """Receive a message, or return None at the end of the input."""
-    head = _read(file, 4)
-    return None if head is None else json.loads(_read(file, int.from_bytes(head)) or b"null")
-
-
-def send(file: int, message: Any) -> None:
-    data = json.dumps(message).encode()
-    view = memoryview(len(data).to_bytes(4) + data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _read(file: int, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = os.read(file, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+def _send(message: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def main() -> None:
@@ -62,7 +43,7 @@ def main() -> None:
     gc.freeze()  # else a worker's collections would copy what it shares with this process
     gc.enable()
     rendering = mmap.mmap(-1, 1)  # shared with the workers: whether a request is in work
-    send(1, {"ready": True})
+    _send({"ready": True})
     while True:
         worker = os.fork()
         if worker == 0:
@@ -76,7 +57,7 @@ def main() -> None:
             rendering[:1] = b"\x00"
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             reason = f"it takes more than {CPU_SECONDS:g} s of processor time"
-            send(1, {"refused": reason if killed else "it ends the process that renders it"})
+            _send({"refused": reason if killed else "it ends the process that renders it"})
         elif os.WIFEXITED(status):
             sys.exit(1)  # it cannot begin, and neither could the next one
 
@@ -100,13 +81,13 @@ def _limit() -> None:
 
 def _work(render: Render, rendering: mmap.mmap) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while (request := receive(0)) is not None:
+    for request in map(json.loads, sys.stdin.buffer):
         rendering[:1] = _RENDERING
         # Without a handler the signal ends the process, also within one long operation.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         reply = _render(render, request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(1, reply)
+        _send(reply)
         rendering[:1] = b"\x00"
 
 

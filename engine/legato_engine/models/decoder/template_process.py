@@ -6,12 +6,10 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,9 +77,11 @@ class TemplateProcess:
     def _ask(self, request: bytes) -> dict[str, Any]:
         child = self._running()
         try:
-            _send(child, request)
+            assert child.stdin is not None
+            child.stdin.write(request + b"\n")
+            child.stdin.flush()
             return _receive(child, _REPLY_SECONDS)
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             self._end()
             raise TemplateRefused(f"the process that renders it ended: {error}") from None
 
@@ -92,7 +92,6 @@ class TemplateProcess:
                 [sys.executable, "-P", str(_CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,
                 env=sandbox.environment(HF_HUB_OFFLINE="1"),
                 start_new_session=True,  # an interrupt of the terminal is for the server
             )
@@ -103,7 +102,7 @@ class TemplateProcess:
         if not self._is_ready:
             try:
                 _receive(child, _START_SECONDS)
-            except (OSError, TimeoutError):
+            except OSError:
                 self._end()
                 raise InternalError(
                     "the process that renders chat templates did not start"
@@ -119,38 +118,24 @@ class TemplateProcess:
             os.killpg(child.pid, signal.SIGKILL)  # with its worker
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a request that it never read
+                    pipe.close()
         child.wait()
 
 
-def _send(child: subprocess.Popen[bytes], message: bytes) -> None:
-    assert child.stdin is not None
-    view = memoryview(len(message).to_bytes(4) + message)
-    while view:
-        view = view[os.write(child.stdin.fileno(), view) :]
-
-
 def _receive(child: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    """Receive a message; kill a child that does not send it in time."""
     assert child.stdout is not None
-    file, end = child.stdout.fileno(), time.monotonic() + seconds
-    head = _read(file, 4, end)
-    reply: dict[str, Any] = json.loads(_read(file, int.from_bytes(head), end))
+    timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        line = child.stdout.readline()
+    finally:
+        timer.cancel()
+    if not line.endswith(b"\n"):
+        raise OSError(f"it died, or did not reply within {seconds:g} s")
+    reply: dict[str, Any] = json.loads(line)
     return reply
-
-
-def _read(file: int, size: int, end: float) -> bytes:
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    parts = []
-    while size:
-        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise TimeoutError("it did not reply in time")
-        part = os.read(file, size)
-        if not part:
-            raise OSError("it died")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 templates = TemplateProcess()
