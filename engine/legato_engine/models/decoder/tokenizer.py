@@ -40,7 +40,7 @@ class TextTokenizer:
         Raises:
             InvalidField: the file is missing, or no tokenizer that can be used.
         """
-        content = _read(path)
+        content = read_text(path)
         check_tokenizer(path)
         with refusing(str(path), "tokenizer"):
             return cls(tokenizers.Tokenizer.from_str(content))
@@ -80,7 +80,7 @@ class TextTokenizer:
         return self._pieces.get(token_id, b"")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

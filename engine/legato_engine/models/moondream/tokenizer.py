@@ -9,14 +9,14 @@ from typing import Any
 import tokenizers
 
 from legato_engine.errors import InternalError, InvalidField
-from legato_engine.models.text import byte_of_letter
-from legato_engine.models.untrusted import check_tokenizer, encoding, refusing
+from legato_engine.models.decoder.tokenizer import TextTokenizer, read_text
+from legato_engine.models.untrusted import check_tokenizer, refusing
 
 NUM_SPECIAL = 21
 """Ids below this are special in every Moondream vocabulary."""
 
 
-class BytePairTokenizer:
+class BytePairTokenizer(TextTokenizer):
     """A byte-level tokenizer.json."""
 
     def __init__(self, path: Path, *, is_shipped: bool = False) -> None:
@@ -27,23 +27,16 @@ class BytePairTokenizer:
         with refusing(f"{path} is not a byte-level tokenizer and", "tokenizer"):
             for token in data.get("added_tokens") or ():
                 token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-            self._pieces = _pieces(self._tokenizer)
-        self._tokenizer.encode_special_tokens = True  # ignores special tokens in text
+            super().__init__(tokenizers.Tokenizer.from_str(json.dumps(data)))
 
-    @property
-    def num_ids(self) -> int:
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        with encoding():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
+        ids = super().encode(text, opened=opened)
         if any(token_id < NUM_SPECIAL for token_id in ids):
             raise InternalError("the tokenizer made a special id out of text")
-        return tuple(ids)
+        return ids
 
     def piece(self, token_id: int) -> bytes:
-        return self._pieces.get(token_id, b"")
+        return b"" if token_id < NUM_SPECIAL else super().piece(token_id)
 
 
 class StandInTokenizer:
@@ -61,29 +54,10 @@ class StandInTokenizer:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
+        data: Any = json.loads(read_text(path))
     except (ValueError, RecursionError):
         raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
-    if not isinstance(data, dict) or not _is_byte_level(data.get("decoder")):
+    decoder = data.get("decoder") if isinstance(data, dict) else None
+    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise InvalidField(f"{path} is not a byte-level tokenizer", field="tokenizer")
-    return data
-
-
-def _is_byte_level(decoder: object) -> bool:
-    return isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
-
-
-def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
-    byte_of = byte_of_letter()
-    added = tokenizer.get_added_tokens_decoder()
-    pieces: dict[int, bytes] = {}
-    for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < NUM_SPECIAL:
-            continue
-        if token_id in added:
-            pieces[token_id] = b"" if added[token_id].special else text.encode()
-        else:
-            pieces[token_id] = bytes(byte_of[letter] for letter in text)
-    return pieces
+    return dict(data)
