@@ -5,11 +5,12 @@ A family is a function `(source: ModelSource) -> ModelBundle`, imported on first
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
@@ -82,28 +83,21 @@ class LoadOptions:
 LOAD_DEFAULTS = LoadOptions()
 
 
-class ModelBundle(Protocol):
-    """A model whose configuration is read and whose weights are not."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBundle(abc.ABC):
+    """A model whose configuration is read and whose weights are not.
 
-    @property
-    def frontend(self) -> ModelFrontend: ...
+    `weights`: a file or folder, None for random ones; a folder of `adapters` and the file of a
+    `draft` may be beside them. `max_context`: positions of a sequence, generated ones included.
+    """
 
-    @property
-    def weights(self) -> Path | None:
-        """A file or folder; None: random weights."""
+    frontend: ModelFrontend
+    weights: Path | None
+    max_context: int
+    adapters: Path | None = None
+    draft: Path | None = None
 
-    @property
-    def adapters(self) -> Path | None:
-        """A folder beside the weights."""
-
-    @property
-    def draft(self) -> Path | None:
-        """A file beside the weights."""
-
-    @property
-    def max_context(self) -> int:
-        """Positions of one sequence, generated ones included."""
-
+    @abc.abstractmethod
     def load(
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
     ) -> Model:
@@ -114,6 +108,7 @@ class ModelBundle(Protocol):
                 are missing.
         """
 
+    @abc.abstractmethod
     def quantisation(self, code_format: CodeFormat) -> Quantisation:
         """Plan a quantised checkpoint.
 

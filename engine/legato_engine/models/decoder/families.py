@@ -77,21 +77,14 @@ class Family:
     template: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderBundle:
-    """A `ModelBundle`; `weights` None: random weights."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderBundle(ModelBundle):
+    """A text model, perhaps with a vision tower; it has no draft."""
 
     name: str
     config: DecoderConfig
     family: Family
     frontend: TextFrontend
-    weights: Path | None
-    adapters: Path | None = None
-    draft: Path | None = None  # text models have none
-
-    @property
-    def max_context(self) -> int:
-        return self.config.max_context
 
     def load(
         self, device: torch.device, dtype: torch.dtype, options: LoadOptions = LOAD_DEFAULTS
@@ -266,7 +259,15 @@ def bundle_of(
     )
     stored = None if source.random_weights else Path(source.weights)
     beside = None if stored is None or not (stored / "adapters").is_dir() else stored / "adapters"
-    return DecoderBundle(source.name, config, family, family.frontend(setup), stored, beside)
+    return DecoderBundle(
+        frontend=family.frontend(setup),
+        weights=stored,
+        max_context=config.max_context,
+        adapters=beside,
+        name=source.name,
+        config=config,
+        family=family,
+    )
 
 
 def limited(config: DecoderConfig, max_context: int) -> DecoderConfig:

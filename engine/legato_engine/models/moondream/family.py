@@ -33,24 +33,17 @@ Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
 """Reads the files of a source; the preset is for files without a configuration."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MoondreamBundle:
-    """A `ModelBundle`; `weights` None: random weights."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoondreamBundle(ModelBundle):
+    """A Moondream."""
 
     config: MoondreamConfig
     frontend: MoondreamFrontend
-    weights: Path | None
-    adapters: Path | None = None
-    draft: Path | None = None
 
     @property
     def folder(self) -> Path | None:
         """The folder of the weights."""
         return _folder(self.weights)
-
-    @property
-    def max_context(self) -> int:
-        return self.config.text.max_context
 
     def quantisation(self, code_format: CodeFormat) -> Quantisation:
         from legato_engine.models.moondream.quantised import quantisation
@@ -180,7 +173,9 @@ def _bundle(
     folder = _folder(weights)
     calibrations = None if folder is None else read_calibrations(folder)
     frontend = MoondreamFrontend(config, tokenizer, calibrations=calibrations)
-    return MoondreamBundle(config, frontend, weights)
+    return MoondreamBundle(
+        frontend=frontend, weights=weights, max_context=config.text.max_context, config=config
+    )
 
 
 def _folder(weights: Path | None) -> Path | None:
