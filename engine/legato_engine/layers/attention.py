@@ -102,8 +102,7 @@ class Attention(nn.Module):
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] of [..., H, E]."""
-        out: torch.Tensor = self.proj(heads.flatten(-2))
-        return out
+        return self.proj(heads.flatten(-2))
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
         """Add `join` to x, which is not to be read again."""
@@ -164,12 +163,12 @@ class GroupedAttention(nn.Module):
         adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         """Write keys and values before attention."""
-        qkv: torch.Tensor = self.qkv(x_TD)
+        qkv = self.qkv(x_TD)
         if adapters is not None:
             qkv = adapters.add(qkv, x_TD, *self.qkv.parts)
         qkv_TGE = qkv.view(x_TD.shape[0], -1, self._heads.head_dim)
         norms = (self.q_norm, self.k_norm) if self.norms_heads else None
         q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache, norms=norms)
         heads = attend(q_THE, k_THE, v_THE, cache).flatten(-2)
-        out: torch.Tensor = self.o_proj(heads)
+        out = self.o_proj(heads)
         return out if adapters is None else adapters.add(out, heads, "o_proj")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,7 @@ class Linear(Coded, nn.Linear):
     A layer with a `packed` weight has no other: `weight` is empty.
     """
 
+    __call__: Callable[..., torch.Tensor]
     counter: torch.Tensor | None = None
     packed: PackedWeight | None = None
 

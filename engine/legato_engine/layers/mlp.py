@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -15,6 +17,8 @@ from legato_engine.layers.lora import LayerAdapters
 class MLP(nn.Module):
     """`fc2(gelu(fc1(x)))` with biases and the tanh form of gelu."""
 
+    __call__: Callable[..., torch.Tensor]
+
     def __init__(self, dim: int, inner_dim: int, out_dim: int) -> None:
         super().__init__()
         self.fc1 = Linear(dim, inner_dim)
@@ -25,8 +29,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, adapters: LayerAdapters | None = None) -> torch.Tensor:
         """Apply the MLP; with adapters, x is [T, dim]."""
         if adapters is None:
-            out: torch.Tensor = self.fc2(self.fc1.gelu(x))
-            return out
+            return self.fc2(self.fc1.gelu(x))
         own = x
         if self.adapter_norm is not None:
             own = x * self.adapter_norm.weight + self.adapter_norm.bias

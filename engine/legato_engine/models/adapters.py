@@ -148,7 +148,7 @@ def parse_peft(
     tensors = read_safetensors(data, f"{WEIGHTS}: no safetensors")[0]
     pairs = _pairs(tensors, targets)
     _check_targets(said.target_modules, tuple(pairs), targets)
-    ranks = {module: _rank(said, module) for module in pairs}
+    ranks: dict[str, int] = {name: _pattern(said.rank_pattern, name, said.r) for name in pairs}
     rank = max(ranks.values())
     if not 1 <= min(ranks.values()) <= rank <= max_rank:
         refused = rank if rank > max_rank else min(ranks.values())
@@ -163,7 +163,9 @@ def parse_peft(
         own, (inputs, outputs) = ranks[module], sizes.maps[part]
         _check_tensor(f"{module}.lora_A", a_RI, (own, inputs))
         _check_tensor(f"{module}.lora_B", b_OR, (outputs, own))
-        changes[part][layer] = a_RI, b_OR.float() * _factor(said, module, own)
+        alpha: float = _pattern(said.alpha_pattern, module, said.lora_alpha)
+        factor = alpha / (math.sqrt(own) if said.use_rslora else own)
+        changes[part][layer] = a_RI, b_OR.float() * factor
 
     def empty(width: int) -> torch.Tensor:
         return torch.zeros(sizes.num_layers, rank, width, dtype=dtype)
@@ -263,24 +265,13 @@ def _ends(module: str, end: str) -> bool:
     return module == end or module.endswith(f".{end}")
 
 
-def _pattern(patterns: Mapping[str, Any] | None, module: str) -> Any:
-    """Return the value of the first pattern of a module, None if there is no such pattern."""
+def _pattern(patterns: Mapping[str, Any] | None, module: str, default: float) -> Any:
+    """Return the value of the first pattern of a module."""
     for pattern, value in (patterns or {}).items():
         plain = pattern.removesuffix("$").replace("\\.", ".")
         if module == plain[1:] if plain.startswith("^") else _ends(module, plain):
             return value
-    return None
-
-
-def _rank(said: _Settings, module: str) -> int:
-    own = _pattern(said.rank_pattern, module)
-    return said.r if own is None else int(own)
-
-
-def _factor(said: _Settings, module: str, rank: int) -> float:
-    own = _pattern(said.alpha_pattern, module)
-    alpha = said.lora_alpha if own is None else float(own)
-    return alpha / (math.sqrt(rank) if said.use_rslora else rank)
+    return default
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:

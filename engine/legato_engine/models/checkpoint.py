@@ -211,13 +211,14 @@ _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class Destination(NamedTuple):
-    """The parameter that a stored tensor fills, whole or from `first_row`.
+    """The parameter that a stored tensor fills, whole or from `first_row`, then all or `num_rows`.
 
     `transposed`: the file swaps rows and columns. `flat`: the file may have any shape.
     """
 
     name: str
     first_row: int | None = None
+    num_rows: int | None = None
     transposed: bool = False
     flat: bool = False
 
@@ -261,20 +262,15 @@ def plan(network: nn.Module, headers: Iterable[TensorHeader], rename: Rename) ->
         InvalidField: tensors are missing, unknown, given twice, or of a wrong shape or dtype.
     """
     expected: dict[str, torch.Tensor] = network.state_dict()
-    moves = tuple(_moves(headers, rename))
+    moves = tuple(
+        Move(header, Destination(to) if isinstance(to, str) else to)
+        for header in headers
+        if (to := rename(header.name)) is not None
+    )
     problems = _problems(moves, expected)
     if problems:
         raise InvalidField(_summary(problems), field="weights", problems=len(problems))
     return moves
-
-
-def _moves(headers: Iterable[TensorHeader], rename: Rename) -> Iterator[Move]:
-    for header in headers:
-        destination = rename(header.name)
-        if destination is not None:
-            yield Move(
-                header, Destination(destination) if isinstance(destination, str) else destination
-            )
 
 
 def _problems(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> list[str]:
@@ -311,8 +307,10 @@ def _misfit(move: Move, wanted: torch.Tensor) -> str | None:
         fits, shape = move.shape == full, list(full[::-1] if move.destination.transposed else full)
         expected = str(shape)
     else:
-        fits = move.shape[1:] == full[1:] and move.rows(full).stop <= full[0]
-        expected = f"rows from {move.destination.first_row} on of {list(full)}"
+        rows, count = move.rows(full), move.destination.num_rows
+        fits = move.shape[1:] == full[1:] and rows.stop <= full[0] and count in (None, len(rows))
+        expected = f"rows from {rows.start} on" if count is None else f"{count} rows"
+        expected += f" of {list(full)}"
     if not fits:
         return f"{move.label}: shape {list(move.header.shape)}, expected {expected}"
     if move.header.dtype != wanted.dtype and not {move.header.dtype, wanted.dtype} <= _CAST:

@@ -133,19 +133,17 @@ class TokenLog:
         """Describe a token; its text is what it completes, shown or not."""
         alternatives = self._alternatives(token) if self._top_logprobs else ()
         piece = self._pieces.piece(token.token_id)
+        has_value = token.token_id in (self._coord, self._size)
         return TokenInfo(
             token_id=token.token_id,
             text=self._decoder.decode(piece),
             logprob=token.logprob if self._logprobs else None,
             coordinate=token.payload[0] if token.token_id == self._coord else None,
             size=token.payload if token.token_id == self._size else None,
-            certainty=token.certainty if self._tells_certainty(token) else None,
+            certainty=token.certainty if self._logprobs and has_value else None,
             alternatives=alternatives,
             piece=piece,
         )
-
-    def _tells_certainty(self, token: SampledToken) -> bool:
-        return self._logprobs and token.token_id in (self._coord, self._size)
 
     def _alternatives(self, token: SampledToken) -> tuple[Alternative, ...]:
         """Each with the text that it would have completed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -97,8 +98,7 @@ class DecoderBundle(ModelBundle):
         recipe = self._recipe(options)
         keeps_blocks = options.weight_dtype == STORED
         kind = KINDS.get(options.weight_dtype if recipe is None else recipe.kind)
-        if keeps_blocks:
-            kind = WeightKind.BF16  # of maps without blocks
+        kind = WeightKind.BF16 if keeps_blocks else kind  # of maps without blocks
         reason = None if on_cpu or kind is None else network.cannot_quantise(device)
         if reason and recipe is None:
             problem = f"weight_dtype {options.weight_dtype} {reason}; use weight_dtype model"
@@ -113,7 +113,11 @@ class DecoderBundle(ModelBundle):
             if dequantises:
                 checkpoint.require_memory(network, device, options.memory)
             network.expect_codes(network.map_formats(recipe.code_format), recipe.code_format)
-        self._fill(network, device, options, as_codes)
+        if self.weights is None:
+            random_weights(network, _SEED, device, options)
+        else:
+            load_weights(network, self.weights, device, options, as_codes=as_codes)
+            read_gguf.cache_clear()
         model = self.family.model(network)
         if dequantises:
             network.dequantise()
@@ -152,19 +156,6 @@ class DecoderBundle(ModelBundle):
         if not on_cpu:
             formats = {name: each.of_gpu for name, each in formats.items()}
         return network.expect_codes(formats)
-
-    def _fill(
-        self,
-        network: DecoderNetwork,
-        device: torch.device,
-        options: LoadOptions,
-        as_codes: Collection[str],
-    ) -> None:
-        if self.weights is None:
-            random_weights(network, _SEED, device, options)
-            return
-        load_weights(network, self.weights, device, options, as_codes=as_codes)
-        read_gguf.cache_clear()
 
     def quantisation(self, code_format: CodeFormat) -> Quantisation:
         weights = require_plain(self.weights)
@@ -284,16 +275,22 @@ def limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
 
 
 def find_llama(source: ModelSource) -> ModelBundle:
-    return find_bundle(source, Family({"llama": _llama_config}, DecoderNetwork))
+    return find_bundle(source, Family({"llama": _gated}, DecoderNetwork))
 
 
-def _llama_config(config: HubConfig) -> DecoderConfig:
-    refuse_others(config, {"hidden_act": "silu", "mlp_bias": False})
-    return decoder_config(
+def _gated(
+    config: HubConfig, *, qkv_bias: bool | None = None, norms_heads: bool = False
+) -> DecoderConfig:
+    """Read a decoder of `GatedBlock`; without a `qkv_bias` its attention's biases are settings."""
+    refuse_others(config, {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False})
+    out_bias = config.attention_bias if qkv_bias is None else False
+    heads = head_plan(
         config,
-        norm_eps=config.rms_norm_eps,
-        heads=head_plan(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
+        qkv_bias=qkv_bias or out_bias,
+        out_bias=out_bias,
+        norm_eps=config.rms_norm_eps if norms_heads else None,
     )
+    return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
 
 
 # ---------------- Phi 1, 1.5 and 2 in transformers' format
@@ -358,29 +355,11 @@ def _phi_config(config: HubConfig) -> DecoderConfig:
 
 # ---------------- Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads)
 
-_IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
-
 
 def find_qwen(source: ModelSource) -> ModelBundle:
-    configs = {"qwen2": _second, "qwen3": _third}
-    return find_bundle(source, Family(configs, DecoderNetwork))
-
-
-def _second(config: HubConfig) -> DecoderConfig:
-    refuse_others(config, _IMPLEMENTED)
-    heads = head_plan(config, qkv_bias=True, out_bias=False)
-    return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
-
-
-def _third(config: HubConfig) -> DecoderConfig:
-    refuse_others(config, _IMPLEMENTED)
-    heads = head_plan(
-        config,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        norm_eps=config.rms_norm_eps,
-    )
-    return decoder_config(config, norm_eps=config.rms_norm_eps, heads=heads)
+    second = functools.partial(_gated, qkv_bias=True)
+    third = functools.partial(_gated, norms_heads=True)
+    return find_bundle(source, Family({"qwen2": second, "qwen3": third}, DecoderNetwork))
 
 
 _BY_ARCHITECTURE = {

@@ -103,7 +103,13 @@ def gguf_settings(file: GgufFile) -> ModelSettings:
     template = file.metadata.get(_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise InvalidField(f"{file.path.name}: {_TEMPLATE} is no text", field="weights")
-    return ModelSettings(end_tokens(file), SamplingDefaults(), template, special_tokens(file))
+    tokens, eos = _tokens(file), _eos(file)
+    ids = {"bos": _id(file, "bos"), "eos": eos}
+    ids |= {"unk": _id(file, "unknown"), "pad": _id(file, "padding")}
+    specials = {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None}
+    ends = (eos, _id(file, "eot"), _id(file, "eom"))  # of a sequence, of a turn, of a message
+    eos_ids = frozenset(at for at in ends if at is not None)
+    return ModelSettings(eos_ids, SamplingDefaults(), template, specials)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -141,26 +147,13 @@ def _tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
         ]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
     bos = _id(file, "bos")
-    if bos is not None and _adds_bos(file):
+    # Files of before the flag have it by the kind of tokenizer.
+    usual = _get(file, "model") == "llama" or _get(file, "pre") == "llama-bpe"
+    if bos is not None and _get(file, "add_bos_token", usual):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
     return tokenizer
-
-
-def special_tokens(file: GgufFile) -> dict[str, str]:
-    """Texts of special tokens by the names that chat templates use."""
-    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    tokens = _tokens(file)
-    ids = {name: _id(file, key) for name, key in keys.items()}
-    ids["eos"] = _eos(file)
-    return {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None}
-
-
-def end_tokens(file: GgufFile) -> frozenset[int]:
-    """Ids that end an answer: of a sequence, of a turn, of a message."""
-    ids = (_eos(file), _id(file, "eot"), _id(file, "eom"))
-    return frozenset(at for at in ids if at is not None)
 
 
 def _eos(file: GgufFile) -> int | None:
@@ -223,9 +216,10 @@ def _byte_fallback(file: GgufFile) -> tokenizers.Tokenizer:
         byte_fallback=True,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    prefix = [normalizers.Prepend(_SPACE)] if _adds_space(file) else []
+    adds_space = _get(file, "add_space_prefix", True)
+    prefix = [normalizers.Prepend(_SPACE)] if adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if _adds_space(file) else []
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
@@ -251,18 +245,6 @@ def _vocabulary(file: GgufFile) -> dict[str, int]:
 
 def _kinds(file: GgufFile) -> list[int]:
     return _get(file, "token_type") or [_NORMAL] * len(_tokens(file))
-
-
-def _adds_bos(file: GgufFile) -> bool:
-    """Files of before the flag have it by the kind of tokenizer."""
-    said = _get(file, "add_bos_token")
-    default = _get(file, "model") == "llama" or _get(file, "pre") == "llama-bpe"
-    return default if said is None else bool(said)
-
-
-def _adds_space(file: GgufFile) -> bool:
-    said = _get(file, "add_space_prefix")
-    return True if said is None else bool(said)
 
 
 def _tokens(file: GgufFile) -> list[str]:
@@ -293,5 +275,6 @@ def _required(file: GgufFile, key: str) -> Any:
     return value
 
 
-def _get(file: GgufFile, key: str) -> Any:
-    return file.metadata.get(f"tokenizer.ggml.{key}")
+def _get(file: GgufFile, key: str, default: object = None) -> Any:
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    return default if value is None else value

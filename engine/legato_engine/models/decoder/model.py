@@ -68,13 +68,6 @@ QUANTISED = QuantisedMaps(("layers.*",), "lm_head", folds_norms=False)
 _GAINS = re.compile(r"norm\d?\.weight$")
 
 
-class _Part(NamedTuple):
-    """A stored tensor's destination, and the rows that it fills."""
-
-    destination: Destination
-    num_rows: int
-
-
 def load_weights(
     network: DecoderNetwork,
     folder: Path,
@@ -95,16 +88,15 @@ def load_weights(
 
 
 def _checked(network: DecoderNetwork, stored: Sequence[TensorHeader]) -> checkpoint.Rename:
-    """Return the destinations of stored tensors, whose rows and tied head are right."""
+    """Return the destinations of stored tensors, whose tied head is right."""
     parts = _parts(network)
-    _check_rows(stored, parts)
     if network.config.tied_head:
         _check_tied(stored, network.checkpoint_name("embed_tokens.weight"))
 
     def rename(name: str) -> str | Destination | None:
         if _DERIVED.search(name) or (name == _HEAD and network.config.tied_head):
             return None
-        return parts[name].destination if name in parts else name
+        return parts.get(name, name)
 
     return rename
 
@@ -158,31 +150,20 @@ def _scale(_name: str, shape: torch.Size) -> float:
     return 1.0 / math.sqrt(shape[1]) if len(shape) == 2 else 0.02
 
 
-def _parts(network: DecoderNetwork) -> dict[str, _Part]:
+def _parts(network: DecoderNetwork) -> dict[str, Destination]:
     packed = {name: m for name, m in network.named_modules() if isinstance(m, PackedLinear)}
-    parts: dict[str, _Part] = {}
-    for name, tensor in network.state_dict().items():
+    parts: dict[str, Destination] = {}
+    for name in network.state_dict():
         module, _, kind = name.rpartition(".")
         if module not in packed:
-            parts[network.checkpoint_name(name)] = _Part(Destination(name), tensor.shape[0])
+            parts[network.checkpoint_name(name)] = Destination(name)
             continue
         parent, row = module.rpartition(".")[0], 0
         for part, num_rows in packed[module].parts.items():
             stored = network.checkpoint_name(f"{parent}.{part}.{kind}")
-            parts[stored] = _Part(Destination(name, row), num_rows)
+            parts[stored] = Destination(name, row, num_rows)
             row += num_rows
     return parts
-
-
-def _check_rows(stored: Sequence[TensorHeader], parts: dict[str, _Part]) -> None:
-    """Refuse a part with too many rows: it would overwrite the next one."""
-    for header in stored:
-        part = parts.get(header.name)
-        if part is None or part.destination.first_row is None:
-            continue
-        if header.shape[:1] != (part.num_rows,):
-            shape = f"shape {list(header.shape)}, expected {part.num_rows} rows"
-            raise InvalidField(f"{header.name}: {shape}", field="weights")
 
 
 def _check_tied(stored: Sequence[TensorHeader], embeddings: str) -> None:
@@ -457,8 +438,7 @@ class DecoderNetwork(nn.Module):
             return packed_weights.linear(normed_BD, self._tied_head, None).float()
         if self.config.tied_head:
             return ops.linear(normed_BD, self.embed_tokens.weight, None).float()
-        logits_BV: torch.Tensor = self.lm_head(normed_BD)
-        return logits_BV.float()
+        return self.lm_head(normed_BD).float()
 
     def _blocks(
         self,

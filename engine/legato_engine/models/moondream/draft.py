@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -87,13 +88,8 @@ class DraftProposer:
                 q_RHE, k_NHSE, v_NHSE, written_R, history.page_table_RM, scale_2
             )
             state_RD = draft.next_state(state_RD, joined_RD, seen_RHE)
-            token_R = self._likeliest(state_RD)
+            token_R = text.lm_head(text.post_ln(state_RD)).argmax(-1)
             draft_RK[:, step] = token_R
-
-    def _likeliest(self, state_RD: torch.Tensor) -> torch.Tensor:
-        """[R]."""
-        logits_RV: torch.Tensor = self._text.lm_head(self._text.post_ln(state_RD))
-        return logits_RV.argmax(-1)
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
@@ -134,15 +130,9 @@ def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
 def _by_kernels(
     sizes: DraftSizes, draft: DraftLayer, text: Text, kv: KVCache, layer: int
 ) -> Proposer | None:
+    layers: Any = draft.named_children()
     weights = DraftWeights(
-        ln_state=_affine(draft.ln_state),
-        ln_token=_affine(draft.ln_token),
-        join=_affine(draft.join),
-        ln=_affine(draft.ln),
-        query=_affine(draft.query),
-        proj=_affine(draft.proj),
-        fc1=_affine(draft.fc1),
-        fc2=_affine(draft.fc2),
+        **{name: _affine(layer) for name, layer in layers},
         words_VD=text.wte,
         post_ln=_affine(text.post_ln),
         head=text.dense_head(),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, ImageFilter
 
 from legato_engine.models.moondream.tasks import ARITY
 
@@ -36,7 +37,7 @@ def polygons(path: str) -> list[Points]:
     return [np.array([(at.real, at.imag) for at in ring]) for ring in pen.rings if len(ring) > 2]
 
 
-def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
+def enclosed(rings: Sequence[Points | Ring], xs_W: Points, ys_H: Points) -> Mask:
     """[H, W]: whether points at these ascending columns and rows lie within the rings."""
     change = np.zeros((len(ys_H), len(xs_W) + 1), np.int16)
     if rings:
@@ -202,20 +203,6 @@ def area(ring: Ring) -> float:
     return float(x @ np.roll(y, -1) - np.roll(x, -1) @ y) / 2
 
 
-def fill(rings: Sequence[Ring], shape: tuple[int, int]) -> Mask:
-    """[H, W]: the mask that rings enclose, without holes."""
-    height, width = shape
-    change = np.zeros((height, width + 1), np.int16)
-    for ring in rings:
-        x, y = ring.T
-        next_y = np.roll(y, -1)
-        up, down = next_y < y, next_y > y
-        np.add.at(change, (next_y[up], x[up]), 1)
-        np.add.at(change, (y[down], x[down]), -1)
-    filled: Mask = np.cumsum(change, axis=1, dtype=np.int16)[:, :width] > 0
-    return filled
-
-
 def cleaned(mask_HW: Mask, min_area: float) -> Mask:
     """Drop islands and holes below `min_area` pixels, then close by 3 by 3.
 
@@ -224,22 +211,10 @@ def cleaned(mask_HW: Mask, min_area: float) -> Mask:
     rings = [(area(ring), ring) for ring in trace(mask_HW)]
     largest = max((size for size, _ in rings), default=0.0)
     kept = [ring for size, ring in rings if abs(size) >= min_area or size == largest]
-    return _closed(fill(kept, mask_HW.shape))
-
-
-def _closed(mask_HW: Mask) -> Mask:
-    padded = np.pad(mask_HW, 2)
-    grown = _any_of_three(_any_of_three(padded, 0), 1)
-    closed: Mask = ~_any_of_three(_any_of_three(~grown, 0), 1)
-    return closed
-
-
-def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
-    """Set if a pixel or a neighbour along the axis is; two shorter."""
-    count = mask_HW.shape[axis] - 2
-    first, second, third = (np.take(mask_HW, range(n, n + count), axis) for n in range(3))
-    found: Mask = first | second | third
-    return found
+    ys_H, xs_W = (np.arange(count) + 0.5 for count in mask_HW.shape)
+    filled = Image.fromarray(np.pad(enclosed(kept, xs_W, ys_H), 1).view(np.uint8))
+    closed = filled.filter(ImageFilter.MaxFilter(3)).filter(ImageFilter.MinFilter(3))
+    return np.asarray(closed)[1:-1, 1:-1] != 0
 
 
 def _following(

@@ -54,12 +54,10 @@ class RegionCoder(nn.Module):
 
     def encode_coord(self, value_T1: torch.Tensor) -> torch.Tensor:
         """[T, D] of coordinates in 0..1."""
-        out_TD: torch.Tensor = self.coord_encoder(_fourier(value_T1, self.coord_features))
-        return out_TD
+        return self.coord_encoder(_fourier(value_T1, self.coord_features))
 
     def encode_size(self, size_T2: torch.Tensor) -> torch.Tensor:
-        out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
-        return out_TD
+        return self.size_encoder(_fourier(size_T2, self.size_features))
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] float32, and the concentration of each."""
@@ -86,12 +84,10 @@ class RegionCoder(nn.Module):
         return _logprobs(self._size_logits(hidden_TD), bin_T2).sum(-1)
 
     def _coord_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
-        return logits_TN
+        return self.coord_decoder(self._normed(hidden_TD))
 
     def _size_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
-        return logits_TN.reshape(-1, 2, self._size_bins)
+        return self.size_decoder(self._normed(hidden_TD)).reshape(-1, 2, self._size_bins)
 
     def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return hidden_TD if self.ln is None else self.ln(hidden_TD)

@@ -115,8 +115,7 @@ class Vision(nn.Module):
         features_NTD = self.encode(pixels_NHWC)
         whole_TD = features_NTD[0]
         local_TD = whole_TD if tiling == (1, 1) else self.reconstruct(features_NTD[1:], tiling)
-        projected_TX: torch.Tensor = self.proj_mlp(torch.cat([whole_TD, local_TD], dim=-1))
-        return projected_TX
+        return self.proj_mlp(torch.cat([whole_TD, local_TD], dim=-1))
 
     def input_means(self, pixels_NHWC: torch.Tensor) -> list[Centres]:
         """Compute the mean inputs of each block's layers, before any is in e4m3."""

@@ -43,8 +43,7 @@ class PatchEmbedding(nn.Module):
         self.proj.weight = nn.Parameter(self.proj.weight.flatten(1), requires_grad=False)
 
     def forward(self, values_PV: torch.Tensor) -> torch.Tensor:
-        x_PD: torch.Tensor = self.proj(values_PV)
-        return x_PD
+        return self.proj(values_PV)
 
 
 class TowerBlock(nn.Module):
@@ -89,8 +88,7 @@ class PatchMerger(nn.Module):
         """[N, W]."""
         x = x_PD.view(-1, self._width) if self._joined else x_PD
         hidden = self.linear_fc1(self.norm(x).view(-1, self._width))
-        merged_NW: torch.Tensor = self.linear_fc2(activations.gelu(hidden, "none"))
-        return merged_NW
+        return self.linear_fc2(activations.gelu(hidden, "none"))
 
 
 class VisionTower(nn.Module):

@@ -19,7 +19,7 @@ from legato_engine.layers.linear import Linear
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import fill_from_gguf
 from legato_engine.models.decoder.frontend import TextFrontend
-from legato_engine.models.decoder.gguf import end_tokens, gguf_tokenizer, special_tokens
+from legato_engine.models.decoder.gguf import gguf_settings, gguf_tokenizer
 from legato_engine.models.decoder.model import DecoderNetwork, load_weights
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import (
@@ -667,25 +667,25 @@ def test_fillers_of_the_vocabulary_are_no_tokens():
 def test_special_tokens_and_ends():
     """By the names of templates; eos, eot and eom end an answer."""
     file = file_of(byte_level("qwen2"), pre="qwen2", eot_token_id=2, padding_token_id=0)
-    assert special_tokens(file) == {
+    assert gguf_settings(file).specials == {
         "bos_token": hub_folder.BOS,
         "eos_token": hub_folder.EOS,
         "pad_token": hub_folder.EOS,
     }
-    assert end_tokens(file) == {0, 2}
+    assert gguf_settings(file).eos == {0, 2}
 
 
 def test_a_file_without_an_end_has_the_control_token_of_a_usual_name():
     """Text of that name is no end."""
     file = file_of(byte_level("qwen2"), pre="qwen2", eos_token_id=None)
-    assert end_tokens(file) == set()
+    assert gguf_settings(file).eos == set()
     metadata = dict(file.metadata)
     tokens = [*metadata["tokenizer.ggml.tokens"], "</s>", "<|endoftext|>"]
     metadata["tokenizer.ggml.tokens"] = tokens
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1, 3]
     file = file._replace(metadata=metadata)
-    assert end_tokens(file) == {tokens.index("<|endoftext|>")}
-    assert special_tokens(file)["eos_token"] == "<|endoftext|>"
+    assert gguf_settings(file).eos == {tokens.index("<|endoftext|>")}
+    assert gguf_settings(file).specials["eos_token"] == "<|endoftext|>"
 
 
 @pytest.mark.parametrize(
