@@ -41,7 +41,7 @@ from legato_engine.ipc.messages import (
     ServedModel,
 )
 from legato_engine.models.confidence import confidence_info
-from legato_engine.models.text import SamplingDefaults, fill_sampling, max_objects, token_budget
+from legato_engine.models.text import SamplingDefaults, max_objects, resolve_sampling, token_budget
 from legato_engine.scheduler.interfaces import Clock
 from legato_engine.scheduler.queue import Admission, WaitingQueue
 from legato_engine.scripted_output import ScriptedOutput, scripted_output
@@ -144,7 +144,7 @@ def _scripted(
         InvalidField: a field is out of range.
         PromptTooLong: not even one token fits.
     """
-    resolved = fill_sampling(sampling, _DEFAULTS, seed=0)
+    resolved = resolve_sampling(sampling, _DEFAULTS, seed=0)
     assert resolved.max_tokens is not None, "it was resolved"
     if isinstance(task, (DetectSpec, PointSpec)):
         max_objects(task.max_objects, num_objects)

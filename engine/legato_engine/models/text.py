@@ -47,27 +47,17 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_tokens: int = 768
 
 
-def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingParams:
+def resolve_sampling(
+    asked: SamplingParams, defaults: SamplingDefaults, seed: int
+) -> SamplingParams:
     """Fill in all fields but `top_k`.
 
     Raises:
         InvalidField: a field is out of range.
     """
-    asked = request.sampling
-    seed = request.request_id.seed if asked.seed is None else asked.seed
-    return fill_sampling(asked, defaults, seed)
-
-
-def fill_sampling(asked: SamplingParams, defaults: SamplingDefaults, seed: int) -> SamplingParams:
-    """Resolve sampling with a known seed; see `resolve_sampling`."""
-    sampling = SamplingParams(
-        temperature=defaults.temperature if asked.temperature is None else asked.temperature,
-        top_p=defaults.top_p if asked.top_p is None else asked.top_p,
-        top_k=defaults.top_k if asked.top_k is None else asked.top_k,
-        max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=seed,
-        stop=asked.stop,
-    )
+    known = {"seed": seed, **msgspec.structs.asdict(defaults)}
+    left_open = {name: value for name, value in known.items() if getattr(asked, name) is None}
+    sampling = msgspec.structs.replace(asked, **left_open)
     _check(sampling)
     return sampling
 
@@ -252,7 +242,7 @@ def task_setup(
     size: int | None = None,
 ) -> TaskSetup:
     """Set a task up without a grammar; raise as `resolve_sampling` and `token_budget`."""
-    sampling = resolve_sampling(request, defaults)
+    sampling = resolve_sampling(request.sampling, defaults, request.request_id.seed)
     wanted = sampling.max_tokens or defaults.max_tokens
     max_tokens = token_budget(wanted, prefix_length + len(prompt), max_context)
     log = None

@@ -18,6 +18,7 @@ from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.text import SamplingDefaults
 from legato_engine.models.untrusted import refusing
 
+_CONFIG = "config.json"
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -171,18 +172,18 @@ def decoder_config(
     """Read the fields that families have in common; `partial` of a head is rotated."""
     refuse_others(config, {"quantization_config": None})
     if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
-        raise _refusal(f"layer_types has {sorted(other)}; only {_FULL!r} is implemented")
+        raise refusal(f"layer_types has {sorted(other)}; only {_FULL!r} is implemented")
     rope: Mapping[str, Any] = config.rope_parameters
     for name, value in {"rope_theta": rope["rope_theta"], "norm_eps": norm_eps}.items():
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise _refusal(f"{name} is {value!r}, not a positive number")
+            raise refusal(f"{name} is {value!r}, not a positive number")
     rotary_dim = int(heads.head_dim * partial)
     if heads.num_heads % heads.num_kv_heads:
-        raise _refusal("num_key_value_heads does not divide num_attention_heads")
+        raise refusal("num_key_value_heads does not divide num_attention_heads")
     if (found := partial_rotary(config)) != partial:
-        raise _refusal(f"partial_rotary_factor is {found}; only {partial} is implemented")
+        raise refusal(f"partial_rotary_factor is {found}; only {partial} is implemented")
     if rotary_dim % 2:
-        raise _refusal(f"{rotary_dim} rotary dimensions of a head; the number must be even")
+        raise refusal(f"{rotary_dim} rotary dimensions of a head; the number must be even")
     return DecoderConfig(
         dim=config.hidden_size,
         ff_dim=config.intermediate_size,
@@ -212,12 +213,14 @@ def head_plan(
     )
 
 
-def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
+def refuse_others(
+    config: HubConfig, implemented: Mapping[str, object], source: str = _CONFIG
+) -> None:
     """Check fields of which one value is implemented."""
     for name, only in implemented.items():
         value = getattr(config, name, only)
         if value != only:
-            raise _refusal(f"{name} is {value!r}; only {only!r} is implemented")
+            raise refusal(f"{name} is {value!r}; only {only!r} is implemented", source)
 
 
 def partial_rotary(config: HubConfig) -> float:
@@ -228,7 +231,7 @@ def _scaling(rope: Mapping[str, Any]) -> Scaling | None:
     def factor(name: str) -> float:
         value = rope.get(name)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise _refusal(f"{name} of the rope is {value!r}, not a positive number")
+            raise refusal(f"{name} of the rope is {value!r}, not a positive number")
         return value
 
     kinds: dict[str, Callable[[], Scaling | None]] = {
@@ -243,7 +246,7 @@ def _scaling(rope: Mapping[str, Any]) -> Scaling | None:
     }
     kind = rope["rope_type"]
     if kind not in kinds:
-        raise _refusal(f"rope_type is {kind!r}; only {', '.join(kinds)} are implemented")
+        raise refusal(f"rope_type is {kind!r}; only {', '.join(kinds)} are implemented")
     return kinds[kind]()
 
 
@@ -257,9 +260,9 @@ def _model_type(folder: Path) -> object:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None
     except (ValueError, RecursionError):
-        raise _refusal("it is not JSON") from None
+        raise refusal("it is not JSON") from None
     return fields.get("model_type") if isinstance(fields, dict) else None
 
 
-def _refusal(problem: str) -> InvalidField:
-    return InvalidField(f"config.json: {problem}", field="weights")
+def refusal(problem: str, source: str = _CONFIG) -> InvalidField:
+    return InvalidField(f"{source}: {problem}", field="weights")

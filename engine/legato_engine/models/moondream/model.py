@@ -161,7 +161,7 @@ class Network(nn.Module):
 
     @property
     def runs_by_library(self) -> bool:
-        return self.text.runs_by_library and self.vision.runs_by_library
+        return self.text.runs_by_library and self.vision.on_cpu is not None
 
 
 class MoondreamModel(Model):

@@ -211,10 +211,10 @@ def cleaned(mask_HW: Mask, min_area: float) -> Mask:
     rings = [(area(ring), ring) for ring in trace(mask_HW)]
     largest = max((size for size, _ in rings), default=0.0)
     kept = [ring for size, ring in rings if abs(size) >= min_area or size == largest]
-    ys_H, xs_W = (np.arange(count) + 0.5 for count in mask_HW.shape)
+    ys_H, xs_W = (np.arange(count, dtype=np.float64) + 0.5 for count in mask_HW.shape)
     filled = Image.fromarray(np.pad(enclosed(kept, xs_W, ys_H), 1).view(np.uint8))
     closed = filled.filter(ImageFilter.MaxFilter(3)).filter(ImageFilter.MinFilter(3))
-    return np.asarray(closed)[1:-1, 1:-1] != 0
+    return np.asarray(closed, np.bool_)[1:-1, 1:-1]
 
 
 def _following(

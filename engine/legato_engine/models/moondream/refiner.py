@@ -166,8 +166,7 @@ def _text(
 
 
 def _number(value: float) -> str:
-    text = f"{value:.{_DIGITS}f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text
+    return f"{value:z.{_DIGITS}f}".rstrip("0").rstrip(".")
 
 
 # ---------------------------------------------------------------- head

@@ -343,7 +343,9 @@ class SvgPath:
         if len(self._numbers) < ARITY[command]:
             return ""
         numbers = [
-            str(number) if command == "A" and index in _UNSCALED_OF_ARC else _scaled(number)
+            str(number)
+            if command == "A" and index in _UNSCALED_OF_ARC
+            else f"{number / _VIEWBOX:z.3f}".rstrip("0").rstrip(".")
             for index, number in enumerate(self._numbers)
         ]
         self._numbers = []
@@ -361,11 +363,6 @@ class SvgPath:
         self._valid = False
         self.text = ""
         return ""
-
-
-def _scaled(value: int) -> str:
-    text = f"{value / _VIEWBOX:.3f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text
 
 
 class SegmentSkill(GenerationTask):

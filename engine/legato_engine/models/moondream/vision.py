@@ -97,18 +97,14 @@ class Vision(nn.Module):
         self.post_ln = nn.LayerNorm(config.dim)
         self.proj_mlp = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
         self._counters: TileCounters | None = None
-        self._on_cpu: cpu.CpuDecoder | None = None
+        self.on_cpu: cpu.CpuDecoder | None = None
 
     def use_library(self, library: Library) -> None:
         """Run blocks that are packed for it in one call for each crop, unless they are in e4m3."""
         layers = [block.cpu_layer() for block in self._vision_blocks()]
         heads, none = self._config.num_heads, torch.empty(1, 0)
         dims = self._config.dim // heads
-        self._on_cpu = ungated_decoder(library, layers, heads, dims, (none, none))
-
-    @property
-    def runs_by_library(self) -> bool:
-        return self._on_cpu is not None
+        self.on_cpu = ungated_decoder(library, layers, heads, dims, (none, none))
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, X] of uint8 crops: the whole image, then `tiling` (rows, columns) tiles."""
@@ -176,9 +172,9 @@ class Vision(nn.Module):
         self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[N, T, D] of normalised patches, in `out_NTD` if given."""
-        if self._on_cpu is not None and out_NTD is None:
+        if self.on_cpu is not None and out_NTD is None:
             x_NTD = self.patch_emb(patches_NTP) + self.pos_emb
-            normed: torch.Tensor = self.post_ln(torch.stack([*map(self._on_cpu.whole, x_NTD)]))
+            normed: torch.Tensor = self.post_ln(torch.stack([*map(self.on_cpu.whole, x_NTD)]))
             return normed
         with self._counting():
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import types
 from pathlib import Path
 from typing import Any
 
-from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.config import (
     DecoderConfig,
     HubConfig,
@@ -16,6 +16,7 @@ from legato_engine.models.decoder.config import (
     decoder_config,
     head_plan,
     read_json,
+    refusal,
     refuse_others,
 )
 
@@ -94,7 +95,7 @@ def read(hub: HubConfig, folder: Path) -> Qwen3VLConfig:
     decoder = decoder_config(text, norm_eps=text.rms_norm_eps, heads=heads)
     vision = _vision(hub.vision_config, text.hidden_size, folder)
     if len(vision.taps) > decoder.num_layers:
-        raise _refused("deepstack_visual_indexes has more blocks than there are text layers")
+        raise refusal("deepstack_visual_indexes has more blocks than there are text layers")
     return Qwen3VLConfig(
         **{field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)},
         vision=vision,
@@ -115,15 +116,15 @@ def _vision(hub: HubConfig, text_dim: int, folder: Path) -> TowerConfig:
     check_sizes(hub, "config.json", _MAX_SIZES)
     rope = hub.rope_parameters or {}
     if rope.get("rope_theta", 10_000.0) != 10_000.0:
-        raise _refused(f"rope_theta of vision is {rope['rope_theta']!r}; only 10000 is implemented")
+        raise refusal(f"rope_theta of vision is {rope['rope_theta']!r}; only 10000 is implemented")
     grid = math.isqrt(hub.num_position_embeddings)
     if grid**2 != hub.num_position_embeddings:
-        raise _refused("num_position_embeddings is no square number")
+        raise refusal("num_position_embeddings is no square number")
     if hub.hidden_size % hub.num_heads or hub.hidden_size // hub.num_heads % 4:
-        raise _refused("a head of vision needs a multiple of 4 dimensions")
+        raise refusal("a head of vision needs a multiple of 4 dimensions")
     taps = tuple(hub.deepstack_visual_indexes)
     if list(taps) != sorted(set(taps)) or any(not 0 <= each < hub.depth for each in taps):
-        raise _refused(f"deepstack_visual_indexes is {list(taps)}, not blocks in ascending order")
+        raise refusal(f"deepstack_visual_indexes is {list(taps)}, not blocks in ascending order")
     sizes = TowerConfig(
         dim=hub.hidden_size,
         ff_dim=hub.intermediate_size,
@@ -149,10 +150,8 @@ def _preparation(sizes: TowerConfig, said: dict[str, Any]) -> dict[str, Any]:
         "rescale_factor": 1 / 255,
         "resample": 3,
     }
-    for name, only in implemented.items():
-        if said.get(name, only) not in (only, None):
-            problem = f"{_PREPROCESSOR}: {name} is {said[name]!r}; only {only!r} is implemented"
-            raise InvalidField(problem, field="weights")
+    told = types.SimpleNamespace(**{name: each for name, each in said.items() if each is not None})
+    refuse_others(told, implemented, _PREPROCESSOR)
     size = said.get("size") or {}
     pixels = (
         said.get("min_pixels") or size.get("shortest_edge") or sizes.min_pixels,
@@ -160,15 +159,13 @@ def _preparation(sizes: TowerConfig, said: dict[str, Any]) -> dict[str, Any]:
     )
     whole = all(type(each) is int and 0 < each <= 2**30 for each in pixels)
     if not whole or pixels[1] < max(pixels[0], sizes.side**2):
-        problem = f"{_PREPROCESSOR}: images of {pixels[0]!r} to {pixels[1]!r} pixels"
-        raise InvalidField(problem, field="weights")
+        raise refusal(f"images of {pixels[0]!r} to {pixels[1]!r} pixels", _PREPROCESSOR)
     mean, std = (tuple(said.get(f"image_{name}") or (0.5,) * 3) for name in ("mean", "std"))
     if (
         any(len(each) != 3 or not all(map(_is_finite, each)) for each in (mean, std))
         or min(std) <= 0
     ):
-        problem = f"{_PREPROCESSOR}: image_mean and image_std have three numbers each"
-        raise InvalidField(problem, field="weights")
+        raise refusal("image_mean and image_std have three numbers each", _PREPROCESSOR)
     return {"min_pixels": pixels[0], "max_pixels": pixels[1], "mean": mean, "std": std}
 
 
@@ -179,20 +176,16 @@ def _is_finite(value: object) -> bool:
 def _sections(rope: dict[str, Any], head_dim: int) -> tuple[int, int, int]:
     sections = tuple(rope.get("mrope_section") or (24, 20, 20))
     if not rope.get("mrope_interleaved", True):
-        raise _refused("mrope_interleaved is false; only interleaved rotations are implemented")
+        raise refusal("mrope_interleaved is false; only interleaved rotations are implemented")
     whole = len(sections) == 3 and all(type(each) is int and each >= 0 for each in sections)
     if not whole or sum(sections) != head_dim // 2 or 3 * max(sections[1:]) > head_dim // 2:
         problem = f"mrope_section is {list(sections)}, not the parts of {head_dim // 2} pairs"
-        raise _refused(problem)
+        raise refusal(problem)
     return sections
 
 
 def _token(hub: HubConfig, name: str, vocab_size: int) -> int:
     token = getattr(hub, name)
     if type(token) is not int or not 0 <= token < vocab_size:
-        raise _refused(f"{name} is {token!r}, not a token of {vocab_size}")
+        raise refusal(f"{name} is {token!r}, not a token of {vocab_size}")
     return token
-
-
-def _refused(problem: str) -> InvalidField:
-    return InvalidField(f"config.json: {problem}", field="weights")

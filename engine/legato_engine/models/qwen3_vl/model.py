@@ -54,7 +54,7 @@ class Qwen3VLNetwork(DecoderNetwork):
 
     @property
     def runs_by_library(self) -> bool:
-        return super().runs_by_library and self.visual.runs_by_library
+        return super().runs_by_library and bool(self.visual.on_cpu)
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """Put features of images in the place of embeddings, and add the others layer by layer."""

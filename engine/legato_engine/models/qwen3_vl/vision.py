@@ -104,7 +104,7 @@ class VisionTower(nn.Module):
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, text_dim, joined=True) for _ in config.taps
         )
-        self._on_cpu: list[cpu.CpuDecoder] = []
+        self.on_cpu: list[cpu.CpuDecoder] = []
 
     def use_library(self, library: Library) -> None:
         """Run blocks that are packed for it in one call a stage."""
@@ -118,11 +118,7 @@ class VisionTower(nn.Module):
             )
             for stage in config.stages
         ]
-        self._on_cpu = [part for part in parts if part is not None]
-
-    @property
-    def runs_by_library(self) -> bool:
-        return bool(self._on_cpu)
+        self.on_cpu = [part for part in parts if part is not None]
 
     def encode(
         self, levels_PCFYX: torch.Tensor, rows: int, columns: int
@@ -136,7 +132,7 @@ class VisionTower(nn.Module):
         place_P2 = places(rows, columns, config.merge, values_PV.device)
         x_PD = self.patch_embed(values_PV) + self._positions(place_P2, (rows, columns))
         del levels_PCFYX, values_PV
-        if self._on_cpu:
+        if self.on_cpu:
             x_PD = x_PD.float()
         angles = self._angles(place_P2)
         features = list[torch.Tensor]()
@@ -150,8 +146,8 @@ class VisionTower(nn.Module):
 
     def _run_stage(self, index: int, x_PD: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[P, D] residual stream after the stage; the storage of x may be reused."""
-        if self._on_cpu:
-            return self._on_cpu[index].whole(x_PD, angles)
+        if self.on_cpu:
+            return self.on_cpu[index].whole(x_PD, angles)
         y_PD: torch.Tensor | None = None
         for layer in self._config.stages[index]:
             x_PD, y_PD = self.blocks[layer](x_PD, y_PD, angles)
